@@ -1,0 +1,58 @@
+"""The exception tree: everything that lightning_distrec raises on purpose.
+
+DistRecError
+├── ConfigError        an option has a value it cannot have
+├── VersionError       torch, fbgemm and torchrec do not belong together
+├── UnsupportedError   a Trainer setting or callback that cannot be exact over sharded tables
+├── ShardingError      a module or table cannot be sharded
+│   └── PlanError      no placement of the tables fits
+├── OptimizerError     an optimizer's update cannot be carried over to a table
+├── IdsError           an id is outside of its table
+├── DataError          a dataset or a dataloader is not what it must be
+├── CheckpointError    something cannot be saved or loaded exactly
+└── RankError          another rank failed; its message is repeated here
+"""
+
+
+class DistRecError(Exception):
+    """Base of all errors raised by lightning_distrec."""
+
+
+class ConfigError(DistRecError, ValueError):
+    """An option has a value it cannot have."""
+
+
+class VersionError(DistRecError, ImportError):
+    """The installed torch, fbgemm and torchrec do not belong together."""
+
+
+class UnsupportedError(DistRecError):
+    """A Trainer setting or callback cannot be exact over sharded tables."""
+
+
+class ShardingError(DistRecError):
+    """A module or a table cannot be sharded."""
+
+
+class PlanError(ShardingError):
+    """No placement of the tables fits the memory and the constraints."""
+
+
+class OptimizerError(DistRecError):
+    """An optimizer's update cannot be carried over to a table exactly."""
+
+
+class IdsError(DistRecError, IndexError):
+    """An id is outside of its table."""
+
+
+class DataError(DistRecError):
+    """A dataset or a dataloader is not what it must be."""
+
+
+class CheckpointError(DistRecError):
+    """Something cannot be saved or loaded exactly."""
+
+
+class RankError(DistRecError, RuntimeError):
+    """Another rank failed; its message is repeated here."""
