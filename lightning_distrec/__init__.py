@@ -1,0 +1,45 @@
+"""Trains an unchanged LightningModule with its embedding tables sharded over many ranks and nodes.
+
+Importing this package registers the strategies with Lightning. torchrec and fbgemm load when a strategy that needs
+them is made, or when one of the names below that needs them is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+if TYPE_CHECKING:
+    from lightning_distrec.sharding.tables import TableOptions
+    from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
+
+__version__ = "0.1.0"
+
+__all__ = ["TableOptions", "TorchRecShardedStrategy"]
+
+_HOMES = {
+    "TableOptions": "lightning_distrec.sharding.tables",
+    "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lightning_distrec' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _make_torchrec_sharded(**arguments: Any) -> Any:
+    return __getattr__("TorchRecShardedStrategy")(**arguments)
+
+
+if "torchrec_sharded" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "torchrec_sharded",
+        _make_torchrec_sharded,
+        description="Embedding tables sharded over the ranks by TorchRec, the rest as under DDP",
+    )

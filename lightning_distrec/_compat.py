@@ -1,0 +1,153 @@
+"""Every private name of lightning, torch, torchrec and fbgemm that we use, one small function each.
+
+A contract test per function (tests/contracts/test_compat.py) fails when an upstream release moves what is used here.
+Imports are inside of the functions, so that this file loads without torchrec.
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def init_optimizers_and_schedulers(module: Any) -> tuple[list[Optimizer], list[Any]]:
+    """Call the module's configure_optimizers and return its optimizers, unwrapped, and scheduler configs.
+
+    Source: lightning/pytorch/core/optimizer.py; Strategy.setup_optimizers calls the same function.
+    """
+    from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+
+    optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in optimizers], schedulers
+
+
+def move_optimizers_to_device(optimizers: list[Optimizer], device: torch.device) -> None:
+    """Move the optimizers' state to `device`. Source: lightning/fabric/utilities/optimizer.py."""
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+
+    _optimizers_to_device(optimizers, device)
+
+
+def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
+    """Make a later DistributedDataParallel(module) neither broadcast nor reduce what is called `names`.
+
+    Source: torch/nn/parallel/distributed.py; torchrec's DefaultDataParallelWrapper does the same.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def send_module_states(module: nn.Module, ignore: list[str]) -> None:
+    """Collective. Give every rank rank 0's parameters and buffers, but for those called `ignore`.
+
+    Source: torch/distributed/utils.py; DDPStrategy.setup calls it for evaluation, shards included.
+    """
+    from torch.distributed.distributed_c10d import _get_default_group
+    from torch.distributed.utils import _sync_module_states
+
+    _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
+
+
+def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], group: str) -> None:
+    """Tell torchrec which in-backward optimizer a table gets when it is sharded.
+
+    arguments: FBGEMM's, with "optimizer" an EmbOptimType and "learning_rate" in place of "lr".
+    group: tables of different groups get kernels of their own, and so learning rates of their own.
+    Source: torchrec/distributed/embeddingbag.py, create_grouped_sharding_infos, reads these two attributes; the key
+    "_batch_key" only separates groups (embedding_sharding.py, group_tables). torch's _apply_optimizer_in_backward sets
+    the same attributes, and hooks that are of no use here.
+    """
+    parameter._optimizer_classes = [None]  # type: ignore[attr-defined]
+    parameter._optimizer_kwargs = [{**arguments, "_batch_key": group}]  # type: ignore[attr-defined]
+
+
+def detach_fused_optimizer(parameter: nn.Parameter) -> None:
+    """Undo `attach_fused_optimizer`, so that the table can be sharded with another update later."""
+    for name in ("_optimizer_classes", "_optimizer_kwargs"):
+        if hasattr(parameter, name):
+            delattr(parameter, name)
+
+
+def forget_rows(collection: Any) -> None:
+    """Free the weights of an unsharded collection and keep its tables, on meta.
+
+    Source: torchrec/modules/embedding_modules.py; `_device` is what the `device` property returns, and a sharded
+    collection made from a CUDA one would load its rows (torchrec/distributed/embeddingbag.py, end of __init__).
+    """
+    collection.to("meta")
+    collection._device = torch.device("meta")
+
+
+def leave_mean_to_us(sharded: Any) -> None:
+    """Stop torchrec from dividing the output of a sharded EmbeddingBagCollection by bag sizes.
+
+    Rows of a mean-pooled table that is cut by rows are summed over ranks first and divided after. torchrec 1.8 then
+    divides the columns of every table of the collection, but for sum-pooled tables that are cut by rows too: tables cut
+    otherwise come out divided once too often (embeddingbag.py, _create_mean_pooling_divisor). sharding/lookup.py
+    divides the columns that need it.
+    """
+    sharded._has_mean_pooling_callback = False
+
+
+def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
+    """Return the FBGEMM modules that hold a sharded collection's fused tables on this rank.
+
+    Source: ShardedEmbedding(Bag)Collection keeps its lookups in a plain list, `_lookups`, outside of modules().
+    """
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+    lookups: list[nn.Module] = sharded._lookups  # type: ignore[assignment]
+    return [m for lookup in lookups for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+@contextlib.contextmanager
+def fbgemm_iterations_kept(kernels: list[Any]) -> Iterator[None]:
+    """Undo what forwards inside of the context add to the kernels' iteration counters.
+
+    Every forward advances them, evaluation included, and fused Adam corrects its bias by them. Source: `iter` and
+    `iter_cpu` in fbgemm_gpu/split_table_batched_embeddings_ops_training.py, _forward_impl.
+    """
+    before = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
+    yield
+    for kernel, iteration, iteration_cpu in before:
+        kernel.iter.copy_(iteration)
+        kernel.iter_cpu.copy_(iteration_cpu)
+
+
+def hide_upstream_deprecations() -> None:
+    """Hide what torchrec, torch and lightning say about their own use of each other; users cannot act on it.
+
+    Can go when torchrec has left ShardedTensor, reduce_scatter_tensor, all_gather_into_tensor and is_fx_tracing, and
+    lightning isinstance(..., LeafSpec).
+    """
+    for message in (
+        "Please use DTensor instead and we are deprecating ShardedTensor",
+        "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in str(record.msg))
+
+
+@contextlib.contextmanager
+def torchrec_quiet() -> Iterator[None]:
+    """Silence torchrec's planner and sharders below ERROR: their warnings speak of what we decide ourselves.
+
+    Source: Topology.__init__ warns that "the job will fail" unless it was made by a factory that torchrec 1.6 lacks.
+    """
+    logger = logging.getLogger("torchrec")
+    root = logging.getLogger()
+    levels = logger.level, root.level
+    logger.setLevel(logging.ERROR)
+    root.setLevel(max(root.level, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(levels[0])
+        root.setLevel(levels[1])

@@ -1,0 +1,1 @@
+"""Sharded module to file and back."""

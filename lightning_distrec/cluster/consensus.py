@@ -1,0 +1,100 @@
+"""What all ranks agree on.
+
+Every rank calls the same method in the same order; in return no rank goes on alone. The messages travel over a gloo
+group of their own, so that they neither queue behind gradients nor make a GPU wait.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_distrec import errors
+
+T = TypeVar("T")
+
+
+class Consensus:
+    """The agreements of the ranks of one job. Collective: making one makes a process group.
+
+    timeout_seconds: how long a rank waits for the others before the group gives up with an error.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def start_least(self, value: int) -> "Agreement":
+        """Collective. Begin to agree on the smallest `value` of all ranks; `Agreement.wait()` returns it."""
+        return Agreement(value, dist.ReduceOp.MIN, None if self.num_ranks == 1 else self._group)
+
+    def least(self, value: int) -> int:
+        """Collective. Return the smallest `value` of all ranks."""
+        return self.start_least(value).wait()
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's `value`, in rank order."""
+        if self.num_ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def all_or_none(self, what: str, action: Callable[[], T]) -> T:
+        """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise.
+
+        The rank that failed raises its own exception. The others raise the same exception of ours with the same
+        message, or RankError where it was not one of ours. `action` itself must not leave a collective half way.
+        """
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        reports = self.everyone(None if failure is None else (type(failure).__name__, str(failure)))
+        if failure is not None:
+            raise failure
+        for rank, report in enumerate(reports):
+            if report is not None:
+                name, message = report
+                kind = getattr(errors, name, None)
+                if kind is None:
+                    raise errors.RankError(f"rank {rank} failed in {what}: {name}: {message}")
+                raise kind(f"rank {rank}: {message}")
+        return result  # type: ignore[return-value]
+
+
+class Agreement:
+    """One number on its way to all ranks."""
+
+    def __init__(self, value: int, reduction: Any, group: Any) -> None:
+        self._value = torch.tensor([value])
+        self._work = None if group is None else dist.all_reduce(self._value, reduction, group=group, async_op=True)
+
+    def wait(self) -> int:
+        """Return the agreed number; may be called once or more."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._value.item())
+
+
+_current: tuple[Any, Consensus] | None = None
+
+
+def consensus_of_all_ranks(timeout_seconds: float) -> Consensus:
+    """Collective. Return the consensus of the default process group, made on the first call of each group."""
+    global _current
+    world = dist.group.WORLD
+    if _current is None or _current[0] is not world:
+        _current = (world, Consensus(timeout_seconds))
+    return _current[1]
+
+
+def forget_consensus() -> None:
+    """Drop the consensus, before its process group is destroyed."""
+    global _current
+    _current = None

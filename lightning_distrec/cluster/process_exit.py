@@ -1,0 +1,49 @@
+"""Leaves the process group before the interpreter ends.
+
+A gloo worker thread that drops its last Python object while the interpreter is finalising aborts the process
+("terminate called without an active exception"), after a run that was fine, or on top of the message of one that was
+not. So at exit: let go of what holds requests, collect, wait for the others for a bounded time, leave the group.
+"""
+
+import atexit
+import contextlib
+import gc
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_distrec.cluster.consensus import forget_consensus
+
+FAREWELL_SECONDS = 10.0
+
+_releases: list[Callable[[], None]] = []
+_failed = False
+
+
+def leave_at_exit(release: Callable[[], None]) -> None:
+    """Register the leaving of the process group; `release` drops the caller's references to sharded modules."""
+    if not _releases:
+        atexit.register(_leave)
+    _releases.append(release)
+
+
+def note_failure() -> None:
+    """Remember that a run failed: its peers may be gone, so leaving must not wait for them."""
+    global _failed
+    _failed = True
+
+
+def _leave() -> None:
+    for release in _releases:
+        release()
+    forget_consensus()
+    gc.collect()
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    # sys.last_value: set by the interpreter when an exception reached the top of the script.
+    if not (_failed or hasattr(sys, "last_value")) and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
+        with contextlib.suppress(RuntimeError):  # a peer left without us: nothing is lost, the work is done
+            dist.monitored_barrier(timeout=timedelta(seconds=FAREWELL_SECONDS))
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Who updates which parameter, and when."""

@@ -1,0 +1,283 @@
+"""The user's optimizers, as configure_optimizers made them, and what each of them becomes for a table.
+
+    fused       FBGEMM updates the touched rows inside of backward; the numbers are those of the user's optimizer
+    dense       the user's own optimizer steps on the rank's shard, with a gradient as large as the shard
+    fused_lazy  FBGEMM updates the touched rows only, where the optimizer would have moved all of them; on request
+    frozen      nothing updates the table
+
+What is fused is a whitelist by exact class and hyperparameters, each entry measured against an unsharded process
+(tests/multiprocess/test_parity.py). What FBGEMM would silently ignore (momentum and weight decay of SGD, weight decay
+of Adagrad) or fill with a default of its own (eps) is never left to it.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn, optim
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from lightning_distrec.errors import OptimizerError
+
+Kind = Literal["fused", "dense", "fused_lazy", "frozen"]
+
+ELEMENTWISE: dict[type[optim.Optimizer], int] = {
+    optim.SGD: 1,
+    optim.Adam: 2,
+    optim.AdamW: 2,
+    optim.Adamax: 2,
+    optim.NAdam: 2,
+    optim.RAdam: 2,
+    optim.Adagrad: 1,
+    optim.Adadelta: 2,
+    optim.RMSprop: 1,
+    optim.Rprop: 2,
+    optim.ASGD: 1,
+}
+"""Optimizers that treat every element alone, so that stepping on a shard is stepping on the table. Value: the most
+state they keep by default, in tensors of the table's size."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The optimizer and param group that a table belongs to."""
+
+    optimizer: optim.Optimizer
+    optimizer_index: int
+    group_index: int
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The param group, live: schedulers write to it."""
+        return self.optimizer.param_groups[self.group_index]
+
+    @property
+    def label(self) -> str:
+        """A name that no other group has."""
+        return f"{self.optimizer_index}.{self.group_index}"
+
+
+@dataclass(frozen=True)
+class TableUpdate:
+    """What updates one table, and why."""
+
+    kind: Kind
+    why: str
+    owner: Owner | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """FBGEMM's, for all but dense; the learning rate is the one at the start."""
+    initial_state: float = 0.0
+    """Value that the optimizer's state starts from."""
+    whole_rows: bool = False
+    """Whether the state is kept per row, so that a row must stay on one rank."""
+    bytes_per_element: float = 0.0
+    """Optimizer state and kept gradient, in bytes for each element of the table."""
+    bytes_per_row: float = 0.0
+    """Optimizer state that is kept per row, in bytes."""
+
+
+def translate(
+    parameters: Mapping[str, nn.Parameter],
+    modes: Mapping[str, str],
+    optimizers: list[optim.Optimizer],
+    device_type: str,
+    manual: bool,
+) -> dict[str, TableUpdate]:
+    """Return what updates each table.
+
+    parameters: full name of a table -> its unsharded weight, (num_rows, dim), possibly on meta.
+    modes: full name -> "auto", "fused", "dense" or "fused_lazy".
+    manual: whether the module steps its optimizers itself; it may then run several backward passes before a step, or
+        step another optimizer than the one whose loss it was, which an update inside of backward cannot wait for.
+    Raises OptimizerError: the table's name, the reason and the way out.
+    """
+    owners = _owners(parameters, optimizers)
+    updates = {}
+    for name, parameter in parameters.items():
+        owner = owners.get(id(parameter))
+        if owner is None or not parameter.requires_grad:
+            why = "requires_grad is False" if not parameter.requires_grad else "in no optimizer"
+            updates[name] = _frozen(why)
+        else:
+            updates[name] = _update(name, owner, modes[name], device_type, manual)
+    return updates
+
+
+def frozen(why: str) -> TableUpdate:
+    """Return the update of a table that nothing updates."""
+    return _frozen(why)
+
+
+def exact_form(owner: Owner) -> tuple[TableUpdate | None, str]:
+    """Return FBGEMM's form of the owner's update with the same numbers, or None and the reason why there is none."""
+    group, kind = owner.group, type(owner.optimizer)
+    name = kind.__name__
+    if kind is optim.SGD:
+        if reason := _first_set(group, momentum=0, weight_decay=0, dampening=0, nesterov=False, maximize=False):
+            return None, f"FBGEMM's SGD has no {reason}"
+        return _fused(owner, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_SGD, {}, 0.0), ""
+    if kind is optim.Adagrad:
+        if reason := _first_set(group, weight_decay=0, lr_decay=0, maximize=False):
+            return None, f"FBGEMM's Adagrad has no {reason}"
+        start = float(owner.optimizer.defaults["initial_accumulator_value"])
+        arguments = {"eps": float(group["eps"])}
+        update = _fused(owner, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_ADAGRAD, arguments, 4.0)
+        return _with(update, initial_state=start), ""
+    if kind is RowWiseAdagrad:
+        if reason := _first_set(group, weight_decay=0, lr_decay=0, maximize=False):
+            return None, f"FBGEMM's row-wise Adagrad has no {reason}"
+        start = float(owner.optimizer.defaults["initial_accumulator_value"])
+        arguments = {"eps": float(group["eps"])}
+        why = f"{name} has the same numbers in FBGEMM"
+        update = _fused(owner, why, EmbOptimType.EXACT_ROWWISE_ADAGRAD, arguments, 0.0)
+        return _with(update, initial_state=start, whole_rows=True, bytes_per_row=4.0), ""
+    return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
+
+
+def _update(name: str, owner: Owner, mode: str, device_type: str, manual: bool) -> TableUpdate:
+    fused, why_not = exact_form(owner)
+    if mode == "fused":
+        if fused is None:
+            raise OptimizerError(
+                f"table '{name}': embedding_update='fused', but {why_not}. Set embedding_update='dense' for it (the "
+                "user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
+            )
+        return fused
+    if mode == "fused_lazy":
+        return _lazy(name, owner, device_type)
+    if mode == "dense":
+        return _dense(name, owner, "asked for", asked=True)
+    if fused is not None and not manual:
+        return fused
+    if fused is not None:
+        return _dense(name, owner, "manual optimization may step later than backward", asked=False)
+    return _dense(name, owner, why_not, asked=False)
+
+
+def _dense(name: str, owner: Owner, why: str, asked: bool) -> TableUpdate:
+    kind = type(owner.optimizer)
+    if kind is RowWiseAdagrad:
+        return TableUpdate("dense", why, owner, whole_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
+    if kind in ELEMENTWISE:
+        return TableUpdate("dense", why, owner, bytes_per_element=4.0 * (1 + _states(owner)))
+    if asked and kind is not optim.SparseAdam:
+        return TableUpdate("dense", f"{why}; not known to be exact", owner, bytes_per_element=12.0)
+    raise OptimizerError(
+        f"table '{name}': {kind.__module__}.{kind.__qualname__} is not known to give the same numbers on a part of a "
+        "table as on the whole. Give the table an optimizer of its own (torch.optim.Adagrad, Adam, SGD ...), or set "
+        "embedding_update='dense' for it if the optimizer treats every element alone."
+    )
+
+
+def _states(owner: Owner) -> int:
+    group = owner.group
+    if type(owner.optimizer) is optim.SGD and not group["momentum"]:
+        return 0
+    extra = ("amsgrad", "centered")
+    return ELEMENTWISE[type(owner.optimizer)] + sum(bool(group.get(flag)) for flag in extra)
+
+
+def _lazy(name: str, owner: Owner, device_type: str) -> TableUpdate:
+    group, kind = owner.group, type(owner.optimizer)
+    if kind not in (optim.Adam, optim.AdamW):
+        raise OptimizerError(
+            f"table '{name}': embedding_update='fused_lazy' is for Adam and AdamW, not {kind.__name__}. "
+            "Use 'auto', which is exact."
+        )
+    if device_type == "cpu":
+        raise OptimizerError(
+            f"table '{name}': embedding_update='fused_lazy', but FBGEMM has no {kind.__name__} on CPU. Use 'dense'."
+        )
+    decoupled = kind is optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    coupled_decay = group["weight_decay"] and not decoupled
+    reason = _first_set(group, amsgrad=False, maximize=False) or ("L2 weight_decay" if coupled_decay else "")
+    if reason:
+        raise OptimizerError(f"table '{name}': FBGEMM's Adam has no {reason}. Use embedding_update='dense'.")
+    arguments = {
+        "eps": float(group["eps"]),
+        "beta1": float(group["betas"][0]),
+        "beta2": float(group["betas"][1]),
+        "weight_decay": float(group["weight_decay"]),
+    }
+    update = _fused(owner, "touched rows only, as asked for; not the same numbers", EmbOptimType.ADAM, arguments, 8.0)
+    return _with(update, kind="fused_lazy")
+
+
+def _fused(owner: Owner, why: str, kind: EmbOptimType, arguments: dict[str, Any], state: float) -> TableUpdate:
+    learning_rate = float(owner.group["lr"])
+    full = {"optimizer": kind, "learning_rate": learning_rate, **arguments}
+    return TableUpdate("fused", why, owner, full, bytes_per_element=state)
+
+
+def _frozen(why: str) -> TableUpdate:
+    # SGD at rate 0: no state, no kept gradient, and the rows stay what they are.
+    return TableUpdate("frozen", why, None, {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
+
+
+def _with(update: TableUpdate, **changes: Any) -> TableUpdate:
+    return TableUpdate(**{**vars(update), **changes})
+
+
+def _first_set(group: Mapping[str, Any], **neutral: Any) -> str:
+    """Return the first hyperparameter that is not neutral, as "name=value", or ""."""
+    for name, value in neutral.items():
+        if name in group and group[name] != value:
+            return f"{name}={group[name]}"
+    return ""
+
+
+def _owners(parameters: Mapping[str, nn.Parameter], optimizers: list[optim.Optimizer]) -> dict[int, Owner]:
+    ids = {id(parameter): name for name, parameter in parameters.items()}
+    owners: dict[int, Owner] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in ids:
+                    continue
+                if id(parameter) in owners:
+                    raise OptimizerError(
+                        f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both update it exactly. "
+                        "Give it to one."
+                    )
+                owners[id(parameter)] = Owner(optimizer, index, group_index)
+    return owners
+
+
+def rewrite_groups(
+    optimizers: Iterable[optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, nn.Parameter],
+) -> None:
+    """Put each table's shard in the place of the unsharded weight, in place: groups keep their count and order.
+
+    parameters: full name -> unsharded weight. shards: full name -> this rank's shard of the tables that the user's
+    optimizer steps on; tables that are not in it leave the groups, and so do shards without rows on this rank.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for optimizer in optimizers:
+        for parameter in parameters.values():
+            optimizer.state.pop(parameter, None)
+        for group in optimizer.param_groups:
+            replaced, fresh = [], []
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    replaced.append(parameter)
+                elif name in shards and shards[name].numel():
+                    replaced.append(shards[name])
+                    fresh.append(shards[name])
+            group["params"] = replaced
+            if fresh:
+                optimizer.state.update(_fresh_state(optimizer, group, fresh))
+
+
+def _fresh_state(
+    optimizer: optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
+) -> dict[Any, Any]:
+    """Return the state that the optimizer's constructor makes for `parameters` (Adagrad makes its sums there)."""
+
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
+    return dict(type(optimizer)(parameters, **options).state)

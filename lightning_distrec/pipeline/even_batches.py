@@ -1,0 +1,155 @@
+"""All ranks stop after the last batch that all of them have.
+
+A rank that still has a batch when another has none would wait in the tables' exchange for ever. Sized loaders agree on
+their lengths once; others agree before every batch.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, Literal, Protocol
+
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from torch.utils.data import DataLoader
+
+from lightning_distrec.errors import ConfigError, DataError
+
+UnevenInputs = Literal["stop", "error"]
+UNEVEN_INPUTS: tuple[str, ...] = ("stop", "error")
+
+_FAILED, _ENDED, _HAS_BATCH = 0, 1, 2
+
+
+class Ranks(Protocol):
+    """What this file needs of the ranks' consensus."""
+
+    num_ranks: int
+
+    def least(self, value: int) -> int:
+        """Collective. Return the smallest value of all ranks."""
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's value."""
+
+
+def check_uneven_inputs(value: str) -> None:
+    """Raise ConfigError where `value` is no way to treat ranks with unequal numbers of batches."""
+    if value not in UNEVEN_INPUTS:
+        raise ConfigError(f"uneven_inputs={value!r} is not known. Use one of {', '.join(UNEVEN_INPUTS)}.")
+
+
+def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> Any:
+    """Collective. Return a loader that gives the same number of batches on every rank, `loader` itself if it does.
+
+    Raises DataError on every rank: the lengths differ and mode is "error"; a rank has no batch at all.
+    """
+    if ranks.num_ranks == 1:
+        return loader
+    trusted = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
+    lengths = ranks.everyone(sized_len(loader) if trusted else None)
+    if any(length is None for length in lengths):
+        return EvenLoader(loader, ranks, mode, warn)
+    if len(set(lengths)) == 1:
+        return loader
+    said = f"the ranks have {', '.join(map(str, lengths))} batches of {type(loader).__name__}"
+    if mode == "error":
+        raise DataError(f"{said}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+    if min(lengths) == 0:
+        raise DataError(f"{said}: none that all of them have. Give every rank at least one batch.")
+    warn(f"{said}; all stop after {min(lengths)} (uneven_inputs='stop').")
+    return ShortenedLoader(loader, min(lengths))
+
+
+class _Wrapper:
+    """A loader that passes on what it does not do itself: samplers, datasets, state for resuming."""
+
+    def __init__(self, loader: Any) -> None:
+        object.__setattr__(self, "_loader", loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(object.__getattribute__(self, "_loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).__annotations__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+
+class ShortenedLoader(_Wrapper):
+    """The first `length` batches of a sized loader."""
+
+    length: int
+
+    def __init__(self, loader: Any, length: int) -> None:
+        super().__init__(loader)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self.length)
+
+
+class EvenLoader(_Wrapper):
+    """A loader of unknown length; the ranks agree before each batch that all of them have one.
+
+    Iterating over it is collective: a callback that looks at batches on one rank only must take the loader from its
+    own datamodule instead.
+    """
+
+    ranks: Ranks
+    mode: UnevenInputs
+    warn: Callable[[str], None]
+
+    def __init__(self, loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> None:
+        super().__init__(loader)
+        self.ranks = ranks
+        self.mode = mode
+        self.warn = warn
+
+    def __iter__(self) -> Iterator[Any]:
+        """Collective. Yield batches while every rank has one.
+
+        Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
+        differ and mode is "error".
+        """
+        batches = iter(self._loader)
+        count = 0
+        while True:
+            state, batch, failure = _next(batches)
+            agreed = self.ranks.least(state)
+            if agreed == _HAS_BATCH:
+                count += 1
+                yield batch
+                continue
+            states = self.ranks.everyone((state, failure and f"{type(failure).__name__}: {failure}"))
+            if failure is not None:
+                raise failure
+            if agreed == _FAILED:
+                rank, said = next((r, text) for r, (s, text) in enumerate(states) if s == _FAILED)
+                raise DataError(f"the dataloader of rank {rank} failed at batch {count}: {said}")
+            self._check_ends(count, [s for s, _ in states])
+            return
+
+    def _check_ends(self, count: int, states: list[int]) -> None:
+        longer = [rank for rank, state in enumerate(states) if state == _HAS_BATCH]
+        if not longer:
+            return
+        said = f"after {count} batches ranks {longer} have more, the others none"
+        if self.mode == "error":
+            raise DataError(f"{said}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+        if count == 0:
+            raise DataError(f"{said}: there is no batch that all ranks have. Give every rank at least one batch.")
+        self.warn(f"{said}; all stop here (uneven_inputs='stop').")
+
+
+def _next(batches: Iterator[Any]) -> tuple[int, Any, Exception | None]:
+    try:
+        return _HAS_BATCH, next(batches), None
+    except StopIteration:
+        return _ENDED, None, None
+    except Exception as failure:
+        return _FAILED, None, failure

@@ -1,0 +1,128 @@
+"""Looks at ids before they travel: an id outside of its table must not become another row's lookup.
+
+FBGEMM checks bounds in its kernels, but by then a row-wise cut has already folded an id that is too large into some
+rank's block, and what the kernel sees is a valid row of the wrong id. So the check runs on the rank that has the
+batch, and the ranks agree on the result while the ids travel.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_distrec.errors import ConfigError, IdsError
+from lightning_distrec.sharding.tables import Table
+
+CheckIds = Literal["error", "warn", "ignore"]
+CHECK_IDS: tuple[str, ...] = ("error", "warn", "ignore")
+
+
+class Agreement(Protocol):
+    """A number that all ranks are agreeing on."""
+
+    def wait(self) -> int:
+        """Return the agreed number."""
+
+
+class Ranks(Protocol):
+    """What this file needs of the ranks' consensus."""
+
+    rank: int
+
+    def start_least(self, value: int) -> Agreement:
+        """Collective. Begin to agree on the smallest value of all ranks."""
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's value."""
+
+
+def check_check_ids(value: str) -> None:
+    """Raise ConfigError where `value` is no way to treat ids that are out of range."""
+    if value not in CHECK_IDS:
+        raise ConfigError(f"check_ids={value!r} is not known. Use one of {', '.join(CHECK_IDS)}.")
+
+
+class Verdict:
+    """What the ranks will know about the ids of one call once `wait` returns."""
+
+    def __init__(self, ranks: Ranks, problem: str | None) -> None:
+        self._ranks = ranks
+        self._problem = problem
+        self._agreement = ranks.start_least(1 if problem is None else 0)
+
+    def wait(self) -> None:
+        """Collective. Raise IdsError on every rank where the ids of any rank are out of range."""
+        if self._agreement.wait() == 0:
+            raise IdsError(next(problem for problem in self._ranks.everyone(self._problem) if problem is not None))
+
+
+class IdsCheck:
+    """The check of one collection's ids.
+
+    tables: the collection's tables. mode: "error" raises on every rank; "warn" says so once and looks up row 0 in
+    place of the id, as FBGEMM does; "ignore" looks up row 0 and says nothing.
+    ranks: the ranks' consensus. warn: tells the user something.
+    """
+
+    def __init__(self, tables: list[Table], mode: CheckIds, ranks: Ranks, warn: Callable[[str], None]) -> None:
+        self._mode = mode
+        self._ranks = ranks
+        self._warn = warn
+        self._warned = False
+        self._table_of_feature: dict[str, Table] = {}
+        for table in tables:
+            for feature in table.config.feature_names:
+                smallest = self._table_of_feature.get(feature)
+                if smallest is None or table.config.num_embeddings < smallest.config.num_embeddings:
+                    self._table_of_feature[feature] = table
+
+    def start(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Verdict | None]:
+        """Collective in mode "error". Return the features to look up, every id in range, and what to wait for."""
+        bad = self._out_of_range(features)
+        problem = None
+        if bool(bad.any()):
+            problem = self._describe(features, bad)
+            features = _with_values(features, features.values().masked_fill(bad, 0))
+        if self._mode == "error":
+            return features, Verdict(self._ranks, problem)
+        if problem is not None and self._mode == "warn" and not self._warned:
+            self._warned = True
+            self._warn(f"{problem} Row 0 is looked up in their place. Said once.")
+        return features, None
+
+    def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        values = features.values()
+        keys = features.keys()
+        limits = [self._table_of_feature[key].config.num_embeddings for key in keys]
+        if len(set(limits)) == 1:
+            return (values < 0) | (values >= limits[0])
+        counts = torch.tensor(features.length_per_key(), device=values.device)
+        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(counts, output_size=values.numel())
+        return (values < 0) | (values >= limit_of_id)
+
+    def _describe(self, features: KeyedJaggedTensor, bad: torch.Tensor) -> str:
+        first = int(bad.nonzero()[0])
+        ends = torch.tensor(features.length_per_key()).cumsum(0)
+        feature = features.keys()[int((ends > first).nonzero()[0])]
+        table = self._table_of_feature[feature]
+        return (
+            f"feature '{feature}' of table '{table.full_name}' has the id {int(features.values()[first])}, but the "
+            f"table has rows 0 to {table.config.num_embeddings - 1} ({int(bad.sum())} such ids in this batch on rank "
+            f"{self._ranks.rank}). Give the table more rows, map the ids into its range, or set check_ids='warn' or "
+            "'ignore'."
+        )
+
+
+def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
+    """Return `features` with other ids; lengths, weights and batch sizes stay."""
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=values,
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=None if variable else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )

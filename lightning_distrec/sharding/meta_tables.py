@@ -1,0 +1,40 @@
+"""Tables that are built without memory: a table made inside of this context has a size, and no rows yet."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+
+@contextlib.contextmanager
+def tables_on_meta() -> Iterator[None]:
+    """Make collections that are constructed inside of the context without a `device` of their own on meta.
+
+    Everything else keeps its device, so that dense layers are initialised as usual. The rows are made shard by shard
+    once the plan says who holds them (initial_weights.py).
+    """
+    originals = {kind: kind.__init__ for kind in (EmbeddingBagCollection, EmbeddingCollection)}
+    for kind, original in originals.items():
+        kind.__init__ = _with_meta_default(original)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, original in originals.items():
+            kind.__init__ = original  # type: ignore[method-assign]
+
+
+def _with_meta_default(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("device") is None:
+            given.arguments["device"] = torch.device("meta")
+        original(*given.args, **given.kwargs)
+
+    return init

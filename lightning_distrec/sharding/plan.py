@@ -1,0 +1,200 @@
+"""Where each table goes: rank 0 asks torchrec's planner, every rank receives the plan or the error."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ModuleSharder, ParameterSharding
+
+from lightning_distrec import errors
+from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions
+from lightning_distrec.sharding.topology import RESERVED_SHARE
+
+Plan = dict[str, ParameterSharding]
+"""Full name of a table -> how it is cut and which rank holds which shard."""
+
+POOLED_TYPES = SHARDING_TYPES
+SEQUENCE_TYPES = ("table_wise", "row_wise", "column_wise")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a table needs of its place."""
+
+    sharding_types: tuple[str, ...]
+    """Allowed ways to cut it."""
+    dense: bool
+    """Whether its gradient is kept and the user's own optimizer updates it, so that it must be in plain memory."""
+    options: TableOptions
+
+
+class _PooledSharder(EmbeddingBagCollectionSharder):
+    """torchrec's sharder without the limit that hides row-wise cuts on CPU, where they work."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(POOLED_TYPES)
+
+
+def sharders() -> list[ModuleSharder[nn.Module]]:
+    """Return the sharders of the two kinds of collection."""
+    return [_PooledSharder(), EmbeddingCollectionSharder()]  # type: ignore[list-item]
+
+
+def sharder_of(table: Table) -> BaseEmbeddingSharder:
+    """Return the sharder of `table`'s collection."""
+    return _PooledSharder() if table.pooled else EmbeddingCollectionSharder()
+
+
+def default_types(num_nodes: int) -> tuple[str, ...]:
+    """Return the ways to cut a table that are tried where the user names none.
+
+    data_parallel is planned on request only: the table is then held whole by every rank. The two-level cuts need two
+    levels: on one node they are row_wise and column_wise with more steps.
+    """
+    types = ("table_wise", "row_wise", "column_wise")
+    return types if num_nodes == 1 else (*types, "table_row_wise", "table_column_wise")
+
+
+def allowed_types(
+    table: Table, options: TableOptions, num_nodes: int, whole_rows: bool, why_whole_rows: str
+) -> tuple[str, ...]:
+    """Return the ways in which `table` may be cut.
+
+    whole_rows: its optimizer keeps one number for a row, so that a row must stay on one rank.
+    Raises PlanError: nothing that the user allowed is left, with the reason.
+    """
+    possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
+    wanted = tuple(options.sharding_types or (t for t in default_types(num_nodes) if t in possible))
+    types = tuple(t for t in wanted if t in possible and not (whole_rows and "column" in t))
+    if types:
+        return types
+    reason = (
+        f"{why_whole_rows} Allow table_wise or row_wise."
+        if whole_rows and any(t in possible for t in wanted)
+        else f"an EmbeddingCollection's table can be cut {', '.join(SEQUENCE_TYPES)}."
+    )
+    raise PlanError(f"table '{table.full_name}': sharding_types={list(wanted)} cannot be had: {reason}")
+
+
+def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topology, batch_size: int) -> Plan:
+    """Return a place for every table. Runs on one rank; see `plan_together`.
+
+    Raises PlanError: the tables do not fit the topology's memory, with the largest table and the numbers.
+    """
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=_constraints(tables, demands),
+        storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    tree, index = _tree(tables)
+    try:
+        with torchrec_quiet():
+            found = planner.plan(tree, sharders())
+    except PlannerError as error:
+        raise PlanError(_why_no_plan(tables, topology, error)) from error
+    plan: Plan = {}
+    for table in tables:
+        sharding = found.plan[index[table.collection]][table.name]
+        if demands[table.full_name].dense:
+            # The planner refuses this combination (planner/planners.py), the kernels have it.
+            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+        plan[table.full_name] = sharding
+    return plan
+
+
+def plan_together(make: Callable[[], Plan]) -> Plan:
+    """Collective. Run `make` on rank 0; every rank returns its plan, or raises its error."""
+    answer: list[Plan | tuple[str, str] | None] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = make()
+        except Exception as error:
+            failure = error
+            answer[0] = (type(error).__name__, str(error))
+    dist.broadcast_object_list(answer, src=0)
+    if failure is not None:
+        raise failure
+    if isinstance(answer[0], tuple):
+        name, message = answer[0]
+        raise getattr(errors, name, PlanError)(message)
+    assert answer[0] is not None
+    return answer[0]
+
+
+def _tree(tables: list[Table]) -> tuple[nn.Module, dict[str, str]]:
+    """Return a module that holds the tables' collections and nothing else, and each collection's path in it.
+
+    The planner walks a module by itself; the user's may hold torchrec modules that are not to be sharded.
+    """
+    collections = {table.collection: table.module for table in tables}
+    index = {path: f"c{i}" for i, path in enumerate(collections)}
+    tree = nn.Module()
+    for path, module in collections.items():
+        tree.add_module(index[path], module)
+    return tree, index
+
+
+def _constraints(tables: list[Table], demands: Mapping[str, Demand]) -> dict[str, ParameterConstraints]:
+    """torchrec knows a constraint by the table's name alone: tables of one name get what suits them all."""
+    constraints: dict[str, ParameterConstraints] = {}
+    for table in tables:
+        demand = demands[table.full_name]
+        options = demand.options
+        types = [t for t in demand.sharding_types if t in _types_so_far(constraints, table.name)]
+        if not types:
+            raise PlanError(
+                f"table '{table.full_name}': another table is called '{table.name}' too, and no way to cut suits both. "
+                "Give the tables different names."
+            )
+        factor = options.pooling_factor
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=types,
+            compute_kernels=_kernels(types, demand.dense),
+            min_partition=options.min_partition,
+            is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
+            **({"pooling_factors": [factor] * len(table.config.feature_names)} if factor else {}),
+        )
+    return constraints
+
+
+def _types_so_far(constraints: Mapping[str, ParameterConstraints], name: str) -> list[str]:
+    known = constraints.get(name)
+    return list(SHARDING_TYPES) if known is None else list(known.sharding_types or [])
+
+
+def _kernels(types: list[str], dense: bool) -> list[str]:
+    kernels = [EmbeddingComputeKernel.FUSED]
+    if not dense:
+        kernels += [EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.FUSED_UVM]
+    if "data_parallel" in types:
+        kernels.append(EmbeddingComputeKernel.DENSE)
+    return [kernel.value for kernel in kernels]
+
+
+def _why_no_plan(tables: list[Table], topology: Topology, error: PlannerError) -> str:
+    largest = max(tables, key=lambda t: t.parameter.numel() * t.parameter.element_size())
+    size = largest.parameter.numel() * largest.parameter.element_size()
+    total = sum(t.parameter.numel() * t.parameter.element_size() for t in tables)
+    storage = topology.devices[0].storage
+    memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
+    usable = int(memory * (1 - RESERVED_SHARE))
+    return (
+        f"the tables do not fit: {len(tables)} tables of {total:,} bytes together, the largest "
+        f"'{largest.full_name}' of {size:,} bytes, on {topology.world_size} ranks with {usable:,} bytes each for "
+        f"tables (memory_bytes_per_rank={memory:,} less {RESERVED_SHARE:.0%}). Use more ranks, allow row_wise cuts, "
+        f"or give more memory. torchrec's planner says: {str(error).strip().splitlines()[0]}"
+    )

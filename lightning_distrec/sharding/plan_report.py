@@ -1,0 +1,121 @@
+"""A plan as text: what each table is, where its shards are, what it costs per rank, and what updates it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table as TextTable
+from torchrec.distributed.types import EnumerableShardingSpec
+
+from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.plan import Plan
+from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.topology import RESERVED_SHARE
+
+NARROWEST_COLUMNS = 150
+"""Width of the printed table where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """What the report needs to know of a table's update."""
+
+    kind: str
+    why: str
+    bytes_per_element: float
+    bytes_per_row: float
+
+
+def shards_by_rank(table: Table, plan: Plan, num_ranks: int) -> dict[int, tuple[int, int]]:
+    """Return rank -> (rows, elements) of `table` that it holds."""
+    spec = plan[table.full_name].sharding_spec
+    config = table.config
+    if not isinstance(spec, EnumerableShardingSpec):
+        return dict.fromkeys(range(num_ranks), (config.num_embeddings, config.num_embeddings * config.embedding_dim))
+    held: dict[int, tuple[int, int]] = {}
+    for shard in spec.shards:
+        assert shard.placement is not None
+        rank = shard.placement.rank()
+        assert rank is not None
+        rows, elements = held.get(rank, (0, 0))
+        held[rank] = (rows + shard.shard_sizes[0], elements + shard.shard_sizes[0] * shard.shard_sizes[1])
+    return held
+
+
+def bytes_by_rank(tables: Iterable[Table], plan: Plan, updates: dict[str, UpdateCost], num_ranks: int) -> list[int]:
+    """Return what each rank holds for the tables: rows, optimizer state and kept gradients, in bytes."""
+    totals = [0.0] * num_ranks
+    for table in tables:
+        update = updates[table.full_name]
+        element_bytes = torch.finfo(table.parameter.dtype).bits / 8 + update.bytes_per_element
+        for rank, (rows, elements) in shards_by_rank(table, plan, num_ranks).items():
+            totals[rank] += elements * element_bytes + rows * update.bytes_per_row
+    return [round(total) for total in totals]
+
+
+def check_memory(totals: list[int], memory_bytes: int) -> None:
+    """Raise PlanError where a rank would hold more for its tables than it has.
+
+    The planner counts the rows only; gradients and state of dense updates come on top.
+    """
+    usable = int(memory_bytes * (1 - RESERVED_SHARE))
+    worst = max(range(len(totals)), key=totals.__getitem__)
+    if totals[worst] > usable:
+        raise PlanError(
+            f"rank {worst} would hold {totals[worst]:,} bytes for its tables (rows, gradients, optimizer state), but "
+            f"has {usable:,} (memory_bytes_per_rank={memory_bytes:,} less {RESERVED_SHARE:.0%}). Use more ranks, or "
+            "an optimizer with a fused update (SGD, Adagrad, RowWiseAdagrad), which keeps no gradient."
+        )
+
+
+def print_plan(
+    tables: list[Table], plan: Plan, updates: dict[str, UpdateCost], totals: list[int], console: Console | None = None
+) -> None:
+    """Print the start table. Call it on one rank."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=NARROWEST_COLUMNS, file=console.file)
+    num_ranks = len(totals)
+    text = TextTable(title=_title(totals), title_justify="left", caption=_caption(totals), caption_justify="left")
+    for heading in ("table", "rows x dim", "cut", "on ranks", "largest shard", "update", "why"):
+        text.add_column(heading, justify="right" if heading in ("rows x dim", "largest shard") else "left")
+    for table in tables:
+        held = shards_by_rank(table, plan, num_ranks)
+        update = updates[table.full_name]
+        largest = max(elements for _, elements in held.values()) * torch.finfo(table.parameter.dtype).bits // 8
+        text.add_row(
+            table.full_name,
+            f"{table.config.num_embeddings:,} x {table.config.embedding_dim}",
+            plan[table.full_name].sharding_type,
+            _ranks(sorted(held)),
+            _bytes(largest),
+            update.kind,
+            update.why,
+        )
+    console.print(text)
+
+
+def _title(totals: list[int]) -> str:
+    ranks = "1 rank: nothing is shared out" if len(totals) == 1 else f"{len(totals)} ranks"
+    return f"Embedding tables over {ranks}"
+
+
+def _caption(totals: list[int]) -> str:
+    per_rank = ", ".join(f"rank {rank}: {_bytes(total)}" for rank, total in enumerate(totals[:8]))
+    more = f" ... largest {_bytes(max(totals))}" if len(totals) > 8 else ""
+    return f"Memory for tables, gradients and optimizer state: {per_rank}{more}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

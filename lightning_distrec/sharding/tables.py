@@ -1,0 +1,251 @@
+"""Finds the embedding tables of a module, and holds what a user may say about one."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+
+from lightning_distrec.errors import ConfigError, ShardingError
+
+Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
+EmbeddingUpdate = Literal["auto", "fused", "dense", "fused_lazy"]
+EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "dense", "fused_lazy")
+SHARDING_TYPES: tuple[str, ...] = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """What may be said about one table. None means: as the strategy says for all tables."""
+
+    embedding_update: EmbeddingUpdate | None = None
+    """How the optimizer's update reaches the table: auto, fused, dense or fused_lazy."""
+
+    sharding_types: list[str] | None = None
+    """The ways in which the table may be cut, for example ["row_wise"]."""
+
+    min_partition: int | None = None
+    """Least number of columns of a column-wise shard; a multiple of 4."""
+
+    pooling_factor: float | None = None
+    """Ids looked up per example and feature, on average; the planner's measure of load."""
+
+    def __post_init__(self) -> None:
+        if self.embedding_update is not None:
+            check_embedding_update(self.embedding_update)
+        if self.sharding_types is not None:
+            check_sharding_types(self.sharding_types)
+        if self.min_partition is not None and (self.min_partition < 4 or self.min_partition % 4):
+            raise ConfigError(f"min_partition={self.min_partition}: FBGEMM's rows come in multiples of 4 columns.")
+        if self.pooling_factor is not None and self.pooling_factor <= 0:
+            raise ConfigError(f"pooling_factor={self.pooling_factor}: must be above 0.")
+
+
+def check_embedding_update(value: str) -> None:
+    """Raise ConfigError where `value` is no way to update a table."""
+    if value not in EMBEDDING_UPDATES:
+        raise ConfigError(
+            f"embedding_update={value!r} is not known{_near(value, EMBEDDING_UPDATES)} "
+            f"Use one of {', '.join(EMBEDDING_UPDATES)}."
+        )
+
+
+def check_sharding_types(values: Iterable[str]) -> None:
+    """Raise ConfigError where one of `values` is no way to cut a table, or where there is none."""
+    values = list(values)
+    if not values:
+        raise ConfigError("sharding_types=[]: at least one way to cut the table must be allowed.")
+    for value in values:
+        if value not in SHARDING_TYPES:
+            raise ConfigError(
+                f"sharding_types: {value!r} is not known{_near(value, SHARDING_TYPES)} "
+                f"Use some of {', '.join(SHARDING_TYPES)}."
+            )
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table of an unsharded module."""
+
+    collection: str
+    """Path of the collection in the LightningModule, for example "model.ebc"."""
+    config: BaseEmbeddingConfig
+    module: Collection
+
+    @property
+    def name(self) -> str:
+        """The name in the table's config; unique within its collection."""
+        return self.config.name
+
+    @property
+    def full_name(self) -> str:
+        """Collection and name, unique within the LightningModule."""
+        return f"{self.collection}.{self.name}"
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the table returns one vector per bag (EmbeddingBagCollection) or one per id."""
+        return isinstance(self.module, EmbeddingBagCollection)
+
+    @property
+    def local_key(self) -> str:
+        """Name of the weight in the collection's own state_dict."""
+        return f"{'embedding_bags' if self.pooled else 'embeddings'}.{self.name}.weight"
+
+    @property
+    def key(self) -> str:
+        """Name of the weight in the LightningModule's state_dict."""
+        return f"{self.collection}.{self.local_key}"
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The unsharded weight, (num_rows, dim)."""
+        return self.module.get_parameter(self.local_key)
+
+
+@dataclass(frozen=True)
+class FoundTables:
+    """The tables of a module, and what was passed over."""
+
+    tables: list[Table]
+    left_alone: dict[str, str]
+    """Path -> reason, for torchrec modules that hold tables and are not sharded."""
+
+
+def find_tables(module: nn.Module) -> FoundTables:
+    """Return every table below `module` that can be sharded, in the order of `named_modules`.
+
+    EmbeddingBagCollection and EmbeddingCollection are taken by exact type: a subclass may compute something else.
+    Modules of torchrec.modules that wrap such collections are left alone whole, because they do more than look up:
+    a feature processor learns weights through the ids' weights, which do not get gradients across ranks.
+    Raises ShardingError: two tables that share one weight; a table whose dim is no multiple of 4, or whose data type
+    FBGEMM cannot train.
+    """
+    tables: list[Table] = []
+    left_alone: dict[str, str] = {}
+    skipped: list[str] = []
+    for path, child in module.named_modules():
+        if any(path.startswith(prefix) for prefix in skipped):
+            continue
+        if type(child) in (EmbeddingBagCollection, EmbeddingCollection):
+            tables += [Table(path, config, child) for config in _configs(child)]
+            skipped.append(f"{path}.")
+        elif reason := _why_left_alone(child):
+            left_alone[path] = reason
+            skipped.append(f"{path}.")
+    _check(tables)
+    return FoundTables(tables, left_alone)
+
+
+def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
+    if isinstance(collection, EmbeddingBagCollection):
+        return list(collection.embedding_bag_configs())
+    return list(collection.embedding_configs())
+
+
+def _why_left_alone(module: nn.Module) -> str | None:
+    kind = type(module)
+    if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+        return f"{kind.__name__} is a subclass and may compute something else"
+    holds = any(isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)) for child in module.modules())
+    if kind.__module__.startswith("torchrec.modules.") and holds:
+        return f"{kind.__name__} does more than look up rows"
+    if kind.__module__.startswith("torchrec.quant."):
+        return f"{kind.__name__} is for inference"
+    return None
+
+
+def _check(tables: list[Table]) -> None:
+    owners: dict[int, str] = {}
+    for table in tables:
+        other = owners.setdefault(id(table.parameter), table.full_name)
+        if other != table.full_name:
+            raise ShardingError(
+                f"tables '{other}' and '{table.full_name}' share one weight, which cannot live in two sharded tables. "
+                "Use one table and list both features in its feature_names."
+            )
+        dim = table.config.embedding_dim
+        if dim % 4:
+            raise ShardingError(
+                f"table '{table.full_name}': embedding_dim={dim}, but FBGEMM's rows come in multiples of 4 columns. "
+                f"Set embedding_dim={dim + 4 - dim % 4}."
+            )
+        if table.config.data_type not in (DataType.FP32, DataType.FP16):
+            raise ShardingError(
+                f"table '{table.full_name}': data_type={table.config.data_type.value} cannot be trained exactly here. "
+                "Use FP32 or FP16."
+            )
+
+
+def feature_names(tables: Iterable[Table]) -> list[str]:
+    """Return the features that the tables of one collection look up, each once, in the tables' order."""
+    return list(dict.fromkeys(feature for table in tables for feature in table.config.feature_names))
+
+
+def output_names(tables: Iterable[Table]) -> list[str]:
+    """Return the keys of the unsharded collection's output in its order; "feature@table" for shared features."""
+    names_by_table = get_embedding_names_by_table([table.config for table in tables])  # type: ignore[arg-type]
+    return [name for names in names_by_table for name in names]
+
+
+def options_by_table(
+    tables: list[Table], everywhere: TableOptions, given: Mapping[str, TableOptions | Mapping[str, Any]]
+) -> dict[str, TableOptions]:
+    """Return the options of every table by its full name: `everywhere`, overridden by what was `given` for it.
+
+    given: by table name, or by full name where two collections use one name.
+    Raises ConfigError: a name that is no table's (with near matches); an option that does not exist.
+    """
+    known = {name for table in tables for name in (table.name, table.full_name)}
+    overrides: dict[str, TableOptions] = {}
+    for name, options in given.items():
+        if name not in known:
+            raise ConfigError(
+                f"tables: there is no table {name!r}{_near(name, known)} "
+                f"The tables are {', '.join(table.full_name for table in tables) or 'none'}."
+            )
+        overrides[name] = _as_options(name, options)
+    return {
+        table.full_name: _merged(everywhere, overrides.get(table.name), overrides.get(table.full_name))
+        for table in tables
+    }
+
+
+def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOptions:
+    if isinstance(options, TableOptions):
+        return options
+    allowed = [field.name for field in fields(TableOptions)]
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(
+                f"tables[{name!r}]: there is no option {option!r}{_near(option, allowed)} "
+                f"Use some of {', '.join(allowed)}."
+            )
+    return TableOptions(**options)
+
+
+def _merged(*layers: TableOptions | None) -> TableOptions:
+    values: dict[str, Any] = {}
+    for layer in layers:
+        if layer is not None:
+            values |= {f.name: v for f in fields(layer) if (v := getattr(layer, f.name)) is not None}
+    return TableOptions(**values)
+
+
+def _near(word: str, words: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(w) for w in close)}?" if close else "."

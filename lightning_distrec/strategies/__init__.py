@@ -1,0 +1,1 @@
+"""What `Trainer(strategy=...)` takes: Lightning's hooks, one call into the rooms below per step."""

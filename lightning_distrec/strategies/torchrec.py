@@ -1,0 +1,239 @@
+"""`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from lightning_distrec._compat import (
+    hide_upstream_deprecations,
+    ignore_in_ddp,
+    move_optimizers_to_device,
+    send_module_states,
+)
+from lightning_distrec.checkpoint.plain_state import gather_plain_state
+from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
+from lightning_distrec.cluster.environment import publish_local_world_size
+from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
+from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
+from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
+from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
+from lightning_distrec.strategies.refusals import ClippingGuard, refuse_precision
+from lightning_distrec.strategies.table_setup import TableSettings, TableSetup, set_up_tables
+
+
+class TorchRecShardedStrategy(DDPStrategy):
+    """Shards the embedding tables of an unchanged LightningModule; the rest of it trains as under DDP.
+
+    Every EmbeddingBagCollection and EmbeddingCollection of the module is planned and sharded when fit, validate, test
+    or predict sets up. The optimizers of `configure_optimizers` keep updating their tables with the same numbers; the
+    table that is printed at the start says how. What cannot be exact raises before the first step.
+
+    Args:
+        embedding_update: how updates reach the tables. "auto": inside of backward where FBGEMM has the same numbers,
+            else the user's optimizer on each rank's shard. "fused", "dense": that, or an error. "fused_lazy": Adam on
+            touched rows only (CUDA), which is not the same numbers.
+        sharding_types: ways in which tables may be cut, for example ["table_wise", "row_wise"]; None allows all.
+        tables: options for single tables by name: embedding_update, sharding_types, min_partition, pooling_factor.
+        check_ids: what an id outside of its table does: "error" on every rank, "warn" or "ignore" and look up row 0.
+        uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
+        memory_bytes_per_rank: memory of one rank in bytes, of which tables get 85 %; None measures it.
+        batch_size_per_rank: examples per rank and step, for the planner's estimates.
+        find_unused_parameters: as DDP's, for dense layers that some steps do not use.
+        static_graph: as DDP's, for dense layers that every step uses alike.
+        bucket_cap_mb: size of DDP's gradient buckets in MiB.
+        process_group_backend: "gloo" or "nccl"; None takes the device's.
+        timeout_seconds: how long a rank waits for the others in any exchange.
+        start_method: how ranks start where no launcher did: "popen", or "spawn", "fork", "forkserver".
+    """
+
+    strategy_name = "torchrec_sharded"
+
+    def __init__(
+        self,
+        embedding_update: EmbeddingUpdate = "auto",
+        sharding_types: list[str] | None = None,
+        tables: dict[str, TableOptions] | None = None,
+        check_ids: CheckIds = "error",
+        uneven_inputs: UnevenInputs = "stop",
+        memory_bytes_per_rank: int | None = None,
+        batch_size_per_rank: int = 512,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: int = 25,
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800.0,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        check_check_ids(check_ids)
+        check_uneven_inputs(uneven_inputs)
+        if timeout_seconds <= 0 or batch_size_per_rank <= 0:
+            raise ConfigError(
+                f"timeout_seconds={timeout_seconds}, batch_size_per_rank={batch_size_per_rank}: must be above 0."
+            )
+        self._settings = TableSettings(
+            everywhere=TableOptions(embedding_update=embedding_update, sharding_types=sharding_types),
+            by_table=tables or {},
+            check_ids=check_ids,
+            memory_bytes_per_rank=memory_bytes_per_rank,
+            batch_size_per_rank=batch_size_per_rank,
+        )
+        self._uneven_inputs: UnevenInputs = uneven_inputs
+        self._timeout_seconds = timeout_seconds
+        self._ranks_on_node = 1
+        self._consensus: Consensus | None = None
+        self._tables: TableSetup | None = None
+        self._clipping = ClippingGuard()
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_seconds),
+            start_method=start_method,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=True,
+        )
+        hide_upstream_deprecations()
+        leave_at_exit(self._release)
+
+    @property
+    def table_setup(self) -> TableSetup | None:
+        """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
+        return self._tables
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._ranks_on_node = publish_local_world_size(self.cluster_environment, self.num_processes)
+        self._consensus = consensus_of_all_ranks(self._timeout_seconds)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with super().tensor_init_context(empty_init), tables_on_meta():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        assert self._consensus is not None
+        refuse_precision(trainer)
+        self._tables = set_up_tables(
+            trainer, module, self._settings, self._consensus, self.root_device, self._ranks_on_node
+        )
+        if self._tables is None:
+            rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
+            super().setup(trainer)
+            return
+        self._setup_around_tables(trainer, self._tables)
+
+    def _setup_around_tables(self, trainer: Trainer, tables: TableSetup) -> None:
+        """The rest of DDPStrategy.setup, with the shards left out of DDP's broadcast and averaging."""
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        ignore_in_ddp(module, _names_below(module, tables.shards.sharded))
+        if fitting:
+            self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
+            self._wrap_dense(module, tables)
+            self._clipping.put_on(self.precision_plugin, tables.fused_tables)
+        else:
+            send_module_states(module, _names_below(module, tables.shards.sharded))
+        self.setup_precision_plugin()
+        move_optimizers_to_device(self.optimizers, self.root_device)
+
+    def _wrap_dense(self, module: nn.Module, tables: TableSetup) -> None:
+        """DDP for what is not a shard; it refuses a module in which nothing is left to average."""
+        shards = set(_names_below(module, tables.shards.sharded))
+        if any(p.requires_grad for name, p in module.named_parameters() if name not in shards):
+            self.configure_ddp()
+        else:
+            send_module_states(module, list(shards))
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._consensus is not None
+        return even(dataloader, self._consensus, self._uneven_inputs, _warn)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        return state if self._tables is None else gather_plain_state(state)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._tables is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        assert self.lightning_module is not None
+        self._tables.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._tables is not None:
+            raise CheckpointError(
+                "fit(ckpt_path=...) over sharded tables: the tables' optimizer state is not in checkpoints yet, "
+                "so that training would go on with other numbers. To start a new run from its weights, load the "
+                "checkpoint's state_dict into the module before fit."
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        note_failure()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._clipping.take_off()
+        if self._tables is None:
+            super().teardown()
+            return
+        # Not DDPStrategy's: it would move the module to the CPU, and shards stay where their kernels are.
+        self.model = self.lightning_module
+        self._tables = None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _release(self) -> None:
+        """Let go of the module and all that holds its requests; called before the process ends."""
+        self.model = None
+        self._lightning_module = None
+        self._tables = self._consensus = None
+        self.optimizers, self.lr_scheduler_configs = [], []
+
+
+def _names_below(module: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Return the names of all parameters and buffers of the submodules at `paths`."""
+    prefixes = tuple(f"{path}." for path in paths)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return [name for name, _ in named if name.startswith(prefixes)]
+
+
+def _warn(message: str) -> None:
+    rank_zero_warn(message)

@@ -1,0 +1,129 @@
+"""Runs a function on several real gloo ranks of this machine, each a process of its own."""
+
+import faulthandler
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PRELOAD = ["lightning.pytorch", "torchmetrics", "torchrec.distributed.planner", "lightning_distrec.strategies.torchrec"]
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or took too long; the message holds its traceback."""
+
+
+def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+    """Return what `function(*args)` returns on each of `num_ranks` ranks, in rank order.
+
+    function: importable by name (a module's top level). The ranks see the environment that Lightning's launcher would
+    give them, so that a `Trainer(devices=num_ranks)` inside joins the others instead of starting processes.
+    Raises RankFailed: a rank raised (its traceback is shown), died, or was not done after `timeout_seconds` (its stack
+    is shown); no rank outlives the call.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        processes = [
+            context.Process(target=_run, args=(function, args, rank, num_ranks, port, folder))
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            late = _wait(processes, folder, timeout_seconds)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return _results(processes, folder, late, timeout_seconds)
+
+
+def rank_and_num_ranks() -> tuple[int, int]:
+    """Return this rank's number and the number of ranks, inside of a function that `run_on_ranks` runs."""
+    return int(os.environ["RANK"]), int(os.environ["TEST_NUM_RANKS"])
+
+
+def _wait(processes: list[Any], folder: str, timeout_seconds: float) -> list[int]:
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        if all(not p.is_alive() for p in processes):
+            return []
+        if any(p.exitcode not in (None, 0) for p in processes):
+            # Give the others a moment to fail by themselves: what they say is part of what is tested.
+            deadline = min(deadline, time.monotonic() + 15)
+        time.sleep(0.02)
+    late = [rank for rank, p in enumerate(processes) if p.is_alive()]
+    for rank in late:
+        os.kill(processes[rank].pid, 10)  # SIGUSR1: faulthandler writes the stack
+    time.sleep(0.5)
+    return late
+
+
+def _results(processes: list[Any], folder: str, late: list[int], timeout_seconds: float) -> list[Any]:
+    results, problems = [], []
+    for rank, process in enumerate(processes):
+        out, error, stack = (Path(folder) / f"{rank}.{kind}" for kind in ("pt", "error", "stack"))
+        if error.exists():
+            problems.append(f"--- rank {rank} raised:\n{error.read_text()}")
+        elif rank in late:
+            problems.append(f"--- rank {rank} was not done after {timeout_seconds} s:\n{stack.read_text()}")
+        elif process.exitcode != 0 or not out.exists():
+            problems.append(f"--- rank {rank} ended with exit code {process.exitcode}:\n{stack.read_text()}")
+        else:
+            results.append(torch.load(out, weights_only=False))
+    if problems:
+        raise RankFailed("\n".join(problems))
+    return results
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, num_ranks: int, port: int, folder: str
+) -> None:
+    stack = open(f"{folder}/{rank}.stack", "w")  # noqa: SIM115  open until the process ends
+    faulthandler.enable(stack)
+    faulthandler.register(10, stack)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        NODE_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        # Lightning deletes WORLD_SIZE after each run.
+        TEST_NUM_RANKS=str(num_ranks),
+    )
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    torch.set_num_threads(1)
+    try:
+        result = function(*args)
+    except BaseException as error:
+        Path(f"{folder}/{rank}.error").write_text("".join(traceback.format_exception(error)))
+        # A failed rank must go at once: its peers notice by the closed connections.
+        sys.stdout.flush()
+        os._exit(1)
+    torch.save(result, f"{folder}/{rank}.pt")
+    _leave_group()
+
+
+def _leave_group() -> None:
+    from lightning_distrec.cluster.process_exit import _leave
+
+    _leave()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
