@@ -104,7 +104,7 @@ def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topo
         with torchrec_quiet():
             found = planner.plan(tree, sharders())
     except PlannerError as error:
-        raise PlanError(_why_no_plan(tables, topology, error)) from error
+        raise PlanError(_why_no_plan(tables, topology, batch_size, error)) from error
     plan: Plan = {}
     for table in tables:
         sharding = found.plan[index[table.collection]][table.name]
@@ -185,7 +185,7 @@ def _kernels(types: list[str], dense: bool) -> list[str]:
     return [kernel.value for kernel in kernels]
 
 
-def _why_no_plan(tables: list[Table], topology: Topology, error: PlannerError) -> str:
+def _why_no_plan(tables: list[Table], topology: Topology, batch_size: int, error: PlannerError) -> str:
     largest = max(tables, key=lambda t: t.parameter.numel() * t.parameter.element_size())
     size = largest.parameter.numel() * largest.parameter.element_size()
     total = sum(t.parameter.numel() * t.parameter.element_size() for t in tables)
@@ -195,6 +195,6 @@ def _why_no_plan(tables: list[Table], topology: Topology, error: PlannerError) -
     return (
         f"the tables do not fit: {len(tables)} tables of {total:,} bytes together, the largest "
         f"'{largest.full_name}' of {size:,} bytes, on {topology.world_size} ranks with {usable:,} bytes each for "
-        f"tables (memory_bytes_per_rank={memory:,} less {RESERVED_SHARE:.0%}). Use more ranks, allow row_wise cuts, "
-        f"or give more memory. torchrec's planner says: {str(error).strip().splitlines()[0]}"
+        f"tables and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank={memory:,} less "
+        f"{RESERVED_SHARE:.0%}). Use more ranks, allow row_wise cuts, or give more memory. torchrec's planner says: {str(error).strip().splitlines()[0]}"
     )

@@ -1,0 +1,86 @@
+"""Checkpoints of a sharded run are plain: the user's own unsharded module loads them."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
+from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+SGD = (torch.optim.SGD, {"lr": 1.0})
+
+
+def _save_and_test(folder: str) -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(EvaluatedModel, *SGD)
+    keep = ModelCheckpoint(folder, filename="best", monitor="val_loss")
+    trainer = make_trainer(callbacks=[keep], enable_checkpointing=True, max_epochs=2)
+    trainer.fit(model, rank_loader(5, rank), rank_loader(3, rank))
+    best = trainer.test(model, rank_loader(3, rank), ckpt_path="best", verbose=False)[0]["val_loss"]
+    return {
+        "best": best,
+        "score": float(keep.best_model_score),
+        "path": keep.best_model_path,
+        "last": model.final_state,
+    }
+
+
+def test_a_checkpoint_loads_strictly_into_the_unsharded_module_and_back_into_shards(tmp_path: Path) -> None:
+    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
+    assert found[0]["best"] == pytest.approx(found[0]["score"], abs=1e-7)
+    checkpoint = torch.load(found[0]["path"], weights_only=True)
+    model = EvaluatedModel(*SGD)
+    model.load_state_dict(checkpoint["state_dict"], strict=True)
+    resumed = run_on_ranks(_test_from, 3, found[0]["path"])
+    assert resumed[0] == pytest.approx(found[0]["score"], abs=0.2)
+
+
+def _test_from(path: str) -> float:
+    rank, num_ranks = rank_and_num_ranks()
+    model = EvaluatedModel(*SGD)
+    value = make_trainer().test(model, rank_loader(3, rank), ckpt_path=path, verbose=False)[0]["val_loss"]
+    del num_ranks
+    return float(value)
+
+
+def _resume(path: str) -> None:
+    make_trainer().fit(seeded(EvaluatedModel, *SGD), rank_loader(5, rank_and_num_ranks()[0]), ckpt_path=path)
+
+
+def test_resuming_is_refused_on_every_rank_with_the_way_out(tmp_path: Path) -> None:
+    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_resume, 2, found[0]["path"])
+    assert str(failed.value).count("CheckpointError: fit(ckpt_path=...) over sharded tables") == 2
+
+
+def _load_what_does_not_fit(path: str) -> None:
+    model = ClickModel(*SGD)
+    model.extra = torch.nn.Linear(2, 2)
+    model.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    make_trainer().test(model, rank_loader(1, rank_and_num_ranks()[0]), ckpt_path=path, verbose=False)
+
+
+def test_a_checkpoint_that_does_not_fit_names_what_is_missing(tmp_path: Path) -> None:
+    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
+    with pytest.raises(RankFailed, match=r"CheckpointError: .*missing \['extra.weight', 'extra.bias'\]"):
+        run_on_ranks(_load_what_does_not_fit, 2, found[0]["path"])
+
+
+def _validate_loaded(path: str) -> float:
+    """Start a new run from a checkpoint's weights, as the refusal of resuming proposes."""
+    rank, _ = rank_and_num_ranks()
+    model = EvaluatedModel(*SGD)
+    model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    trainer: pl.Trainer = make_trainer()
+    return float(trainer.validate(model, rank_loader(3, rank), verbose=False)[0]["val_loss"])
+
+
+def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
+    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
+    assert run_on_ranks(_validate_loaded, 2, found[0]["path"])[0] == pytest.approx(found[0]["score"], abs=1e-6)

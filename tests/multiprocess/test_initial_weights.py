@@ -1,0 +1,143 @@
+"""Rows find their shards: the user's own, rank 0's, new ones by seed; and no rank holds a whole table for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
+from tests.support.click_model import ClickModel, rank_loader, seeded, train_sharded
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+
+CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise")
+PARTITIONS = {"wide": {"min_partition": 4}, "narrow": {"min_partition": 4}, "shared": {"min_partition": 4}}
+
+
+def _untrained(cut: str, meta: bool, seed: int, seed_by_rank: bool) -> dict[str, Tensor]:
+    """The weights right after sharding, as rank 0 gathers them."""
+    torch.manual_seed(seed + (rank_and_num_ranks()[0] if seed_by_rank else 0))
+    model = ClickModel(torch.optim.SGD, {"lr": 0.0}, meta=meta)
+    return train_sharded(model, 1, {"sharding_types": [cut], "tables": PARTITIONS})[0].final_state
+
+
+def test_the_users_weights_are_the_first_weights_under_every_cut() -> None:
+    torch.manual_seed(3)
+    wanted = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
+    for cut in CUTS:
+        found = run_on_ranks(_untrained, 3, cut, False, 3, False)[0]
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), cut
+
+
+def test_ranks_that_were_seeded_apart_all_take_rank_zeros_weights() -> None:
+    torch.manual_seed(3)
+    wanted = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
+    found = run_on_ranks(_untrained, 2, "row_wise", False, 3, True)[0]
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_tables_built_on_meta_start_alike_on_any_ranks_and_cuts_and_rows_differ() -> None:
+    runs = [
+        run_on_ranks(_untrained, num_ranks, cut, True, 5, False)[0]
+        for num_ranks, cut in ((1, "table_wise"), (2, "row_wise"), (3, "column_wise"), (3, "table_row_wise"))
+    ]
+    tables = [key for key in runs[0] if "embedding" in key]
+    for run in runs[1:]:
+        assert all(torch.equal(run[key], runs[0][key]) for key in tables)
+    for key in tables:
+        rows = runs[0][key]
+        bound = 1 / len(rows) ** 0.5  # the config's default: uniform in +-1/sqrt(rows)
+        assert len(rows.unique(dim=0)) == len(rows)
+        assert 0.8 * bound < float(rows.abs().max()) <= bound
+    other = run_on_ranks(_untrained, 2, "row_wise", True, 6, False)[0]
+    assert not any(torch.equal(other[key], runs[0][key]) for key in tables)
+
+
+class ConstantTables(ClickModel):
+    """Its config names an init function."""
+
+    def _build(self) -> None:
+        config = EmbeddingBagConfig(
+            name="t",
+            embedding_dim=56,
+            num_embeddings=61,
+            feature_names=["a"],
+            init_fn=lambda w: nn.init.constant_(w, 0.25),
+        )
+        self.ebc = EmbeddingBagCollection(tables=[config])
+
+
+def _constant() -> tuple[bool, Tensor]:
+    model = ConstantTables(torch.optim.SGD, {"lr": 0.0}, meta=True)
+    was_meta: list[bool] = []
+    build = model.configure_model
+
+    def configure() -> None:
+        build()
+        was_meta.append(all(p.is_meta for p in model.ebc.parameters()))
+
+    model.configure_model = configure  # type: ignore[method-assign]
+    state = train_sharded(model, 1)[0].final_state
+    return was_meta[0], state.get("ebc.embedding_bags.t.weight")
+
+
+def test_tables_in_configure_model_take_no_memory_and_get_their_own_init_function() -> None:
+    was_meta, rows = run_on_ranks(_constant, 2)[0]
+    assert was_meta
+    assert torch.equal(rows, torch.full((61, 56), 0.25))
+
+
+class BigTable(ClickModel):
+    """One table of 512 MB, built in configure_model."""
+
+    def _build(self) -> None:
+        config = EmbeddingBagConfig(name="big", embedding_dim=56, num_embeddings=2_400_000, feature_names=["a"])
+        self.ebc = EmbeddingBagCollection(tables=[config])
+
+
+def _peak_growth_bytes() -> int:
+    rank, _ = rank_and_num_ranks()
+    train_sharded(seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}), 1)
+    before = _peak_bytes()
+    model = BigTable(torch.optim.SGD, {"lr": 0.1}, meta=True)
+    make_trainer({"sharding_types": ["row_wise"]}).fit(_without_final_state(model), rank_loader(2, rank))
+    return _peak_bytes() - before
+
+
+def _without_final_state(model: ClickModel) -> ClickModel:
+    model.on_train_end = lambda: None  # type: ignore[method-assign]
+    return model
+
+
+def _peak_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+
+
+def test_no_rank_ever_holds_a_whole_table_that_was_built_on_meta() -> None:
+    whole = 2_400_000 * 56 * 4
+    for growth in run_on_ranks(_peak_growth_bytes, 2):
+        assert 0.45 * whole < growth < 0.8 * whole, f"{growth / whole:.2f} of the table"
+
+
+def _refit_with_another_optimizer() -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.0})
+    make_trainer({"sharding_types": ["column_wise"], "tables": PARTITIONS}).validate(
+        model, rank_loader(1, rank), verbose=False
+    )
+    states = []
+    # A plan by columns does not suit the second optimizer, and the third keeps gradients: rows travel each time.
+    for optimizer in (torch.optim.Adagrad, torch.optim.SGD, torch.optim.Adam):
+        model.optimizer, model.options = optimizer, {"lr": 0.0}
+        make_trainer({"tables": {"wide": {"sharding_types": ["row_wise"]}}}).fit(model, rank_loader(1, rank))
+        states.append(model.final_state)
+    return {"states": states}
+
+
+def test_sharding_anew_keeps_every_row_whatever_the_next_plan_and_optimizer() -> None:
+    found = run_on_ranks(_refit_with_another_optimizer, 2)[0]["states"]
+    wanted = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.0}).state_dict()
+    for state in found:
+        assert all(torch.equal(state[key], wanted[key]) for key in wanted)

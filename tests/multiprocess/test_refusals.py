@@ -1,0 +1,259 @@
+"""What is not exact, or not possible, is an error of ours before the first step, on every rank."""
+
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from tests.multiprocess.test_lifecycle import ManualModel, make_trainer
+from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+SGD = (torch.optim.SGD, {"lr": 0.1})
+ADAM = (torch.optim.Adam, {"lr": 0.1})
+
+
+class MySGD(torch.optim.SGD):
+    """A subclass: it may do anything."""
+
+
+def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """Model class, optimizer, options of the strategy, options of the Trainer."""
+    return {
+        "accumulation": (ClickModel, SGD, {}, {"accumulate_grad_batches": 4}),
+        "accumulation later": (ClickModel, SGD, {}, {"callbacks": [GradientAccumulationScheduler({1: 2})]}),
+        "16-true": (ClickModel, SGD, {}, {"precision": "16-true"}),
+        "bf16-true": (ClickModel, SGD, {}, {"precision": "bf16-true"}),
+        "64-true": (ClickModel, SGD, {}, {"precision": "64-true"}),
+        "clip fused": (ClickModel, SGD, {}, {"gradient_clip_val": 1.0}),
+        "clip norm": (ClickModel, ADAM, {}, {"gradient_clip_val": 1.0}),
+        "SWA": (ClickModel, SGD, {}, {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}),
+        "EMA": (ClickModel, SGD, {}, {"callbacks": [EMAWeightAveraging()]}),
+        "fused Adam": (ClickModel, ADAM, {"embedding_update": "fused"}, {}),
+        "fused momentum": (
+            ClickModel,
+            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+            {"tables": {"wide": {"embedding_update": "fused"}}},
+            {},
+        ),
+        "lazy on CPU": (ClickModel, ADAM, {"embedding_update": "fused_lazy"}, {}),
+        "subclass": (ClickModel, (MySGD, {"lr": 0.1}), {}, {}),
+        "Adafactor": (ClickModel, (torch.optim.Adafactor, {}), {}, {}),
+        "sequence Adam": (SequenceModel, ADAM, {}, {}),
+        "unknown table": (ClickModel, SGD, {"tables": {"narow": {"embedding_update": "dense"}}}, {}),
+        "unknown option": (ClickModel, SGD, {"tables": {"narrow": {"embeding_update": "dense"}}}, {}),
+        "column RowWise": (ClickModel, (RowWiseAdagrad, {"lr": 0.1}), {"sharding_types": ["column_wise"]}, {}),
+        "sequence cut": (SequenceModel, SGD, {"sharding_types": ["table_row_wise"]}, {}),
+        "memory": (ClickModel, SGD, {"memory_bytes_per_rank": 1000}, {}),
+        "dense memory": (ClickModel, ADAM, {"memory_bytes_per_rank": 11000, "batch_size_per_rank": 1}, {}),
+    }[name]
+
+
+MESSAGES = {
+    "accumulation": "UnsupportedError: .*accumulate_grad_batches=4: table 'ebc.wide'.*embedding_update='dense'",
+    "accumulation later": "UnsupportedError: .*accumulate_grad_batches=2",
+    "16-true": r"UnsupportedError: .*precision='16-true'.*Use 'bf16-mixed'",
+    "bf16-true": r"UnsupportedError: .*precision='bf16-true'",
+    "64-true": r"UnsupportedError: .*precision='64-true'",
+    "clip fused": "UnsupportedError: .*gradient_clip_val=1.0: table 'ebc.wide' is updated inside of backward",
+    "clip norm": "UnsupportedError: .*gradient_clip_val=1.0 by norm",
+    "SWA": "UnsupportedError: .*StochasticWeightAveraging",
+    "EMA": "UnsupportedError: .*EMAWeightAveraging",
+    "fused Adam": "OptimizerError: .*'ebc.wide': embedding_update='fused', but Adam moves rows that no id touched",
+    "fused momentum": "OptimizerError: .*'ebc.wide': .*FBGEMM's SGD has no momentum=0.9.*embedding_update='dense'",
+    "lazy on CPU": "OptimizerError: .*FBGEMM has no Adam on CPU",
+    "subclass": "OptimizerError: .*MySGD is not known to give the same numbers",
+    "Adafactor": "OptimizerError: .*Adafactor is not known to give the same numbers",
+    "sequence Adam": "OptimizerError: .*table 'ebc.wide' of an EmbeddingCollection.*return wrong rows",
+    "unknown table": "ConfigError: .*no table 'narow'; did you mean 'narrow'",
+    "unknown option": "ConfigError: .*no option 'embeding_update'; did you mean 'embedding_update'",
+    "column RowWise": "PlanError: .*RowWiseAdagrad keeps one number for a row",
+    "sequence cut": "PlanError: .*EmbeddingCollection's table can be cut table_wise, row_wise, column_wise",
+    "memory": "PlanError: the tables do not fit: 3 tables of 5,376 bytes .*the largest 'ebc.wide' of 3,840 bytes",
+    "dense memory": "PlanError: rank . would hold .* bytes for its tables",
+}
+
+
+def _refused(name: str) -> str:
+    kind, (optimizer, options), strategy, trainer_options = _case(name)
+    model = seeded(kind, optimizer, options)
+    try:
+        train_sharded(model, 2, strategy, **trainer_options)
+    except Exception as error:
+        assert not model.losses, "a step was taken before the error"
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _refused_all() -> dict[str, str]:
+    return {name: _refused(name) for name in MESSAGES}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[dict[str, str]]:
+    """What each rank raised, by case."""
+    return run_on_ranks(_refused_all, 2, timeout_seconds=110)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_is_refused_by_name_on_every_rank_before_the_first_step(refusals: list[dict[str, str]], name: str) -> None:
+    for said in refusals:
+        assert re.match(MESSAGES[name], said[name], re.DOTALL), said[name]
+    kinds = {said[name].split(":")[0] for said in refusals}
+    assert len(kinds) == 1
+
+
+class FailsOnRankOne(ClickModel):
+    """Its configure_optimizers fails on one rank."""
+
+    def configure_optimizers(self) -> Any:
+        if rank_and_num_ranks()[0] == 1:
+            raise KeyError("no learning rate here")
+        return super().configure_optimizers()
+
+
+def _fails_on_rank_one() -> None:
+    train_sharded(seeded(FailsOnRankOne, *SGD), 2)
+
+
+def test_what_fails_on_one_rank_is_told_on_the_others() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_fails_on_rank_one, 2)
+    assert "KeyError: 'no learning rate here'" in str(failed.value)
+    assert "RankError: rank 1 failed in setup: KeyError: 'no learning rate here'" in str(failed.value)
+
+
+class OtherTables(ClickModel):
+    """Has another number of rows on each rank."""
+
+    def _build(self) -> None:
+        configs = bag_configs()
+        configs[0].num_embeddings += rank_and_num_ranks()[0]
+        self.ebc = EmbeddingBagCollection(tables=configs)
+
+
+def _other_tables() -> None:
+    train_sharded(seeded(OtherTables, *SGD), 2)
+
+
+def test_ranks_with_different_tables_are_told() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_other_tables, 2)
+    assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
+
+
+class ClipsByHand(ManualModel):
+    """Clips in manual optimization, which no setting of the Trainer shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        tables, _ = self.optimizers()
+        self.manual_backward(torch.nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"]))
+        self.clip_gradients(tables, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def _clips_by_hand() -> None:
+    train_sharded(seeded(ClipsByHand, *ADAM), 2)
+
+
+def test_clipping_by_norm_in_manual_optimization_is_refused() -> None:
+    with pytest.raises(RankFailed, match="UnsupportedError: gradient_clip_val=0.1 by norm"):
+        run_on_ranks(_clips_by_hand, 2)
+
+
+def _dense_accumulates_and_clips_by_value() -> dict[str, torch.Tensor]:
+    model = seeded(ClickModel, *ADAM)
+    return train_sharded(model, 8, accumulate_grad_batches=2, gradient_clip_val=0.01, gradient_clip_algorithm="value")[
+        0
+    ].final_state
+
+
+def test_dense_updates_accumulate_and_clip_by_value_as_unsharded() -> None:
+    from tests.support.click_model import join_batches, make_batch
+
+    found = run_on_ranks(_dense_accumulates_and_clips_by_value, 2)[0]
+    model = seeded(ClickModel, *ADAM)
+    optimizer = model.configure_optimizers()
+    for step in range(8):
+        batch = join_batches([make_batch(1000 * step + rank) for rank in range(2)])
+        (model.training_step(batch, step) / 2).backward()
+        if step % 2:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = model.state_dict()
+    assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) <= 1e-5
+
+
+def _left_alone() -> list[str]:
+    import warnings
+
+    from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+    class WithProcessor(ClickModel):
+        def _build(self) -> None:
+            super()._build()
+            weighted = EmbeddingBagCollection(tables=bag_configs(), is_weighted=True)
+            processor = PositionWeightedModuleCollection({name: 4 for name in "abcd"})
+            self.processed = FeatureProcessedEmbeddingBagCollection(weighted, processor)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = seeded(WithProcessor, *SGD)
+        make_trainer({"find_unused_parameters": True}).fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+    assert type(model.processed._embedding_bag_collection) is EmbeddingBagCollection
+    return [str(w.message) for w in caught if "left alone" in str(w.message)]
+
+
+def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> None:
+    told, silent = run_on_ranks(_left_alone, 2)
+    assert told == [
+        "'processed' is left alone, whole on every rank: FeatureProcessedEmbeddingBagCollection does more than look up "
+        "rows."
+    ]
+    assert silent == []
+
+
+class KeepsAList(ClickModel):
+    """Calls its tables through a list, past the module that replaced them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.hidden = [self.ebc]
+
+    def forward(self, batch: Any) -> Any:
+        self.ebc, kept = self.hidden[0], self.ebc
+        try:
+            return super().forward(batch)
+        finally:
+            self.ebc = kept
+
+
+def _keeps_a_list() -> None:
+    train_sharded(seeded(KeepsAList, *SGD), 2)
+
+
+def test_calling_the_unsharded_tables_by_an_old_reference_is_told() -> None:
+    with pytest.raises(RankFailed, match="ShardingError: the unsharded collection of 'ebc' was called"):
+        run_on_ranks(_keeps_a_list, 2)
+
+
+def _alone() -> str:
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        model, trainer = train_sharded(seeded(ClickModel, *SGD), 3)
+    assert isinstance(trainer, pl.Trainer)
+    assert len(model.losses) == 3
+    return out.getvalue()
+
+
+def test_one_device_works_and_says_that_nothing_is_shared_out() -> None:
+    assert "1 rank: nothing is shared out" in run_on_ranks(_alone, 1)[0]

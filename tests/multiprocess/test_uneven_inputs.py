@@ -1,0 +1,99 @@
+"""Ranks with unequal numbers of batches stop together, sized or not, in training and evaluation; nothing hangs."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
+from tests.support.click_model import make_batch, rank_loader, seeded, train_unsharded
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+
+class Stream(IterableDataset):
+    """Batches without a length; fails at batch `fails_at` if that is given."""
+
+    def __init__(self, steps: int, rank: int, fails_at: int | None = None) -> None:
+        self.steps, self.rank, self.fails_at = steps, rank, fails_at
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(self.steps):
+            if step == self.fails_at:
+                raise OSError("the disk went away")
+            yield make_batch(1000 * step + self.rank)
+
+
+def _loader(kind: str, lengths: tuple[int, ...]) -> DataLoader:
+    rank, _ = rank_and_num_ranks()
+    return (
+        rank_loader(lengths[rank], rank)
+        if kind == "sized"
+        else DataLoader(Stream(lengths[rank], rank), batch_size=None)
+    )
+
+
+def _train(kind: str, train: tuple[int, ...], val: tuple[int, ...], mode: str) -> dict[str, Any]:
+    model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
+    seen: list[int] = []
+    model.on_validation_batch_start = lambda *a: seen.append(a[1])  # type: ignore[method-assign]
+    trainer = make_trainer({"uneven_inputs": mode}, max_epochs=2)
+    trainer.fit(model, _loader(kind, train), _loader(kind, val))
+    predicted = trainer.predict(model, _loader(kind, val))
+    return {"state": model.final_state, "steps": trainer.global_step, "val": len(seen), "predicted": len(predicted)}
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_all_ranks_stop_after_the_last_batch_that_all_have(kind: str) -> None:
+    found = run_on_ranks(_train, 3, kind, (7, 5, 6), (2, 3, 4), "stop")
+    for rank in range(3):
+        assert (found[rank]["steps"], found[rank]["val"], found[rank]["predicted"]) == (10, 4, 2)
+    start = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
+    reference = train_unsharded(train_unsharded(start, 5, 3), 5, 3).final_state
+    assert max(float((found[0]["state"][key] - reference[key]).abs().max()) for key in reference) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_uneven_inputs_error_is_raised_on_every_rank(kind: str) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train, 2, kind, (4, 3), (2, 2), "error")
+    assert str(failed.value).count("DataError: ") == 2
+    assert "uneven_inputs='error'" in str(failed.value)
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_a_rank_without_any_batch_is_an_error_on_every_rank(kind: str) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train, 2, kind, (4, 0), (2, 2), "stop")
+    assert len(re.findall("^.*DataError: .*Give every rank at least one batch", str(failed.value), re.M)) == 2
+
+
+def _train_with_a_failing_loader() -> None:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
+    make_trainer().fit(model, DataLoader(Stream(5, rank, fails_at=3 if rank == 1 else None), batch_size=None))
+
+
+def test_a_loader_that_fails_on_one_rank_is_named_on_the_others() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train_with_a_failing_loader, 2)
+    assert "OSError: the disk went away" in str(failed.value)
+    assert "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away" in str(failed.value)
+
+
+def _several_loaders() -> list[int]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
+    seen: list[int] = []
+    model.on_validation_batch_start = lambda *a: seen.append(a[2])  # type: ignore[method-assign]
+    loaders = [_loader("stream", (3, 4)), _loader("sized", (5, 2)), _loader("stream", (2, 1))]
+    make_trainer().validate(model, loaders, verbose=False)
+    del rank
+    return seen
+
+
+def test_several_loaders_stay_paired_across_ranks() -> None:
+    for seen in run_on_ranks(_several_loaders, 2):
+        assert seen == [0, 0, 0, 1, 1, 2]
