@@ -196,5 +196,6 @@ def _why_no_plan(tables: list[Table], topology: Topology, batch_size: int, error
         f"the tables do not fit: {len(tables)} tables of {total:,} bytes together, the largest "
         f"'{largest.full_name}' of {size:,} bytes, on {topology.world_size} ranks with {usable:,} bytes each for "
         f"tables and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank={memory:,} less "
-        f"{RESERVED_SHARE:.0%}). Use more ranks, allow row_wise cuts, or give more memory. torchrec's planner says: {str(error).strip().splitlines()[0]}"
+        f"{RESERVED_SHARE:.0%}). Use more ranks, allow row_wise cuts, or give more memory. torchrec's planner says: "
+        f"{str(error).strip().splitlines()[0]}"
     )

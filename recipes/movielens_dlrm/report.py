@@ -25,6 +25,9 @@ class Report(pl.Callback):
         """Rank zero reports; the others have nothing to add, so no rank waits for another here."""
         if not trainer.is_global_zero:
             return
+        if trainer.progress_bar_callback is not None:
+            # A living bar redraws itself below whatever is printed.
+            trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
         # Lightning adds this attribute at run time.
         baseline = trainer.datamodule.baseline("val")  # type: ignore[attr-defined]
         print("\n" + "\n".join([*score_lines(trainer, baseline), *output_lines(trainer, baseline)]), flush=True)

@@ -1,0 +1,175 @@
+"""One contract for every private upstream name that _compat.py uses: it is there, and does what we need of it."""
+
+import ast
+import inspect
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule
+
+from lightning_distrec import _compat
+from tests.support.click_model import ClickModel, bag_configs, seeded, train_sharded
+from tests.support.ranks import run_on_ranks
+
+
+def test_every_function_of_compat_has_a_contract_here() -> None:
+    names = [
+        name
+        for name, value in vars(_compat).items()
+        if inspect.isfunction(value) and value.__module__ == _compat.__name__
+    ]
+    here = Path(__file__).read_text()
+    used = {node.attr for node in ast.walk(ast.parse(here)) if isinstance(node, ast.Attribute)}
+    assert set(names) <= used, set(names) - used
+
+
+class TwoOptimizers(pl.LightningModule):
+    """Returns what Lightning accepts in its longest form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.automatic_optimization = False
+        self._trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+
+
+def test_init_optimizers_and_schedulers_returns_plain_optimizers_in_order() -> None:
+    optimizers, schedulers = _compat.init_optimizers_and_schedulers(TwoOptimizers())
+    assert [type(optimizer) for optimizer in optimizers] == [torch.optim.SGD, torch.optim.Adam]
+    assert [type(config.scheduler) for config in schedulers] == [torch.optim.lr_scheduler.StepLR]
+
+
+def test_move_optimizers_to_device_moves_their_state() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.sum().backward()
+    optimizer.step()
+    _compat.move_optimizers_to_device([optimizer], torch.device("meta"))
+    assert optimizer.state[weight]["momentum_buffer"].is_meta
+
+
+class WithRankWeights(nn.Module):
+    """Two layers that start differently on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shared, self.own = (nn.Linear(1, 1, bias=False) for _ in range(2))
+        nn.init.constant_(self.shared.weight, 1.0 + rank)
+        nn.init.constant_(self.own.weight, 1.0 + rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.shared(x))
+
+
+def _ignored_by_ddp() -> tuple[list[float], list[float], float]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    sent = WithRankWeights(rank)
+    _compat.send_module_states(sent, ["own.weight"])
+    module = WithRankWeights(rank)
+    _compat.ignore_in_ddp(module, ["own.weight"])
+    wrapped = DistributedDataParallel(module)
+    wrapped(torch.full((1, 1), 1.0 + rank)).sum().backward()
+    return (
+        [sent.shared.weight.item(), sent.own.weight.item()],
+        [module.shared.weight.item(), module.own.weight.item()],
+        module.own.weight.grad.item(),
+    )
+
+
+def test_ignore_in_ddp_and_send_module_states_leave_out_what_is_named() -> None:
+    first, second = run_on_ranks(_ignored_by_ddp, 2)
+    assert first[0] == first[1] == [1.0, 1.0]
+    assert second[0] == second[1] == [1.0, 2.0]
+    # own's gradient is this rank's x, not the average of 1 and 2.
+    assert (first[2], second[2]) == (1.0, 2.0)
+
+
+def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    source = inspect.getsource(ShardedEmbeddingBagCollection.create_grouped_sharding_infos)
+    collection = EmbeddingBagCollection(tables=bag_configs())
+    parameter = next(collection.parameters())
+    _compat.attach_fused_optimizer(parameter, {"learning_rate": 0.5}, "0.1")
+    for name in ("_optimizer_classes", "_optimizer_kwargs"):
+        assert hasattr(parameter, name)
+        assert name in source
+    _compat.detach_fused_optimizer(parameter)
+    assert not hasattr(parameter, "_optimizer_kwargs")
+
+
+def test_forget_rows_leaves_a_collection_of_the_same_shape_on_meta() -> None:
+    collection = EmbeddingBagCollection(tables=bag_configs())
+    shapes = {name: p.shape for name, p in collection.named_parameters()}
+    _compat.forget_rows(collection)
+    assert {name: p.shape for name, p in collection.named_parameters()} == shapes
+    assert all(p.is_meta for p in collection.parameters())
+    assert collection.device.type == "meta"
+
+
+def _kernels_of_a_sharded_collection() -> dict[str, Any]:
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    model = seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1})
+    found: dict[str, Any] = {}
+
+    def look() -> None:
+        sharded: Any = model.ebc
+        assert isinstance(sharded, ShardedModule)
+        kernels = _compat.fbgemm_kernels(sharded)
+        found["kernels"] = len(kernels)
+        found["divides"] = sharded._has_mean_pooling_callback
+        before = int(kernels[0].iter), int(kernels[0].iter_cpu)
+        with _compat.fbgemm_iterations_kept(kernels):
+            kernels[0].iter.add_(5)
+            kernels[0].iter_cpu.add_(5)
+        found["kept"] = (int(kernels[0].iter), int(kernels[0].iter_cpu)) == before
+        sharded._has_mean_pooling_callback = True
+        _compat.leave_mean_to_us(sharded)
+        found["left to us"] = sharded._has_mean_pooling_callback is False
+
+    model.on_train_start = look  # type: ignore[method-assign]
+    train_sharded(model, 2, {"sharding_types": ["row_wise"]})
+    return found
+
+
+def test_fbgemm_kernels_their_counters_and_the_mean_are_where_we_look() -> None:
+    for found in run_on_ranks(_kernels_of_a_sharded_collection, 2):
+        assert found == {"kernels": 1, "divides": False, "kept": True, "left to us": True}
+
+
+def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _compat.hide_upstream_deprecations()
+        warnings.warn(
+            "Please use DTensor instead and we are deprecating ShardedTensor.", DeprecationWarning, stacklevel=1
+        )
+        warnings.warn("`torch.distributed.reduce_scatter_tensor` is deprecated. Use x.", FutureWarning, stacklevel=1)
+        warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use y", FutureWarning, stacklevel=1)
+        warnings.warn("your learning rate is negative", UserWarning, stacklevel=1)
+    assert [str(w.message) for w in caught] == ["your learning rate is negative"]
+
+
+def test_torchrec_quiet_is_needed_and_restores_the_levels(caplog: pytest.LogCaptureFixture) -> None:
+    from torchrec.distributed.planner import Topology
+
+    with _compat.torchrec_quiet():
+        Topology(world_size=2, compute_device="cpu")
+    assert "the job will fail" not in caplog.text
+    assert logging.getLogger("torchrec").level == logging.NOTSET

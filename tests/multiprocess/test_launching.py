@@ -1,0 +1,67 @@
+"""A whole script, started as a user would: the same numbers with only `strategy=` changed, and a clean end."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SCRIPT = "tests.support.dlrm_script"
+
+
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        env=inherited | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def _metrics(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "terminate called" not in done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> dict[str, Any]:
+    """The metrics of the script under Lightning's own DDP, every rank with whole tables, without this package."""
+    return _metrics(_run(SCRIPT, "--strategy", "ddp", "--devices", "2"))
+
+
+def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_changed(unsharded: dict[str, Any]) -> None:
+    done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2")
+    sharded = _metrics(done)
+    assert sharded["loss_epoch"] == pytest.approx(unsharded["loss_epoch"], abs=1e-5)
+    assert sharded["auroc"] == pytest.approx(unsharded["auroc"], abs=1e-4)
+    assert unsharded["auroc"] > 0.9
+    assert sharded["LOCAL_WORLD_SIZE"] == "2"
+    assert unsharded["LOCAL_WORLD_SIZE"] is None
+    assert "Adam moves rows that no id touched" in done.stdout
+
+
+def test_torchrun_starts_it_too(unsharded: dict[str, Any]) -> None:
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", SCRIPT]
+    sharded = _metrics(_run(*command, "--strategy", "torchrec_sharded", "--devices", "2"))
+    assert sharded["loss_epoch"] == pytest.approx(unsharded["loss_epoch"], abs=1e-5)
+    assert sharded["LOCAL_WORLD_SIZE"] == "2"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: str) -> None:
+    done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", RAISE_ON_RANK=rank)
+    assert done.returncode == 1
+    assert "ValueError: the user's code failed" in done.stderr
+    assert "terminate called" not in done.stderr
+    assert "core dumped" not in done.stderr
+
+
+def test_the_process_ends_cleanly_every_time() -> None:
+    for _ in range(3):
+        _metrics(_run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", "--batch-size", "512"))

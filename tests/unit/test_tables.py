@@ -1,0 +1,101 @@
+"""Finding tables, and what a user may say about one."""
+
+import pytest
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType
+
+from lightning_distrec.errors import ConfigError, ShardingError
+from lightning_distrec.sharding.tables import TableOptions, find_tables, options_by_table, output_names
+from tests.support.click_model import bag_configs
+
+
+def bags(**changes: object) -> EmbeddingBagCollection:
+    """Return a collection of one table."""
+    options = {"name": "t", "embedding_dim": 8, "num_embeddings": 10, "feature_names": ["f"]} | changes
+    return EmbeddingBagCollection(tables=[EmbeddingBagConfig(**options)])
+
+
+def test_collections_are_found_at_any_depth_and_once() -> None:
+    root = nn.Module()
+    root.deep = nn.ModuleList([nn.Sequential(bags())])
+    root.again = root.deep[0][0]
+    config = EmbeddingConfig(name="s", embedding_dim=4, num_embeddings=5, feature_names=["g"])
+    root.sequence = EmbeddingCollection(tables=[config])
+    tables = find_tables(root).tables
+    assert [table.full_name for table in tables] == ["deep.0.0.t", "sequence.s"]
+    assert [table.pooled for table in tables] == [True, False]
+    assert [table.key for table in tables] == [
+        "deep.0.0.embedding_bags.t.weight",
+        "sequence.embeddings.s.weight",
+    ]
+    assert tables[1].parameter.shape == (5, 4)
+
+
+def test_a_subclass_is_left_alone_with_the_reason() -> None:
+    class Mine(EmbeddingBagCollection):
+        """May compute anything."""
+
+    root = nn.Module()
+    root.mine = Mine(tables=bag_configs())
+    found = find_tables(root)
+    assert found.tables == []
+    assert found.left_alone == {"mine": "Mine is a subclass and may compute something else"}
+
+
+def test_output_names_are_those_of_the_unsharded_collection() -> None:
+    root = nn.Module()
+    root.ebc = EmbeddingBagCollection(tables=bag_configs())
+    assert output_names(find_tables(root).tables) == root.ebc._embedding_names == ["a", "b@wide", "c", "b@shared", "d"]
+
+
+def test_a_dim_that_is_no_multiple_of_four_is_told_with_the_next_that_is() -> None:
+    root = nn.Module()
+    root.ebc = bags(embedding_dim=10)
+    with pytest.raises(ShardingError, match="table 'ebc.t': embedding_dim=10.*Set embedding_dim=12"):
+        find_tables(root)
+
+
+def test_a_data_type_that_cannot_be_trained_is_told() -> None:
+    root = nn.Module()
+    root.ebc = bags(data_type=DataType.BF16)
+    with pytest.raises(ShardingError, match="table 'ebc.t': data_type=BF16.*Use FP32 or FP16"):
+        find_tables(root)
+
+
+def test_two_tables_that_share_a_weight_are_told() -> None:
+    root = nn.Module()
+    root.first, root.second = bags(), bags()
+    root.second.embedding_bags["t"].weight = root.first.embedding_bags["t"].weight
+    with pytest.raises(ShardingError, match="tables 'first.t' and 'second.t' share one weight"):
+        find_tables(root)
+
+
+def test_options_of_a_table_override_those_of_all() -> None:
+    root = nn.Module()
+    root.first, root.second = bags(), bags()
+    tables = find_tables(root).tables
+    everywhere = TableOptions(embedding_update="auto", sharding_types=["row_wise"])
+    given = {"t": {"embedding_update": "dense"}, "second.t": TableOptions(min_partition=8)}
+    options = options_by_table(tables, everywhere, given)
+    assert options["first.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"])
+    assert options["second.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"], min_partition=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tt": {}}, "there is no table 'tt'; did you mean 't'"),
+        ({"t": {"sharding_typ": []}}, "no option 'sharding_typ'; did you mean 'sharding_types'"),
+        ({"t": {"embedding_update": "fusd"}}, "embedding_update='fusd' is not known; did you mean 'fused'"),
+        ({"t": {"sharding_types": ["rowwise"]}}, "'rowwise' is not known; did you mean 'row_wise'"),
+        ({"t": {"sharding_types": []}}, "at least one way to cut"),
+        ({"t": {"min_partition": 6}}, "min_partition=6: .*multiples of 4"),
+        ({"t": {"pooling_factor": 0.0}}, "pooling_factor=0.0: must be above 0"),
+    ],
+)
+def test_options_that_cannot_be_are_told_with_near_matches(given: dict[str, dict[str, object]], said: str) -> None:
+    root = nn.Module()
+    root.ebc = bags()
+    with pytest.raises(ConfigError, match=said):
+        options_by_table(find_tables(root).tables, TableOptions(), given)

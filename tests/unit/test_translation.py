@@ -1,0 +1,103 @@
+"""From the user's optimizers to each table's update: decisions, in one process. Numbers are in test_parity.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from lightning_distrec.errors import OptimizerError
+from lightning_distrec.optimizers.translation import rewrite_groups, translate
+
+
+def decide(optimizer: type, mode: str = "auto", device: str = "cpu", manual: bool = False, **options: Any) -> Any:
+    """Return the update of one table in one optimizer."""
+    table = nn.Parameter(torch.zeros(4, 8))
+    return translate({"t": table}, {"t": mode}, [optimizer([table], **options)], device, manual)["t"]
+
+
+def test_fused_updates_are_given_every_hyperparameter() -> None:
+    adagrad = decide(optim.Adagrad, lr=0.25, eps=1e-7, initial_accumulator_value=0.5)
+    assert adagrad.kind == "fused"
+    assert {k: v for k, v in adagrad.arguments.items() if k != "optimizer"} == {"learning_rate": 0.25, "eps": 1e-7}
+    assert adagrad.initial_state == 0.5
+    rows = decide(RowWiseAdagrad, lr=0.25)
+    assert (rows.kind, rows.whole_rows, rows.arguments["eps"]) == ("fused", True, 1e-10)
+    assert decide(optim.SGD, lr=torch.tensor(0.5)).arguments["learning_rate"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "why"),
+    [
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9}, "FBGEMM's SGD has no momentum=0.9"),
+        (optim.SGD, {"lr": 0.1, "maximize": True}, "FBGEMM's SGD has no maximize=True"),
+        (optim.Adagrad, {"lr_decay": 0.1}, "FBGEMM's Adagrad has no lr_decay=0.1"),
+        (optim.Adam, {}, "Adam moves rows that no id touched"),
+    ],
+)
+def test_what_fbgemm_would_ignore_goes_dense_with_the_reason(optimizer: type, options: Any, why: str) -> None:
+    update = decide(optimizer, **options)
+    assert (update.kind, update.why) == ("dense", why)
+
+
+def test_manual_optimization_keeps_gradients_unless_fused_is_asked_for() -> None:
+    assert decide(optim.SGD, lr=0.1, manual=True).kind == "dense"
+    assert decide(optim.SGD, lr=0.1, manual=True, mode="fused").kind == "fused"
+
+
+def test_lazy_adam_is_for_cuda_and_on_request() -> None:
+    update = decide(optim.AdamW, mode="fused_lazy", device="cuda", lr=0.1, weight_decay=0.01)
+    assert (update.kind, update.arguments["weight_decay"]) == ("fused_lazy", 0.01)
+    with pytest.raises(OptimizerError, match="no Adam on CPU"):
+        decide(optim.Adam, mode="fused_lazy")
+    with pytest.raises(OptimizerError, match="no L2 weight_decay"):
+        decide(optim.Adam, mode="fused_lazy", device="cuda", weight_decay=0.01)
+
+
+def test_frozen_tables_are_left_where_they_are() -> None:
+    frozen, loose = nn.Parameter(torch.zeros(4, 8), requires_grad=False), nn.Parameter(torch.zeros(4, 8))
+    other = nn.Parameter(torch.zeros(1))
+    modes = {"frozen": "auto", "loose": "auto"}
+    updates = translate({"frozen": frozen, "loose": loose}, modes, [optim.SGD([frozen, other], lr=0.1)], "cpu", False)
+    assert {name: (u.kind, u.why) for name, u in updates.items()} == {
+        "frozen": ("frozen", "requires_grad is False"),
+        "loose": ("frozen", "in no optimizer"),
+    }
+    assert updates["frozen"].arguments["learning_rate"] == 0.0
+
+
+def test_a_table_in_two_optimizers_is_told() -> None:
+    table = nn.Parameter(torch.zeros(4, 8))
+    with pytest.raises(OptimizerError, match="table 't' is in two optimizers"):
+        translate({"t": table}, {"t": "auto"}, [optim.SGD([table], lr=0.1), optim.Adam([table])], "cpu", False)
+
+
+def test_unknown_optimizers_go_dense_only_when_asked_and_say_so() -> None:
+    with pytest.raises(OptimizerError, match="Adafactor is not known"):
+        decide(optim.Adafactor)
+    assert decide(optim.Adafactor, mode="dense").why == "asked for; not known to be exact"
+
+
+def test_groups_keep_count_order_and_options_when_shards_take_the_tables_places() -> None:
+    tables = {name: nn.Parameter(torch.zeros(4, 8)) for name in ("dense", "fused", "elsewhere")}
+    before, after = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
+    optimizer = optim.Adagrad(
+        [
+            {"params": [before, tables["dense"], after], "lr": 0.5},
+            {"params": [tables["fused"]], "lr": 0.25},
+            {"params": [tables["elsewhere"], before.detach().requires_grad_()]},
+        ],
+        lr=0.1,
+        initial_accumulator_value=0.5,
+    )
+    shard, empty = nn.Parameter(torch.ones(2, 8)), nn.Parameter(torch.zeros(0))
+    rewrite_groups([optimizer], tables, {"dense": shard, "elsewhere": empty})
+    assert [[p.shape for p in group["params"]] for group in optimizer.param_groups] == [
+        [(1,), (2, 8), (2,)],
+        [],
+        [(1,)],
+    ]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25, 0.1]
+    assert torch.equal(optimizer.state[shard]["sum"], torch.full((2, 8), 0.5))
+    assert not any(table in optimizer.state for table in tables.values())
