@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -53,7 +53,6 @@ class TorchRecShardedStrategy(DDPStrategy):
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         process_group_backend: "gloo" or "nccl"; None takes the device's.
         timeout_seconds: how long a rank waits for the others in any exchange.
-        start_method: how ranks start where no launcher did: "popen", or "spawn", "fork", "forkserver".
     """
 
     strategy_name = "torchrec_sharded"
@@ -72,7 +71,6 @@ class TorchRecShardedStrategy(DDPStrategy):
         bucket_cap_mb: int = 25,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         check_check_ids(check_ids)
         check_uneven_inputs(uneven_inputs)
@@ -96,7 +94,6 @@ class TorchRecShardedStrategy(DDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
-            start_method=start_method,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             bucket_cap_mb=bucket_cap_mb,

@@ -28,9 +28,9 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "Adagrad lr_decay": (torch.optim.Adagrad, {"lr": 0.02, "lr_decay": 0.1}, "dense"),
     "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 0.1}, "fused"),
     "RowWiseAdagrad initial": (RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "fused"),
-    "Adam": (torch.optim.Adam, {"lr": 0.003}, "dense"),
+    "Adam": (torch.optim.Adam, {"lr": 0.001}, "dense"),
     "Adam amsgrad": (torch.optim.Adam, {"lr": 0.003, "weight_decay": 0.1, "amsgrad": True}, "dense"),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1}, "dense"),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.001, "weight_decay": 0.1}, "dense"),
     # Gradients that cancel to 1e-9 must not become steps of the full rate: that would compare rounding, not sharding.
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.5, "centered": True, "eps": 1e-5}, "dense"),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}, "dense"),
