@@ -132,7 +132,11 @@ def hide_upstream_deprecations() -> None:
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in str(record.msg))
+    logging.getLogger("torch.fx._symbolic_trace").addFilter(_not_about_fx_tracing)
+
+
+def _not_about_fx_tracing(record: logging.LogRecord) -> bool:
+    return "is_fx_tracing" not in str(record.msg)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ def gather_plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError on every rank: rank 0 has not enough free memory for the tables.
     """
     tables = {key: value for key, value in state.items() if isinstance(value, ShardedTensor)}
+    if not tables:
+        return dict(state)
     plain = {key: value for key, value in state.items() if key not in tables}
     is_first = dist.get_rank() == 0
     _check_memory(sum(table.size().numel() * table.dtype.itemsize for table in tables.values()), is_first)

@@ -11,6 +11,7 @@ import gc
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from weakref import WeakMethod
 
 import torch.distributed as dist
 
@@ -18,15 +19,18 @@ from lightning_distrec.cluster.consensus import forget_consensus
 
 FAREWELL_SECONDS = 10.0
 
-_releases: list[Callable[[], None]] = []
+_releases: list[WeakMethod[Callable[[], None]]] = []
 _failed = False
 
 
 def leave_at_exit(release: Callable[[], None]) -> None:
-    """Register the leaving of the process group; `release` drops the caller's references to sharded modules."""
+    """Register the leaving of the process group.
+
+    release: a bound method that drops its object's references to sharded modules; the object is not kept alive for it.
+    """
     if not _releases:
         atexit.register(_leave)
-    _releases.append(release)
+    _releases.append(WeakMethod(release))
 
 
 def note_failure() -> None:
@@ -36,8 +40,9 @@ def note_failure() -> None:
 
 
 def _leave() -> None:
-    for release in _releases:
-        release()
+    for weak in _releases:
+        if (release := weak()) is not None:
+            release()
     forget_consensus()
     gc.collect()
     if not dist.is_available() or not dist.is_initialized():

@@ -175,8 +175,8 @@ class TorchRecShardedStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        return state if self._tables is None else gather_plain_state(state)
+        """Collective. Return the module's state with whole tables on rank 0, also after fit has ended."""
+        return gather_plain_state(super().lightning_module_state_dict())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

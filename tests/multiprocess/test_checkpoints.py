@@ -72,6 +72,40 @@ def test_a_checkpoint_that_does_not_fit_names_what_is_missing(tmp_path: Path) ->
         run_on_ranks(_load_what_does_not_fit, 2, found[0]["path"])
 
 
+def _save_after_fit(path: str) -> dict[str, torch.Tensor]:
+    model = seeded(EvaluatedModel, *SGD)
+    trainer = make_trainer()
+    trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]))
+    trainer.save_checkpoint(path)
+    return model.final_state
+
+
+def test_save_checkpoint_after_fit_holds_every_ranks_rows(tmp_path: Path) -> None:
+    wanted = run_on_ranks(_save_after_fit, 2, str(tmp_path / "after.ckpt"))[0]
+    found = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def _run_many() -> int:
+    import gc
+    import weakref
+
+    alive = []
+    for _ in range(3):
+        model = seeded(EvaluatedModel, *SGD)
+        trainer = make_trainer()
+        trainer.fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+        alive.append(weakref.ref(model.ebc))
+        del model, trainer
+        gc.collect()
+    return sum(ref() is not None for ref in alive)
+
+
+def test_shards_go_when_the_module_and_trainer_go() -> None:
+    # Lightning itself keeps the last trainer's hooks; what counts is that runs do not pile up.
+    assert max(run_on_ranks(_run_many, 2)) <= 1
+
+
 def _validate_loaded(path: str) -> float:
     """Start a new run from a checkpoint's weights, as the refusal of resuming proposes."""
     rank, _ = rank_and_num_ranks()
