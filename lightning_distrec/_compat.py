@@ -7,7 +7,7 @@ Imports are inside of the functions, so that this file loads without torchrec.
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -104,6 +104,25 @@ def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
 
     lookups: list[nn.Module] = sharded._lookups  # type: ignore[assignment]
     return [m for lookup in lookups for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def on_direct_gradient(kernels: list[Any], refuse: Callable[[], None]) -> None:
+    """Call `refuse` when a backward leaves a gradient on a fused kernel's weights themselves.
+
+    The kernels' own backward updates rows and leaves none; one appears where user code computed with the parameter, an
+    L2 term in the loss for example. Source: weights_host, weights_dev and weights_uvm of FBGEMM's training kernel.
+    """
+
+    def hook(weights: torch.Tensor) -> None:
+        if weights.grad is not None:  # the kernels' own backward comes by here with none
+            weights.grad = None
+            refuse()
+
+    for kernel in kernels:
+        for name in ("weights_host", "weights_dev", "weights_uvm"):
+            weights = getattr(kernel, name, None)
+            if isinstance(weights, nn.Parameter) and weights.requires_grad:
+                weights.register_post_accumulate_grad_hook(hook)
 
 
 @contextlib.contextmanager

@@ -14,37 +14,44 @@ from lightning_distrec.optimizers.translation import Owner, TableUpdate, exact_f
 class LearningRates:
     """Keeps the fused updates at the learning rates of their param groups."""
 
-    def __init__(self) -> None:
-        self._links: list[tuple[Owner, Any, str, TableUpdate]] = []
-        self._pushed: list[float | None] = []
+    def __init__(self, updates: Mapping[str, TableUpdate]) -> None:
+        self._groups = {
+            u.owner.label: (name, u.owner, u) for name, u in updates.items() if u.owner and u.kind == "fused"
+        }
+        self._links: dict[int, tuple[Owner, Any]] = {}
+        self._pushed: dict[int, float] = {}
+        self._updates = updates
 
-    def connect(self, updates: Mapping[str, TableUpdate], fused_optimizers: Mapping[str, Any]) -> None:
-        """Link every fused table's kernel to its param group.
+    def connect(self, fused_optimizers: Mapping[str, Any]) -> list[int]:
+        """Link fused tables' kernels to their param groups; returns a handle for each kernel, for `push`.
 
         fused_optimizers: full name of a table -> torchrec's optimizer of the kernel that holds it on this rank.
         """
-        self._links, self._pushed, seen = [], [], set()
+        handles = []
         for name, optimizer in fused_optimizers.items():
-            update = updates[name]
-            if update.owner is not None and id(optimizer) not in seen:
-                seen.add(id(optimizer))
-                self._links.append((update.owner, optimizer, name, update))
-                self._pushed.append(None)
+            owner = self._updates[name].owner
+            if owner is not None and id(optimizer) not in handles:
+                self._links[id(optimizer)] = (owner, optimizer)
+                handles.append(id(optimizer))
+        return handles
 
-    def push(self) -> None:
-        """Give every kernel the rate that its group has now.
-
-        Raises OptimizerError: another hyperparameter of the group was changed since the start, which a fused update
-        would not follow.
-        """
-        for i, (owner, optimizer, name, update) in enumerate(self._links):
+    def push(self, handles: Iterable[int]) -> None:
+        """Give the kernels the rates that their groups have now."""
+        for handle in handles:
+            owner, optimizer = self._links[handle]
             rate = float(owner.group["lr"])
-            if rate != self._pushed[i]:
+            if rate != self._pushed.get(handle):
                 optimizer.param_groups[0]["lr"] = rate
                 optimizer.step()  # passes the rate to the kernel, updates nothing
-                self._pushed[i] = rate
-            if update.kind == "fused":
-                _check_unchanged(name, owner, update)
+                self._pushed[handle] = rate
+
+    def check(self) -> None:
+        """Raise OptimizerError where another hyperparameter was changed since the start, which is not followed.
+
+        Every rank looks at every group, whether it holds its tables or not, so that all raise alike.
+        """
+        for name, owner, update in self._groups.values():
+            _check_unchanged(name, owner, update)
 
 
 def _check_unchanged(name: str, owner: Owner, update: TableUpdate) -> None:

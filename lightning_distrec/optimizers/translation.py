@@ -12,7 +12,7 @@ of Adagrad) or fill with a default of its own (eps) is never left to it.
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -77,6 +77,11 @@ class TableUpdate:
     bytes_per_row: float = 0.0
     """Optimizer state that is kept per row, in bytes."""
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether two updates, one for each of two gradients, are the update of their sum."""
+        return self.kind in ("dense", "frozen") or self.arguments["optimizer"] == EmbOptimType.EXACT_SGD
+
 
 def translate(
     parameters: Mapping[str, nn.Parameter],
@@ -99,15 +104,15 @@ def translate(
         owner = owners.get(id(parameter))
         if owner is None or not parameter.requires_grad:
             why = "requires_grad is False" if not parameter.requires_grad else "in no optimizer"
-            updates[name] = _frozen(why)
+            updates[name] = frozen(why)
         else:
             updates[name] = _update(name, owner, modes[name], device_type, manual)
     return updates
 
 
 def frozen(why: str) -> TableUpdate:
-    """Return the update of a table that nothing updates."""
-    return _frozen(why)
+    """Return the update of a table that nothing updates: SGD at rate 0, which keeps neither state nor gradient."""
+    return TableUpdate("frozen", why, None, {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
 
 
 def exact_form(owner: Owner) -> tuple[TableUpdate | None, str]:
@@ -124,7 +129,7 @@ def exact_form(owner: Owner) -> tuple[TableUpdate | None, str]:
         start = float(owner.optimizer.defaults["initial_accumulator_value"])
         arguments = {"eps": float(group["eps"])}
         update = _fused(owner, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_ADAGRAD, arguments, 4.0)
-        return _with(update, initial_state=start), ""
+        return replace(update, initial_state=start), ""
     if kind is RowWiseAdagrad:
         if reason := _first_set(group, weight_decay=0, lr_decay=0, maximize=False):
             return None, f"FBGEMM's row-wise Adagrad has no {reason}"
@@ -132,7 +137,7 @@ def exact_form(owner: Owner) -> tuple[TableUpdate | None, str]:
         arguments = {"eps": float(group["eps"])}
         why = f"{name} has the same numbers in FBGEMM"
         update = _fused(owner, why, EmbOptimType.EXACT_ROWWISE_ADAGRAD, arguments, 0.0)
-        return _with(update, initial_state=start, whole_rows=True, bytes_per_row=4.0), ""
+        return replace(update, initial_state=start, whole_rows=True, bytes_per_row=4.0), ""
     return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
 
 
@@ -162,7 +167,9 @@ def _dense(name: str, owner: Owner, why: str, asked: bool) -> TableUpdate:
         return TableUpdate("dense", why, owner, whole_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
     if kind in ELEMENTWISE:
         return TableUpdate("dense", why, owner, bytes_per_element=4.0 * (1 + _states(owner)))
-    if asked and kind is not optim.SparseAdam:
+    if kind is optim.SparseAdam:
+        raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients, which tables do not have. Use Adam.")
+    if asked:
         return TableUpdate("dense", f"{why}; not known to be exact", owner, bytes_per_element=12.0)
     raise OptimizerError(
         f"table '{name}': {kind.__module__}.{kind.__qualname__} is not known to give the same numbers on a part of a "
@@ -202,22 +209,13 @@ def _lazy(name: str, owner: Owner, device_type: str) -> TableUpdate:
         "weight_decay": float(group["weight_decay"]),
     }
     update = _fused(owner, "touched rows only, as asked for; not the same numbers", EmbOptimType.ADAM, arguments, 8.0)
-    return _with(update, kind="fused_lazy")
+    return replace(update, kind="fused_lazy")
 
 
 def _fused(owner: Owner, why: str, kind: EmbOptimType, arguments: dict[str, Any], state: float) -> TableUpdate:
     learning_rate = float(owner.group["lr"])
     full = {"optimizer": kind, "learning_rate": learning_rate, **arguments}
     return TableUpdate("fused", why, owner, full, bytes_per_element=state)
-
-
-def _frozen(why: str) -> TableUpdate:
-    # SGD at rate 0: no state, no kept gradient, and the rows stay what they are.
-    return TableUpdate("frozen", why, None, {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
-
-
-def _with(update: TableUpdate, **changes: Any) -> TableUpdate:
-    return TableUpdate(**{**vars(update), **changes})
 
 
 def _first_set(group: Mapping[str, Any], **neutral: Any) -> str:
@@ -260,15 +258,20 @@ def rewrite_groups(
         for parameter in parameters.values():
             optimizer.state.pop(parameter, None)
         for group in optimizer.param_groups:
-            replaced, fresh = [], []
-            for parameter in group["params"]:
+            replaced, fresh, kept = [], [], []
+            for i, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter))
                 if name is None:
                     replaced.append(parameter)
                 elif name in shards and shards[name].numel():
                     replaced.append(shards[name])
                     fresh.append(shards[name])
+                else:
+                    continue
+                kept.append(i)
             group["params"] = replaced
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][i] for i in kept]
             if fresh:
                 optimizer.state.update(_fresh_state(optimizer, group, fresh))
 
@@ -278,6 +281,13 @@ def _fresh_state(
 ) -> dict[Any, Any]:
     """Return the state that the optimizer's constructor makes for `parameters` (Adagrad makes its sums there)."""
 
-    accepted = inspect.signature(type(optimizer)).parameters
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
     options = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
-    return dict(type(optimizer)(parameters, **options).state)
+    try:
+        return dict(kind(parameters, **options).state)
+    except TypeError as error:
+        raise OptimizerError(
+            f"{kind.__module__}.{kind.__qualname__} cannot be made for a part of a table from its own param_groups: "
+            f"{error}. Keep its constructor's arguments in `defaults`, as torch's optimizers do."
+        ) from error

@@ -44,10 +44,14 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     """
     if ranks.num_ranks == 1:
         return loader
+    # The length of anything else may be an estimate: it is passed on, and not relied on.
     trusted = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
-    lengths = ranks.everyone(sized_len(loader) if trusted else None)
+    answers = ranks.everyone((sized_len(loader), trusted))
+    lengths = [length for length, _ in answers]
     if any(length is None for length in lengths):
         return EvenLoader(loader, ranks, mode, warn)
+    if not all(is_trusted for _, is_trusted in answers):
+        return SizedEvenLoader(loader, ranks, mode, warn, min(lengths))
     if len(set(lengths)) == 1:
         return loader
     said = f"the ranks have {', '.join(map(str, lengths))} batches of {type(loader).__name__}"
@@ -62,6 +66,9 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
 class _Wrapper:
     """A loader that passes on what it does not do itself: samplers, datasets, state for resuming."""
 
+    _own = ("ranks", "mode", "warn", "length")
+    """Attributes of the wrappers; all others are the loader's."""
+
     def __init__(self, loader: Any) -> None:
         object.__setattr__(self, "_loader", loader)
 
@@ -71,7 +78,7 @@ class _Wrapper:
         return getattr(object.__getattribute__(self, "_loader"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self).__annotations__:
+        if name in self._own:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
@@ -79,8 +86,6 @@ class _Wrapper:
 
 class ShortenedLoader(_Wrapper):
     """The first `length` batches of a sized loader."""
-
-    length: int
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader)
@@ -100,10 +105,6 @@ class EvenLoader(_Wrapper):
     own datamodule instead.
     """
 
-    ranks: Ranks
-    mode: UnevenInputs
-    warn: Callable[[str], None]
-
     def __init__(self, loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> None:
         super().__init__(loader)
         self.ranks = ranks
@@ -116,7 +117,7 @@ class EvenLoader(_Wrapper):
         Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
         differ and mode is "error".
         """
-        batches = iter(self._loader)
+        batches: Iterator[Any] = _started(self._loader)
         count = 0
         while True:
             state, batch, failure = _next(batches)
@@ -144,6 +145,22 @@ class EvenLoader(_Wrapper):
         if count == 0:
             raise DataError(f"{said}: there is no batch that all ranks have. Give every rank at least one batch.")
         self.warn(f"{said}; all stop here (uneven_inputs='stop').")
+
+
+class SizedEvenLoader(EvenLoader):
+    """The same over loaders that say how long they are, though it may not be exact; `length` is the least of them."""
+
+    def __init__(self, loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None], length: int) -> None:
+        super().__init__(loader, ranks, mode, warn)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _started(loader: Any) -> Iterator[Any]:
+    """Iterate over `loader`; a loader that fails to start fails at the first batch, where all ranks hear of it."""
+    yield from loader
 
 
 def _next(batches: Iterator[Any]) -> tuple[int, Any, Exception | None]:

@@ -5,7 +5,7 @@ rank's block, and what the kernel sees is a valid row of the wrong id. So the ch
 batch, and the ranks agree on the result while the ids travel.
 """
 
-from collections.abc import Callable
+import warnings
 from typing import Any, Literal, Protocol
 
 import torch
@@ -62,13 +62,13 @@ class IdsCheck:
 
     tables: the collection's tables. mode: "error" raises on every rank; "warn" says so once and looks up row 0 in
     place of the id, as FBGEMM does; "ignore" looks up row 0 and says nothing.
-    ranks: the ranks' consensus. warn: tells the user something.
+    ranks: the ranks' consensus.
+    A feature that several tables look up must be in range of the smallest of them.
     """
 
-    def __init__(self, tables: list[Table], mode: CheckIds, ranks: Ranks, warn: Callable[[str], None]) -> None:
+    def __init__(self, tables: list[Table], mode: CheckIds, ranks: Ranks) -> None:
         self._mode = mode
         self._ranks = ranks
-        self._warn = warn
         self._warned = False
         self._table_of_feature: dict[str, Table] = {}
         for table in tables:
@@ -88,7 +88,8 @@ class IdsCheck:
             return features, Verdict(self._ranks, problem)
         if problem is not None and self._mode == "warn" and not self._warned:
             self._warned = True
-            self._warn(f"{problem} Row 0 is looked up in their place. Said once.")
+            # Not by rank zero alone: this rank has the ids.
+            warnings.warn(f"{problem} Row 0 is looked up in their place. Said once.", stacklevel=2)
         return features, None
 
     def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor:

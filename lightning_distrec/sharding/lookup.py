@@ -4,8 +4,9 @@ In place of torchrec's forward: the ids are checked before they travel, the lear
 what comes back has the types, the keys and the column order of the unsharded collection, whatever the plan.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +15,29 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat import fbgemm_iterations_kept, fbgemm_kernels, leave_mean_to_us
-from lightning_distrec.errors import ShardingError
+from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.tables import Table, feature_names, output_names
 
 CUT_BY_ROWS = ("row_wise", "table_row_wise")
 
 
+@dataclass(frozen=True)
+class TableUse:
+    """What a lookup needs to know of a table's place and update."""
+
+    cut: str
+    kind: str
+    adds_up: bool
+    """Whether two updates inside of one backward are one with the sum of their gradients."""
+
+
 class ShardedLookup:
     """The forward of one sharded collection.
 
     sharded: torchrec's sharded module.
-    tables: the collection's tables, in its order. cuts: name of a table -> how it is cut.
+    tables: the collection's tables, in its order.
+    uses: name of a table -> how it is cut and updated.
     check_ids: looks at the ids before they leave the rank.
     before_forward: called before every forward that may be followed by a backward.
     """
@@ -34,7 +46,7 @@ class ShardedLookup:
         self,
         sharded: ShardedModule,
         tables: list[Table],
-        cuts: Mapping[str, str],
+        uses: Mapping[str, TableUse],
         check_ids: IdsCheck,
         before_forward: Callable[[], None],
     ) -> None:
@@ -43,7 +55,11 @@ class ShardedLookup:
         self._pooled = tables[0].pooled
         self._features = feature_names(tables)
         self._outputs = output_names(tables)
-        self._summed_means = _summed_means(tables, cuts) if self._pooled else {}
+        self._summed_means = _summed_means(tables, uses) if self._pooled else {}
+        self._frozen = _outputs_of(tables, lambda table: uses[table.name].kind == "frozen")
+        self._dense = [table.full_name for table in tables if uses[table.name].kind == "dense"]
+        self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
+        self._calls = 0
         self._check_ids = check_ids
         self._before_forward = before_forward
         self._kernels = fbgemm_kernels(sharded)
@@ -58,7 +74,7 @@ class ShardedLookup:
         batch sizes where a mean-pooled table is cut by rows. Raises IdsError on every rank: an id on one rank is out
         of its table's range.
         """
-        with self._counters():
+        with self._gradients():
             features = self._in_known_order(features)
             features, verdict = self._check_ids.start(features)
             context = self._sharded.create_context()
@@ -66,13 +82,28 @@ class ShardedLookup:
             if verdict is not None:
                 verdict.wait()
             rows = self._sharded.compute_and_output_dist(context, ids).wait()
-        return self._keyed_tensor(rows, features) if self._pooled else {name: rows[name] for name in self._outputs}
+        return self._keyed_tensor(rows, features) if self._pooled else self._dict(rows)
 
-    def _counters(self) -> AbstractContextManager[None]:
-        if torch.is_grad_enabled():
-            self._before_forward()
-            return nullcontext()
-        return fbgemm_iterations_kept(self._kernels)
+    def begin_step(self) -> None:
+        """Forget the calls of the step before."""
+        self._calls = 0
+
+    @contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
+        if not torch.is_grad_enabled() or len(self._frozen) == len(self._outputs):
+            with torch.no_grad(), fbgemm_iterations_kept(self._kernels):
+                yield
+            return
+        self._calls += 1
+        if self._calls > 1 and self._once:
+            raise OptimizerError(
+                f"'{self._path}' is looked up more than once in a step, and table '{self._once[0]}' is updated inside "
+                "of backward, once for each lookup, which is not one update with the sum of their gradients. Look up "
+                "once, with the ids of all lookups in one KeyedJaggedTensor, or set embedding_update='dense'."
+            )
+        self._before_forward()
+        yield
 
     def _in_known_order(self, features: Any) -> KeyedJaggedTensor:
         """Give torchrec the same keys in the same order at every call: it remembers those of its first call."""
@@ -85,6 +116,11 @@ class ShardedLookup:
             raise ShardingError(
                 f"'{self._path}' was called with ids whose weights need a gradient, which does not travel back across "
                 "ranks. Detach the weights, or multiply the looked up vectors instead."
+            )
+        if self._dense and features.variable_stride_per_key() and features.values().device.type == "cpu":
+            raise ShardingError(
+                f"'{self._path}' was called with unequal batch sizes per feature, which FBGEMM on CPU does not "
+                f"look up in table '{self._dense[0]}', whose update is dense. Use SGD, Adagrad or RowWiseAdagrad for it."
             )
         if self._summed_means and features.variable_stride_per_key():
             raise ShardingError(
@@ -104,10 +140,17 @@ class ShardedLookup:
             self._keys = list(keys) if set(keys) == set(self._features) else self._features
         return features if keys == self._keys else features.permute([keys.index(name) for name in self._keys])
 
+    def _dict(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Return `rows` in the unsharded order; no gradient goes back into frozen tables."""
+        return {
+            name: _with_values(rows[name], rows[name].values().detach()) if name in self._frozen else rows[name]
+            for name in self._outputs
+        }
+
     def _keyed_tensor(self, rows: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return `rows` with its columns in the unsharded order; sharding groups them by how tables are cut."""
         keys, lengths = rows.keys(), rows.length_per_key()
-        if keys == self._outputs and not self._summed_means:
+        if keys == self._outputs and not self._summed_means and not self._frozen:
             return rows
         columns = dict(zip(keys, rows.values().split(lengths, dim=1), strict=True))
         widths = dict(zip(keys, lengths, strict=True))
@@ -115,6 +158,8 @@ class ShardedLookup:
             bag_sizes = features.lengths().view(len(features.keys()), -1).clamp(min=1)
             for name, feature in self._summed_means.items():
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
+        # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
+        columns |= {name: columns[name].detach() for name in self._frozen}
         return KeyedTensor(
             keys=self._outputs,
             length_per_key=[widths[name] for name in self._outputs],
@@ -122,12 +167,21 @@ class ShardedLookup:
         )
 
 
-def _summed_means(tables: list[Table], cuts: Mapping[str, str]) -> dict[str, str]:
+def _summed_means(tables: list[Table], uses: Mapping[str, TableUse]) -> dict[str, str]:
     """Return output -> feature for the outputs that arrive as sums over ranks and are to become means."""
+
+    def summed(table: Table) -> bool:
+        return table.config.pooling == PoolingType.MEAN and uses[table.name].cut in CUT_BY_ROWS
+
+    return _outputs_of(tables, summed)
+
+
+def _outputs_of(tables: list[Table], chosen: Callable[[Table], bool]) -> dict[str, str]:
+    """Return output -> feature for the tables that are chosen."""
     outputs = iter(output_names(tables))
-    return {
-        output: feature
-        for table in tables
-        for feature, output in zip(table.config.feature_names, outputs, strict=False)
-        if table.config.pooling == PoolingType.MEAN and cuts[table.name] in CUT_BY_ROWS
-    }
+    pairs = [(table, feature, next(outputs)) for table in tables for feature in table.config.feature_names]
+    return {output: feature for table, feature, output in pairs if chosen(table)}
+
+
+def _with_values(jagged: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
+    return JaggedTensor(values=values, lengths=jagged.lengths(), weights=jagged.weights_or_none())

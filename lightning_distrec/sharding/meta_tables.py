@@ -33,7 +33,9 @@ def _with_meta_default(original: Any) -> Any:
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
-        if given.arguments.get("device") is None:
+        # A subclass is left alone by the strategy, so it needs its rows now.
+        exact = type(args[0]) in (EmbeddingBagCollection, EmbeddingCollection)
+        if exact and given.arguments.get("device") is None:
             given.arguments["device"] = torch.device("meta")
         original(*given.args, **given.kwargs)
 

@@ -65,25 +65,47 @@ def default_types(num_nodes: int) -> tuple[str, ...]:
     return types if num_nodes == 1 else (*types, "table_row_wise", "table_column_wise")
 
 
-def allowed_types(
-    table: Table, options: TableOptions, num_nodes: int, whole_rows: bool, why_whole_rows: str
-) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Places:
+    """How many ranks there are to place tables on."""
+
+    num_ranks: int
+    ranks_on_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, each with as many ranks."""
+        return max(1, self.num_ranks // self.ranks_on_node)
+
+
+def allowed_types(table: Table, options: TableOptions, places: Places, whole_rows_for: str) -> tuple[str, ...]:
     """Return the ways in which `table` may be cut.
 
-    whole_rows: its optimizer keeps one number for a row, so that a row must stay on one rank.
+    whole_rows_for: the optimizer that keeps one number for a row, so that a row must stay on one rank; "" for none.
     Raises PlanError: nothing that the user allowed is left, with the reason.
     """
     possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
-    wanted = tuple(options.sharding_types or (t for t in default_types(num_nodes) if t in possible))
-    types = tuple(t for t in wanted if t in possible and not (whole_rows and "column" in t))
-    if types:
-        return types
-    reason = (
-        f"{why_whole_rows} Allow table_wise or row_wise."
-        if whole_rows and any(t in possible for t in wanted)
-        else f"an EmbeddingCollection's table can be cut {', '.join(SEQUENCE_TYPES)}."
-    )
-    raise PlanError(f"table '{table.full_name}': sharding_types={list(wanted)} cannot be had: {reason}")
+    wanted = tuple(options.sharding_types or (t for t in default_types(places.num_nodes) if t in possible))
+    reasons = {cut: _why_not(table, cut, places, whole_rows_for) for cut in wanted}
+    types = tuple(cut for cut, reason in reasons.items() if not reason)
+    if not types:
+        raise PlanError(f"table '{table.full_name}': {'; '.join(f'{cut}: {why}' for cut, why in reasons.items())}.")
+    return types
+
+
+def _why_not(table: Table, cut: str, places: Places, whole_rows_for: str) -> str:
+    if not table.pooled and cut not in SEQUENCE_TYPES:
+        return f"an EmbeddingCollection's table can be cut {', '.join(SEQUENCE_TYPES)}"
+    if whole_rows_for and "column" in cut:
+        return (
+            f"{whole_rows_for} keeps one number for a row, so that a row must stay whole; allow table_wise or row_wise"
+        )
+    ranks = {"row_wise": places.num_ranks, "table_row_wise": places.ranks_on_node}.get(cut, 1)
+    rows = table.config.num_embeddings
+    if -(-rows // -(-rows // ranks)) < ranks:
+        # FBGEMM's kernels fail on a shard without rows, or read past their tables' sizes.
+        return f"{rows} rows in equal blocks leave one of {ranks} ranks without any; allow table_wise"
+    return ""
 
 
 def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topology, batch_size: int) -> Plan:
@@ -163,7 +185,7 @@ def _constraints(tables: list[Table], demands: Mapping[str, Demand]) -> dict[str
         factor = options.pooling_factor
         constraints[table.name] = ParameterConstraints(
             sharding_types=types,
-            compute_kernels=_kernels(types, demand.dense),
+            compute_kernels=_kernels(types, demand.dense or _is_dense(constraints, table.name)),
             min_partition=options.min_partition,
             is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
             **({"pooling_factors": [factor] * len(table.config.feature_names)} if factor else {}),
@@ -174,6 +196,12 @@ def _constraints(tables: list[Table], demands: Mapping[str, Demand]) -> dict[str
 def _types_so_far(constraints: Mapping[str, ParameterConstraints], name: str) -> list[str]:
     known = constraints.get(name)
     return list(SHARDING_TYPES) if known is None else list(known.sharding_types or [])
+
+
+def _is_dense(constraints: Mapping[str, ParameterConstraints], name: str) -> bool:
+    """Whether a table of this name must be in plain memory already."""
+    known = constraints.get(name)
+    return known is not None and EmbeddingComputeKernel.FUSED_UVM.value not in (known.compute_kernels or [])
 
 
 def _kernels(types: list[str], dense: bool) -> list[str]:

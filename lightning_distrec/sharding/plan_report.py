@@ -44,9 +44,14 @@ def shards_by_rank(table: Table, plan: Plan, num_ranks: int) -> dict[int, tuple[
 
 
 def bytes_by_rank(tables: Iterable[Table], plan: Plan, updates: dict[str, UpdateCost], num_ranks: int) -> list[int]:
-    """Return what each rank holds for the tables: rows, optimizer state and kept gradients, in bytes."""
+    """Return what each rank holds for the tables in its own memory: rows, optimizer state, kept gradients, in bytes.
+
+    Tables that a GPU reads from its host's memory (fused_uvm kernels) are the planner's to count.
+    """
     totals = [0.0] * num_ranks
     for table in tables:
+        if plan[table.full_name].compute_kernel.startswith("fused_uvm"):
+            continue
         update = updates[table.full_name]
         element_bytes = torch.finfo(table.parameter.dtype).bits / 8 + update.bytes_per_element
         for rank, (rows, elements) in shards_by_rank(table, plan, num_ranks).items():

@@ -20,7 +20,7 @@ from lightning_distrec.sharding.initial_weights import (
     table_weights,
 )
 from lightning_distrec.sharding.plan import Plan, sharder_of
-from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.tables import Collection, Table
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
 """Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group."""
@@ -34,6 +34,8 @@ class ShardedTables:
         self.plan = plan
         self.sharded = sharded
         """Path of a collection -> torchrec's sharded module."""
+        self.still: list[tuple[str, nn.Parameter]] = []
+        """Frozen tables by full name, and their weights."""
         self._root = ref(root)  # the registry below is keyed by it, weakly
 
     def tables_of(self, path: str) -> list[Table]:
@@ -96,22 +98,46 @@ class ShardedTables:
                 )
             copy_from_whole(pieces[name], weights[name])
 
-    def take_back(self) -> dict[str, list[Piece]]:
-        """Put the unsharded collections back, without rows, and return the rows in pieces for the next sharding."""
+    def refuse_unfrozen(self) -> None:
+        """Raise ShardingError where a frozen table's weight was made to need a gradient since the start."""
+        for name, weight in self.still:
+            if weight.requires_grad:
+                raise ShardingError(
+                    f"table '{name}' was frozen when fit began, and was unfrozen while training, which its shards do "
+                    "not follow. Unfreeze it before fit, or call fit again."
+                )
+
+    def step_out(self) -> None:
+        """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
+        for original in self._originals().values():
+            original.__dict__.pop("forward", None)
+        _replace(self._module(), {self.sharded[path]: original for path, original in self._originals().items()})
+
+    def step_in(self) -> None:
+        """Undo `step_out`."""
+        for path, original in self._originals().items():
+            original.forward = _refuse_forward(path)  # type: ignore[method-assign]
+        _replace(self._module(), {original: self.sharded[path] for path, original in self._originals().items()})
+
+    def hand_over(self) -> dict[str, list[Piece]]:
+        """After `step_out`: give up the shards, and return their rows in pieces for the next sharding."""
         pieces = self.pieces()
         if any(p.tensor is not None and p.tensor.is_cuda for ps in pieces.values() for p in ps):
             # Rows wait on the host, so that the device never holds two sets of them.
             pieces = {name: [_on_host(piece) for piece in ps] for name, ps in pieces.items()}
+        for module in self.sharded.values():
+            module.__dict__.pop("forward", None)
+        self.sharded = {}
+        _by_module.pop(self._module(), None)
+        return pieces
+
+    def _originals(self) -> dict[str, Collection]:
+        return {table.collection: table.module for table in self.tables}
+
+    def _module(self) -> nn.Module:
         root = self._root()
         assert root is not None
-        originals = {table.collection: table.module for table in self.tables}
-        for path, module in self.sharded.items():
-            module.__dict__.pop("forward", None)
-            originals[path].__dict__.pop("forward", None)
-            _replace(root, module, originals[path])
-        self.sharded = {}
-        _by_module.pop(root, None)
-        return pieces
+        return root
 
 
 _by_module: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
@@ -128,15 +154,35 @@ def shard_tables(
     plan: Plan,
     fused: FusedArguments,
     device: torch.device,
+    frozen: set[str],
     held: Mapping[str, list[Piece]],
     seed: int,
 ) -> ShardedTables:
     """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
 
-    fused: for every table whose kernel updates it. held: rows of an earlier sharding by full name; other tables keep
-    the rows of rank 0's unsharded weight, as DDP would, or get new ones by `seed` where they were built on meta.
+    fused: for every table whose kernel updates it. frozen: full names of the tables that nothing updates.
+    held: rows of an earlier sharding by full name; other tables keep the rows of rank 0's unsharded weight, as DDP
+    would, or get new ones by `seed` where they were built on meta.
     """
     env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+    # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        sharded = _make_shards(tables, plan, fused, env, device)
+        result = ShardedTables(root, tables, plan, sharded)
+        _bring_rows(result, device, held, seed)
+    for table in tables:
+        forget_rows(table.module)
+    result.step_in()
+    for path, module in sharded.items():
+        result.still += _hold_still(module, [t for t in result.tables_of(path) if t.full_name in frozen])
+        _answer_as_unsharded(module, result.tables_of(path))
+    _by_module[root] = result
+    return result
+
+
+def _make_shards(
+    tables: list[Table], plan: Plan, fused: FusedArguments, env: ShardingEnv, device: torch.device
+) -> dict[str, ShardedModule]:
     sharded: dict[str, ShardedModule] = {}
     for path in dict.fromkeys(table.collection for table in tables):
         mine = [table for table in tables if table.collection == path]
@@ -148,15 +194,7 @@ def shard_tables(
             sharded[path] = sharder_of(mine[0]).shard(mine[0].module, parameter_sharding, env, device, path)
         for table in mine:
             detach_fused_optimizer(table.parameter)
-    result = ShardedTables(root, tables, plan, sharded)
-    _bring_rows(result, device, held, seed)
-    for path, module in sharded.items():
-        original = result.tables_of(path)[0].module
-        _replace(root, original, module)
-        forget_rows(original)
-        original.forward = _refuse_forward(path)  # type: ignore[assignment]
-    _by_module[root] = result
-    return result
+    return sharded
 
 
 def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, list[Piece]], seed: int) -> None:
@@ -172,12 +210,60 @@ def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, 
             spread([Piece(0, 0, 0, rows, columns, table.parameter if rank == 0 else None)], targets, device)
 
 
-def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` is a child in `root`: a collection that two modules share stays shared."""
+def _replace(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each value where its key is a child in `root`: a collection that two modules share stays shared."""
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
-            if child is old:
-                setattr(module, name, new)
+            if child in new:
+                setattr(module, name, new[child])
+
+
+def refuse_foreign_shards(root: nn.Module) -> None:
+    """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
+    present = sharded_tables_of(root)
+    known = set(present.sharded.values()) if present is not None else set()
+    for path, module in root.named_modules():
+        if isinstance(module, ShardedModule) and module not in known:
+            raise ShardingError(
+                f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
+                "or load that one's checkpoint into the unsharded collections of this one."
+            )
+
+
+class _RowsAreElsewhere(nn.Module):
+    """What `embedding_bags[name]` of a sharded collection is: it has a weight for optimizers, and none for reading."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise ShardingError(
+                "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up "
+                "through the collection; to get the whole table, call trainer.save_checkpoint on every rank."
+            )
+        return super().__getattr__(name)
+
+
+def _hold_still(sharded: ShardedModule, tables: list[Table]) -> list[tuple[str, nn.Parameter]]:
+    """Give frozen tables weights without a gradient, so that it can be seen when user code asks for one."""
+    still = []
+    for table in tables:
+        child = sharded.get_submodule(table.local_key.removesuffix(".weight"))
+        weight = child.get_parameter("weight")
+        held_still = nn.Parameter(weight.detach(), requires_grad=False)
+        child.register_parameter("weight", held_still)
+        still.append((table.full_name, held_still))
+    return still
+
+
+def _answer_as_unsharded(sharded: ShardedModule, tables: list[Table]) -> None:
+    """Give a sharded collection what user code may ask of the unsharded one."""
+    original = tables[0].module
+    for name in ("embedding_bag_configs", "is_weighted", "embedding_configs", "need_indices", "embedding_dim"):
+        if hasattr(original, name):
+            setattr(sharded, name, getattr(original, name))
+    children = sharded.embedding_bags if tables[0].pooled else sharded.embeddings
+    for child in children.children():  # type: ignore[union-attr]
+        if type(child) is nn.Module:
+            child.__class__ = _RowsAreElsewhere
 
 
 def _refuse_forward(path: str) -> Any:

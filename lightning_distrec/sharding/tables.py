@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.modules.embedding_modules import (
@@ -66,6 +67,8 @@ def check_embedding_update(value: str) -> None:
 
 def check_sharding_types(values: Iterable[str]) -> None:
     """Raise ConfigError where one of `values` is no way to cut a table, or where there is none."""
+    if isinstance(values, str):
+        raise ConfigError(f"sharding_types={values!r}: a list is needed. Write [{values!r}].")
     values = list(values)
     if not values:
         raise ConfigError("sharding_types=[]: at least one way to cut the table must be allowed.")
@@ -184,6 +187,11 @@ def _check(tables: list[Table]) -> None:
                 f"table '{table.full_name}': embedding_dim={dim}, but FBGEMM's rows come in multiples of 4 columns. "
                 f"Set embedding_dim={dim + 4 - dim % 4}."
             )
+        if table.parameter.dtype not in (torch.float32, torch.float16):
+            raise ShardingError(
+                f"table '{table.full_name}' holds {table.parameter.dtype}, which FBGEMM cannot train. "
+                "Leave tables in float32 (no module.double() or .bfloat16() over them)."
+            )
         if table.config.data_type not in (DataType.FP32, DataType.FP16):
             raise ShardingError(
                 f"table '{table.full_name}': data_type={table.config.data_type.value} cannot be trained exactly here. "
@@ -210,6 +218,8 @@ def options_by_table(
     given: by table name, or by full name where two collections use one name.
     Raises ConfigError: a name that is no table's (with near matches); an option that does not exist.
     """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"tables={given!r}: a dict from table names to options is needed.")
     known = {name for table in tables for name in (table.name, table.full_name)}
     overrides: dict[str, TableOptions] = {}
     for name, options in given.items():
@@ -229,6 +239,8 @@ def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOp
     if isinstance(options, TableOptions):
         return options
     allowed = [field.name for field in fields(TableOptions)]
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"tables[{name!r}]={options!r}: options are needed, some of {', '.join(allowed)}.")
     for option in options:
         if option not in allowed:
             raise ConfigError(

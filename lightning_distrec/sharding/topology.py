@@ -42,7 +42,8 @@ def make_topology(device: torch.device, num_ranks: int, ranks_on_node: int, memo
 
     memory_bytes: what one rank has, before the reserved share is taken off.
     """
-    on_device = {"hbm_cap": memory_bytes} if device.type == "cuda" else {"ddr_cap": memory_bytes}
+    host_bytes = host_memory_bytes() // ranks_on_node
+    on_device = {"hbm_cap": memory_bytes, "ddr_cap": host_bytes} if device.type == "cuda" else {"ddr_cap": memory_bytes}
     with torchrec_quiet():
         return Topology(
             world_size=num_ranks,

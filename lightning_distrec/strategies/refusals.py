@@ -20,7 +20,6 @@ def refuse_what_is_not_exact(trainer: Trainer, module: LightningModule, kinds: M
     kinds: full name of a table -> what updates it ("fused", "dense", ...).
     """
     fused = [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")]
-    _refuse_precision(trainer)
     _refuse_accumulation(trainer, fused)
     _refuse_clipping(trainer, module, fused)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -33,15 +32,22 @@ def refuse_what_is_not_exact(trainer: Trainer, module: LightningModule, kinds: M
 
 def refuse_precision(trainer: Trainer) -> None:
     """Raise UnsupportedError where the precision would turn the tables into a type that was not measured."""
-    _refuse_precision(trainer)
-
-
-def _refuse_precision(trainer: Trainer) -> None:
     precision = str(trainer.precision)
     if precision not in EXACT_PRECISIONS:
         raise UnsupportedError(
             f"Trainer(precision={precision!r}) is not exact over sharded tables yet. Use 'bf16-mixed' or '32-true'."
         )
+
+
+def gradient_hooks(module: LightningModule, fused: list[str]) -> str | None:
+    """Return what to tell the user about hooks that may change gradients, which fused tables do not keep, or None."""
+    hooks = [name for name in ("on_after_backward", "on_before_optimizer_step") if is_overridden(name, module)]
+    if not hooks or not fused:
+        return None
+    return (
+        f"{' and '.join(hooks)} may look at gradients, but changing them does not reach table '{fused[0]}', which "
+        "is updated inside of backward. Where it must, set embedding_update='dense'."
+    )
 
 
 def _refuse_accumulation(trainer: Trainer, fused: list[str]) -> None:

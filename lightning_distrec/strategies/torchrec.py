@@ -9,7 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_distrec._compat import (
@@ -26,6 +27,7 @@ from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.refusals import ClippingGuard, refuse_precision
 from lightning_distrec.strategies.table_setup import TableSettings, TableSetup, set_up_tables
@@ -164,6 +166,25 @@ class TorchRecShardedStrategy(DDPStrategy):
             send_module_states(module, list(shards))
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._tables is not None:
+            self._tables.before_training_step()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._tables is not None:
+            self._tables.backward_watch.backward()
+        super().pre_backward(closure_loss)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if self._tables is not None:
+            self._tables.after_optimizer_step()
+        return result
+
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self._consensus is not None
         return even(dataloader, self._consensus, self._uneven_inputs, _warn)
@@ -204,18 +225,25 @@ class TorchRecShardedStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._clipping.take_off()
-        if self._tables is None:
+        self._tables = None
+        if not self._has_tables():
             super().teardown()
             return
-        # Not DDPStrategy's: it would move the module to the CPU, and shards stay where their kernels are.
+        # Not DDPStrategy's: it would move the module to the CPU. Shards stay where their kernels are, and tables that
+        # were built without memory have nothing to move.
         self.model = self.lightning_module
-        self._tables = None
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _has_tables(self) -> bool:
+        module = self.lightning_module
+        if module is None:
+            return False
+        return sharded_tables_of(module) is not None or any(p.is_meta for p in module.parameters())
 
     def _release(self) -> None:
         """Let go of the module and all that holds its requests; called before the process ends."""

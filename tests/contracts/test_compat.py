@@ -3,6 +3,7 @@
 import ast
 import inspect
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torchrec import EmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 
 from lightning_distrec import _compat
-from tests.support.click_model import ClickModel, bag_configs, seeded, train_sharded
+from lightning_distrec.errors import OptimizerError
+from tests.support.click_model import ClickModel, bag_configs, make_batch, seeded, train_sharded
 from tests.support.ranks import run_on_ranks
 
 
@@ -28,6 +30,7 @@ def test_every_function_of_compat_has_a_contract_here() -> None:
     ]
     here = Path(__file__).read_text()
     used = {node.attr for node in ast.walk(ast.parse(here)) if isinstance(node, ast.Attribute)}
+    used |= set(re.findall(r"use of (\w+)", here))
     assert set(names) <= used, set(names) - used
 
 
@@ -139,6 +142,12 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
             kernels[0].iter.add_(5)
             kernels[0].iter_cpu.add_(5)
         found["kept"] = (int(kernels[0].iter), int(kernels[0].iter_cpu)) == before
+        model.mlp.zero_grad()
+        looked_up = model(make_batch(0)).sum()
+        with pytest.raises(
+            OptimizerError, match="weights of 'ebc' themselves"
+        ):  # the strategy's use of on_direct_gradient
+            (looked_up * 0 + sum(p.pow(2).sum() for p in sharded.parameters())).backward()
         sharded._has_mean_pooling_callback = True
         _compat.leave_mean_to_us(sharded)
         found["left to us"] = sharded._has_mean_pooling_callback is False

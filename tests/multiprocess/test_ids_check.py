@@ -59,3 +59,19 @@ def _train_sequences() -> None:
 def test_sequence_tables_are_checked_too() -> None:
     with pytest.raises(RankFailed, match="feature 'c' of table 'ebc.narrow' has the id 99"):
         run_on_ranks(_train_sequences, 2)
+
+
+def _warned() -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _train("row_wise", "warn")
+    return [str(w.message) for w in caught if "out" in str(w.message) or "has the id" in str(w.message)]
+
+
+def test_the_warning_comes_from_the_rank_that_has_the_ids() -> None:
+    first, second = run_on_ranks(_warned, 2)
+    assert first == []
+    assert len(second) == 1
+    assert "feature 'c' of table 'ebc.narrow' has the id 99" in second[0]

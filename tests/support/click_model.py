@@ -192,5 +192,7 @@ def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> d
     for key, value in wanted.items():
         kind = "tables" if "embedding" in key else "dense"
         assert found[key].shape == value.shape, key
-        differences[kind] = max(differences[kind], float((found[key] - value).abs().max()))
+        difference = float((found[key] - value).abs().max())
+        assert difference == difference, f"{key} has NaNs"
+        differences[kind] = max(differences[kind], difference)
     return differences

@@ -1,0 +1,336 @@
+"""What a fused update would silently not follow is told, and what looks alike and is fine goes through."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    join_batches,
+    largest_difference,
+    make_batch,
+    rank_loader,
+    seeded,
+    train_sharded,
+    train_unsharded,
+)
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+SGD = (torch.optim.SGD, {"lr": 1.0})
+ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
+ADAM = (torch.optim.Adam, {"lr": 0.001})
+STEPS = 6
+
+
+class LooksUpTwice(ClickModel):
+    """Calls its collection twice in a step."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + super().forward(batch | {"ids": (batch["ids"] * 7 + 1) % 11})
+
+
+class WithL2(ClickModel):
+    """Has the tables' own weights in its loss."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.05 * sum(p.pow(2).sum() for p in self.ebc.parameters())
+
+
+class SkipsSteps(ClickModel):
+    """Steps at every second batch, by the pattern in Lightning's documentation."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class WarmsUp(ClickModel):
+    """Overrides optimizer_step for a warm-up, as many do; nothing is wrong with it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = min(1.0, (batch_idx + 1) / 4)
+        optimizer.step(closure=optimizer_closure)
+
+
+class AccumulatesLater(ClickModel):
+    """Turns accumulation on behind the Trainer's back."""
+
+    def on_train_start(self) -> None:
+        self.trainer.accumulate_grad_batches = 2
+
+
+class UnfreezesLater(ClickModel):
+    """Starts with frozen tables and unfreezes them in the middle."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.ebc.requires_grad_(True)
+
+
+class ReadsWeight(ClickModel):
+    """Scores against a whole table."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + self.ebc.embedding_bags["wide"].weight.sum()
+
+
+def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = False) -> dict[str, Tensor]:
+    model = seeded(kind, *optimizer)
+    if frozen:
+        model.ebc.requires_grad_(False)
+    return train_sharded(model, STEPS, strategy)[0].final_state
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "frozen", "said"),
+    [
+        (LooksUpTwice, ADAGRAD, False, "OptimizerError: 'ebc' is looked up more than once in a step"),
+        (WithL2, SGD, False, "OptimizerError: the loss uses the weights of 'ebc' themselves"),
+        (SkipsSteps, SGD, False, "OptimizerError: a second backward before optimizer.step"),
+        (AccumulatesLater, SGD, False, "OptimizerError: a second backward before optimizer.step"),
+        (UnfreezesLater, SGD, True, "ShardingError: table 'ebc.wide' was frozen when fit began, and was unfrozen"),
+        (ReadsWeight, SGD, False, "ShardingError: the weight of a sharded table was read"),
+        (ReadsWeight, ADAM, False, "ShardingError: the weight of a sharded table was read"),
+    ],
+)
+def test_is_told_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: str) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train, 2, kind, optimizer, {}, frozen)
+    assert len(re.findall(f"^.*{re.escape(said)}", str(failed.value), re.M)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "strategy"),
+    [
+        (LooksUpTwice, SGD, {}),
+        (LooksUpTwice, ADAM, {}),
+        (LooksUpTwice, ADAGRAD, {"embedding_update": "dense"}),
+        (WithL2, ADAM, {}),
+        (WithL2, SGD, {"embedding_update": "dense"}),
+    ],
+)
+def test_what_adds_up_is_exact(kind: type, optimizer: Any, strategy: dict[str, Any]) -> None:
+    found = run_on_ranks(_train, 2, kind, optimizer, strategy)[0]
+    start = seeded(kind, *optimizer)
+    reference = train_unsharded(start, STEPS, 2).final_state
+    assert max(largest_difference(found, reference).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+
+
+def test_an_optimizer_step_that_warms_up_is_exact() -> None:
+    found = run_on_ranks(_train, 2, WarmsUp, SGD, {})[0]
+    model = seeded(WarmsUp, *SGD)
+    optimizer = model.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = min(1.0, (step + 1) / 4)
+        optimizer.zero_grad()
+        model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
+        optimizer.step()
+    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+
+
+class DropsNaN(ClickModel):
+    """Meets a loss that is NaN, and drops its gradients."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 2 else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if any(not p.grad.isfinite().all() for p in self.mlp.parameters()):
+            optimizer.zero_grad()
+
+
+def _frozen_through_nan(part: bool) -> dict[str, Tensor]:
+    model = seeded(DropsNaN, *SGD)
+    for name, parameter in model.ebc.named_parameters():
+        parameter.requires_grad_(part and "wide" in name)
+    return train_sharded(model, STEPS)[0].final_state
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_frozen_tables_stay_through_gradients_that_are_not_finite(part: bool) -> None:
+    found = run_on_ranks(_frozen_through_nan, 2, part)[0]
+    wanted = seeded(DropsNaN, *SGD).state_dict()
+    for name in ("narrow", "shared") + (() if part else ("wide",)):
+        key = f"ebc.embedding_bags.{name}.weight"
+        assert torch.equal(found[key], wanted[key])
+
+
+def _refused_between() -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(EvaluatedModel, *SGD)
+    make_trainer().fit(model, rank_loader(4, rank))
+    before = model.final_state
+    said = []
+    for options in ({"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 4}):
+        try:
+            make_trainer(**options).fit(model, rank_loader(4, rank))
+        except Exception as error:
+            said.append(type(error).__name__)
+    try:
+        make_trainer({"memory_bytes_per_rank": 100, "sharding_types": ["table_wise"]}).fit(model, rank_loader(4, rank))
+    except Exception as error:
+        said.append(type(error).__name__)
+    model.options = {"lr": 0.0}
+    make_trainer().fit(model, rank_loader(1, rank))
+    return {"before": before, "after": model.final_state, "said": said}
+
+
+def test_a_refused_fit_leaves_the_trained_tables_as_they_are() -> None:
+    for found in run_on_ranks(_refused_between, 2):
+        assert found["said"] == ["UnsupportedError", "UnsupportedError", "PlanError"]
+    found = run_on_ranks(_refused_between, 2)[0]
+    assert all(torch.equal(found["before"][key], found["after"][key]) for key in found["before"])
+
+
+def _refused_on_meta() -> str:
+    model = ClickModel(*SGD, meta=True)
+    try:
+        train_sharded(model, 2, gradient_clip_val=1.0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_refusal_is_not_hidden_where_tables_are_on_meta() -> None:
+    for said in run_on_ranks(_refused_on_meta, 2):
+        assert said.startswith("UnsupportedError: gradient_clip_val=1.0")
+
+
+class Borrows(ClickModel):
+    """Takes the tables of another module."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self(batch)
+
+
+def _borrowed() -> str:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(EvaluatedModel, *SGD)
+    make_trainer().fit(model, rank_loader(2, rank))
+    other = Borrows(*SGD)
+    other.ebc = model.ebc
+    try:
+        make_trainer().validate(other, rank_loader(1, rank), verbose=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_tables_that_another_module_sharded_are_refused() -> None:
+    for said in run_on_ranks(_borrowed, 2):
+        assert said.startswith("ShardingError: 'ebc' was sharded as a part of another LightningModule")
+
+
+class TinyTables(ClickModel):
+    """Tables of one to five rows, a gender or a weekday."""
+
+    def _build(self) -> None:
+        configs = [
+            EmbeddingBagConfig(name=f"t{rows}", embedding_dim=8, num_embeddings=rows, feature_names=["a"])
+            for rows in (1000, 1, 2, 3, 4, 5, 1)
+            for rows in [rows]
+        ]
+        for i, config in enumerate(configs):
+            config.name = f"t{i}"
+        self.ebc = EmbeddingBagCollection(tables=configs)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"] * 0, lengths=batch["lengths"])
+        return self.mlp(self.ebc(features).values()).squeeze(-1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_tables_of_a_few_rows_train_under_the_default_plan(num_ranks: int) -> None:
+    found = run_on_ranks(_train, num_ranks, TinyTables, SGD, {})[0]
+    reference = train_unsharded(seeded(TinyTables, *SGD), STEPS, num_ranks).final_state
+    assert max(largest_difference(found, reference).values()) <= 1e-6
+
+
+def test_a_row_wise_cut_that_leaves_a_rank_without_rows_is_refused() -> None:
+    with pytest.raises(RankFailed, match="PlanError: table 'ebc.t1': row_wise: 1 rows in equal blocks leave"):
+        run_on_ranks(_train, 2, TinyTables, SGD, {"tables": {"t1": {"sharding_types": ["row_wise"]}}})
+
+
+def _draws() -> tuple[list[float], list[float]]:
+    draws: list[float] = []
+    model = seeded(ClickModel, *SGD)
+    model.on_train_start = lambda: draws.extend(torch.rand(2).tolist())  # type: ignore[method-assign]
+    torch.manual_seed(3)
+    train_sharded(model, 2)
+    torch.manual_seed(3)
+    return draws, torch.rand(2).tolist()
+
+
+def test_random_numbers_stay_alike_on_all_ranks_through_setup() -> None:
+    first, second = run_on_ranks(_draws, 2)
+    assert first[0] == second[0]
+
+
+def _one_rank_without_tables() -> None:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(ClickModel, *SGD)
+    if rank == 1:
+        model.ebc = nn.Identity()
+    make_trainer().fit(model, rank_loader(2, rank))
+
+
+def test_a_rank_without_tables_is_told_to_all() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_one_rank_without_tables, 2)
+    assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
+
+
+def _asks_what_an_unsharded_collection_answers() -> list[Any]:
+    model = seeded(ClickModel, *SGD)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append([config.name for config in model.ebc.embedding_bag_configs()])
+        answers.append(model.ebc.is_weighted())
+
+    model.on_train_start = ask  # type: ignore[method-assign]
+    train_sharded(model, 1)
+    return answers
+
+
+def test_a_sharded_collection_answers_what_the_unsharded_one_would() -> None:
+    assert run_on_ranks(_asks_what_an_unsharded_collection_answers, 2)[0] == [["wide", "narrow", "shared"], False]
+
+
+def _half() -> list[str]:
+    import warnings
+
+    from torchrec.modules.embedding_configs import DataType
+
+    from tests.support.click_model import bag_configs
+
+    class HalfModel(ClickModel):
+        def _build(self) -> None:
+            configs = bag_configs()
+            configs[1].data_type = DataType.FP16
+            self.ebc = EmbeddingBagCollection(tables=configs)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_sharded(seeded(HalfModel, *SGD), 2)
+    return [str(w.message) for w in caught if "float16" in str(w.message)]
+
+
+def test_float16_tables_train_and_say_that_they_round() -> None:
+    said = run_on_ranks(_half, 2)[0]
+    assert len(said) == 1
+    assert said[0].startswith("table 'ebc.narrow' has float16 rows")
