@@ -119,8 +119,8 @@ class ShardedLookup:
             )
         if self._dense and features.variable_stride_per_key() and features.values().device.type == "cpu":
             raise ShardingError(
-                f"'{self._path}' was called with unequal batch sizes per feature, which FBGEMM on CPU does not "
-                f"look up in table '{self._dense[0]}', whose update is dense. Use SGD, Adagrad or RowWiseAdagrad for it."
+                f"'{self._path}' was called with unequal batch sizes per feature, which FBGEMM on CPU cannot "
+                f"look up in table '{self._dense[0]}', because its update is dense. Use SGD, Adagrad or RowWiseAdagrad."
             )
         if self._summed_means and features.variable_stride_per_key():
             raise ShardingError(

@@ -125,10 +125,13 @@ def test_a_sized_loader_of_ones_own_keeps_its_length() -> None:
 
 
 class FailsToStart:
-    """A loader that fails before its first batch, on one rank."""
+    """A loader that fails before its first batch, on one rank; Lightning's own look at it goes well."""
+
+    times = 0
 
     def __iter__(self) -> Iterator[Any]:
-        if rank_and_num_ranks()[0] == 1:
+        self.times += 1
+        if rank_and_num_ranks()[0] == 1 and self.times > 1:
             raise OSError("no such file")
         return iter(Stream(3, 0))
 

@@ -41,7 +41,7 @@ def _first_loss(pooling: str) -> float:
     from tests.support.click_model import make_batch
 
     model = seeded(SharesBags, torch.optim.SGD, {"lr": 1.0}, pooling)
-    return float(model.training_step(make_batch(0), 0))
+    return float(model.training_step(make_batch(0), 0).detach())
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
