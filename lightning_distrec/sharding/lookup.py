@@ -63,7 +63,10 @@ class ShardedLookup:
         self._check_ids = check_ids
         self._before_forward = before_forward
         self._kernels = fbgemm_kernels(sharded)
-        self._keys: list[str] | None = None
+        # torchrec remembers the keys of the first call for the life of its module, which may be longer than ours.
+        before = sharded.__dict__.get("forward")
+        self.keys: list[str] | None = before.keys if isinstance(before, ShardedLookup) else None
+        """The features in the order in which torchrec gets them; None before the first call."""
         if self._pooled:
             leave_mean_to_us(sharded)
 
@@ -128,7 +131,7 @@ class ShardedLookup:
                 "by rows. Set sharding_types=['table_wise', 'column_wise'] for its mean-pooled tables."
             )
         keys = features.keys()
-        if keys == self._keys:
+        if keys == self.keys:
             return features
         missing = [name for name in self._features if name not in keys]
         if missing:
@@ -136,9 +139,9 @@ class ShardedLookup:
                 f"'{self._path}' needs the features {missing}, but was called with {keys}. "
                 "Give the KeyedJaggedTensor all features of the collection; empty bags are fine."
             )
-        if self._keys is None:
-            self._keys = list(keys) if set(keys) == set(self._features) else self._features
-        return features if keys == self._keys else features.permute([keys.index(name) for name in self._keys])
+        if self.keys is None:
+            self.keys = list(keys) if set(keys) == set(self._features) else self._features
+        return features if keys == self.keys else features.permute([keys.index(name) for name in self.keys])
 
     def _dict(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Return `rows` in the unsharded order; no gradient goes back into frozen tables."""

@@ -17,16 +17,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_distrec._compat import fbgemm_kernels, init_optimizers_and_schedulers, on_direct_gradient
+from lightning_distrec._compat import fbgemm_kernels, on_direct_gradient
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import CheckpointError, ConfigError, OptimizerError, ShardingError
+from lightning_distrec.errors import CheckpointError, OptimizerError, ShardingError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
 from lightning_distrec.optimizers.learning_rate import LearningRates
-from lightning_distrec.optimizers.translation import TableUpdate, frozen, rewrite_groups, translate
-from lightning_distrec.sharding.ids_check import CheckIds, IdsCheck
+from lightning_distrec.optimizers.translation import TableUpdate, frozen, rewrite_groups
+from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup, TableUse
-from lightning_distrec.sharding.plan import Demand, Places, Plan, allowed_types, make_plan, plan_together
+from lightning_distrec.sharding.plan import Places, Plan, make_plan, plan_together
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
@@ -34,20 +34,9 @@ from lightning_distrec.sharding.shard_tables import (
     shard_tables,
     sharded_tables_of,
 )
-from lightning_distrec.sharding.tables import FoundTables, Table, TableOptions, find_tables, options_by_table
+from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.sharding.topology import make_topology, memory_bytes_per_rank
-from lightning_distrec.strategies.refusals import gradient_hooks, refuse_what_is_not_exact
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableSettings:
-    """What the strategy was told about tables."""
-
-    everywhere: TableOptions
-    by_table: Mapping[str, Any]
-    check_ids: CheckIds
-    memory_bytes_per_rank: int | None
-    batch_size_per_rank: int
+from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
 
 
 @dataclass(kw_only=True)
@@ -98,18 +87,6 @@ class TableSetup:
             )
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What was seen in the unsharded module."""
-
-    tables: list[Table]
-    warnings: list[str]
-    updates: dict[str, TableUpdate]
-    demands: dict[str, Demand]
-    optimizers: list[Optimizer]
-    lr_scheduler_configs: list[Any]
-
-
 def set_up_tables(
     trainer: Trainer,
     module: LightningModule,
@@ -131,7 +108,7 @@ def set_up_tables(
     if present is not None:
         present.step_out()
     try:
-        look = consensus.all_or_none("setup", lambda: _look(trainer, module, settings, device, places))
+        look = consensus.all_or_none("setup", lambda: decide(trainer, module, settings, device, places))
         _agree_on_tables(look.tables, consensus)
         if not look.tables:
             return None
@@ -145,7 +122,7 @@ def set_up_tables(
 
 
 def _plan(
-    trainer: Trainer, look: _Look, old_plan: Plan, settings: TableSettings, device: torch.device, places: Places
+    trainer: Trainer, look: Decisions, old_plan: Plan, settings: TableSettings, device: torch.device, places: Places
 ) -> Plan:
     memory = memory_bytes_per_rank(device, places.ranks_on_node, settings.memory_bytes_per_rank)
     topology = make_topology(device, places.num_ranks, places.ranks_on_node, memory)
@@ -166,102 +143,6 @@ def _plan(
     return plan
 
 
-def _look(
-    trainer: Trainer, module: LightningModule, settings: TableSettings, device: torch.device, places: Places
-) -> _Look:
-    found = find_tables(module)
-    tables = found.tables
-    _refuse_dense_on_meta(module, found)
-    options = options_by_table(tables, settings.everywhere, settings.by_table)
-    optimizers: list[Optimizer] = []
-    schedulers: list[Any] = []
-    updates = {table.full_name: frozen("evaluation only") for table in tables}
-    warnings = [f"'{path}' is left alone, whole on every rank: {why}." for path, why in found.left_alone.items()]
-    if tables and trainer.state.fn == TrainerFn.FITTING:
-        optimizers, schedulers = init_optimizers_and_schedulers(module)
-        updates = translate(
-            {table.full_name: table.parameter for table in tables},
-            {name: _mode(name, option) for name, option in options.items()},
-            optimizers,
-            device.type,
-            manual=not module.automatic_optimization,
-        )
-        kinds = {name: update.kind for name, update in updates.items()}
-        refuse_what_is_not_exact(trainer, module, kinds)
-        warnings += [*_warn_of_half_precision(tables), *_warn_of_hooks(module, kinds)]
-    demands = {
-        name: _demand(table, options[name], updates[name], device, places)
-        for table in tables
-        for name in [table.full_name]
-    }
-    return _Look(tables, warnings, updates, demands, optimizers, schedulers)
-
-
-def _warn_of_half_precision(tables: list[Table]) -> list[str]:
-    names = [table.full_name for table in tables if table.parameter.dtype == torch.float16]
-    if not names:
-        return []
-    return [
-        f"table '{names[0]}'{f' and {len(names) - 1} more' if names[1:] else ''} has float16 rows: FBGEMM rounds them "
-        "after every update, so that they differ from an unsharded run's by about that rounding."
-    ]
-
-
-def _warn_of_hooks(module: LightningModule, kinds: Mapping[str, str]) -> list[str]:
-    said = gradient_hooks(module, [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")])
-    return [said] if said else []
-
-
-def _mode(name: str, options: TableOptions) -> str:
-    """The update that is wanted; a table that every rank holds whole can only be updated by the user's optimizer."""
-    mode = options.embedding_update or "auto"
-    types = options.sharding_types or []
-    if "data_parallel" not in types:
-        return mode
-    if len(types) > 1:
-        raise ConfigError(
-            f"table '{name}': sharding_types={types}: data_parallel (every rank holds the table, its gradient is "
-            "averaged) must stand alone, because the table's update depends on it."
-        )
-    if mode not in ("auto", "dense"):
-        raise ConfigError(f"table '{name}': embedding_update={mode!r} is not possible for a data_parallel table.")
-    return "dense"
-
-
-def _demand(table: Table, options: TableOptions, update: TableUpdate, device: torch.device, places: Places) -> Demand:
-    if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
-        options = replace(options, sharding_types=["table_wise"])
-    optimizer = type(update.owner.optimizer).__name__ if update.owner else ""
-    types = allowed_types(table, options, places, whole_rows_for=optimizer if update.whole_rows else "")
-    dense = update.kind == "dense"
-    if dense and not table.pooled and device.type == "cpu":
-        # torchrec/distributed/embedding.py: the dense kernel of an EmbeddingCollection returns pooled rows on CPU.
-        raise OptimizerError(
-            f"table '{table.full_name}' of an EmbeddingCollection would need {optimizer} on its shard ({update.why}), "
-            "for which torchrec's CPU kernels return wrong rows. Use SGD without momentum, Adagrad or RowWiseAdagrad "
-            "for it (with manual optimization: and embedding_update='fused', where each backward is followed by its "
-            "step), or train on GPUs."
-        )
-    return Demand(types, dense, options)
-
-
-def _refuse_dense_on_meta(module: LightningModule, found: FoundTables) -> None:
-    keys = {table.key for table in found.tables}
-    for name, parameter in module.named_parameters():
-        if not parameter.is_meta or name in keys:
-            continue
-        path = next((path for path in found.left_alone if name.startswith(f"{path}.")), None)
-        if path is not None:
-            raise ShardingError(
-                f"'{path}' is left alone ({found.left_alone[path]}), so that nobody gives its tables their rows. Build "
-                "its collection with device='cpu', or outside of configure_model."
-            )
-        raise ShardingError(
-            f"parameter '{name}' is on the meta device, and only tables get their values from the strategy. Build "
-            "the module without torch.device('meta'); tables built in configure_model take no memory by themselves."
-        )
-
-
 def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:
     mine = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
     for rank, theirs in enumerate(consensus.everyone((mine, [t.parameter.is_meta for t in tables]))):
@@ -273,7 +154,7 @@ def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:
             )
 
 
-def _kept_plan(old: Plan, look: _Look) -> Plan | None:
+def _kept_plan(old: Plan, look: Decisions) -> Plan | None:
     """Return the earlier plan where it still suits every table, so that rows stay where they are."""
     if set(old) != {table.full_name for table in look.tables}:
         return None
@@ -290,7 +171,7 @@ def _kept_plan(old: Plan, look: _Look) -> Plan | None:
 
 def _shard(
     module: LightningModule,
-    look: _Look,
+    look: Decisions,
     plan: Plan,
     settings: TableSettings,
     consensus: Consensus,
@@ -311,6 +192,8 @@ def _shard(
     rewrite_groups(look.optimizers, unsharded, {n: p for n, p in shards.parameters().items() if n in dense})
     setup = _look_up(shards, look.updates, settings, consensus)
     setup.optimizers, setup.lr_scheduler_configs = look.optimizers, look.lr_scheduler_configs
+    for path, sharded in shards.sharded.items():
+        on_direct_gradient(fbgemm_kernels(sharded), partial(_refuse_direct_gradient, path))
     return setup
 
 
@@ -333,7 +216,6 @@ def _look_up(
         lookup = ShardedLookup(sharded, tables, uses, check, partial(setup.learning_rates.push, kernels))
         sharded.forward = lookup  # type: ignore[assignment]
         setup.lookups.append(lookup)
-        on_direct_gradient(fbgemm_kernels(sharded), partial(_refuse_direct_gradient, path))
     return setup
 
 

@@ -30,7 +30,8 @@ from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.refusals import ClippingGuard, refuse_precision
-from lightning_distrec.strategies.table_setup import TableSettings, TableSetup, set_up_tables
+from lightning_distrec.strategies.table_decisions import TableSettings
+from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
 
 
 class TorchRecShardedStrategy(DDPStrategy):

@@ -226,15 +226,22 @@ class ReorderedModel(ClickModel):
         features = features.permute([FEATURES.index(name) for name in self.order])
         return self.mlp(self.ebc(features).values()).squeeze(-1)
 
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.order = ["c", "d", "b", "a"]
+        return self(batch)
 
-def _reordered() -> dict[str, Tensor]:
-    return train_sharded(seeded(ReorderedModel, torch.optim.SGD, {"lr": 1.0}), 10)[0].final_state
+
+def _reordered() -> tuple[dict[str, Tensor], Tensor]:
+    model, _ = train_sharded(seeded(ReorderedModel, torch.optim.SGD, {"lr": 1.0}), 10)
+    # Another trainer, another order: torchrec still remembers the one of the first call.
+    return model.final_state, make_trainer().predict(model, rank_loader(1, rank_and_num_ranks()[0]))[0]
 
 
 def test_features_may_come_in_another_order_at_every_call() -> None:
-    found = run_on_ranks(_reordered, 2)[0]
+    found, predicted = run_on_ranks(_reordered, 2)[0]
     reference = train_unsharded(seeded(ReorderedModel, torch.optim.SGD, {"lr": 1.0}), 10, 2)
     assert max(largest_difference(found, reference.final_state).values()) <= 1e-6
+    torch.testing.assert_close(predicted, reference(make_batch(0)).detach(), atol=1e-5, rtol=0)
 
 
 class NestedModel(pl.LightningModule):

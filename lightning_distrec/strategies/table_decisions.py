@@ -1,0 +1,141 @@
+"""What is decided about each table while the module is still unsharded: its update, its places, and what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_distrec._compat import init_optimizers_and_schedulers
+from lightning_distrec.errors import ConfigError, OptimizerError, ShardingError
+from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
+from lightning_distrec.sharding.ids_check import CheckIds
+from lightning_distrec.sharding.plan import Demand, Places, allowed_types
+from lightning_distrec.sharding.tables import FoundTables, Table, TableOptions, find_tables, options_by_table
+from lightning_distrec.strategies.refusals import gradient_hooks, refuse_what_is_not_exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """What the strategy was told about tables."""
+
+    everywhere: TableOptions
+    by_table: Mapping[str, Any]
+    check_ids: CheckIds
+    memory_bytes_per_rank: int | None
+    batch_size_per_rank: int
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What was found in an unsharded module, and what is to become of it."""
+
+    tables: list[Table]
+    warnings: list[str]
+    updates: dict[str, TableUpdate]
+    demands: dict[str, Demand]
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[Any]
+
+
+def decide(
+    trainer: Trainer, module: LightningModule, settings: TableSettings, device: torch.device, places: Places
+) -> Decisions:
+    """Look at the unsharded module on this rank, without any exchange between ranks.
+
+    For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
+    """
+    found = find_tables(module)
+    tables = found.tables
+    _refuse_dense_on_meta(module, found)
+    options = options_by_table(tables, settings.everywhere, settings.by_table)
+    optimizers: list[Optimizer] = []
+    schedulers: list[Any] = []
+    updates = {table.full_name: frozen("evaluation only") for table in tables}
+    warnings = [f"'{path}' is left alone, whole on every rank: {why}." for path, why in found.left_alone.items()]
+    if tables and trainer.state.fn == TrainerFn.FITTING:
+        optimizers, schedulers = init_optimizers_and_schedulers(module)
+        updates = translate(
+            {table.full_name: table.parameter for table in tables},
+            {name: _mode(name, option) for name, option in options.items()},
+            optimizers,
+            device.type,
+            manual=not module.automatic_optimization,
+        )
+        kinds = {name: update.kind for name, update in updates.items()}
+        refuse_what_is_not_exact(trainer, module, kinds)
+        warnings += [*_warn_of_half_precision(tables), *_warn_of_hooks(module, kinds)]
+    demands = {
+        name: _demand(table, options[name], updates[name], device, places)
+        for table in tables
+        for name in [table.full_name]
+    }
+    return Decisions(tables, warnings, updates, demands, optimizers, schedulers)
+
+
+def _warn_of_half_precision(tables: list[Table]) -> list[str]:
+    names = [table.full_name for table in tables if table.parameter.dtype == torch.float16]
+    if not names:
+        return []
+    return [
+        f"table '{names[0]}'{f' and {len(names) - 1} more' if names[1:] else ''} has float16 rows: FBGEMM rounds them "
+        "after every update, so that they differ from an unsharded run's by about that rounding."
+    ]
+
+
+def _warn_of_hooks(module: LightningModule, kinds: Mapping[str, str]) -> list[str]:
+    said = gradient_hooks(module, [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")])
+    return [said] if said else []
+
+
+def _mode(name: str, options: TableOptions) -> str:
+    """The update that is wanted; a table that every rank holds whole can only be updated by the user's optimizer."""
+    mode = options.embedding_update or "auto"
+    types = options.sharding_types or []
+    if "data_parallel" not in types:
+        return mode
+    if len(types) > 1:
+        raise ConfigError(
+            f"table '{name}': sharding_types={types}: data_parallel (every rank holds the table, its gradient is "
+            "averaged) must stand alone, because the table's update depends on it."
+        )
+    if mode not in ("auto", "dense"):
+        raise ConfigError(f"table '{name}': embedding_update={mode!r} is not possible for a data_parallel table.")
+    return "dense"
+
+
+def _demand(table: Table, options: TableOptions, update: TableUpdate, device: torch.device, places: Places) -> Demand:
+    if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
+        options = replace(options, sharding_types=["table_wise"])
+    optimizer = type(update.owner.optimizer).__name__ if update.owner else ""
+    types = allowed_types(table, options, places, whole_rows_for=optimizer if update.whole_rows else "")
+    dense = update.kind == "dense"
+    if dense and not table.pooled and device.type == "cpu":
+        # torchrec/distributed/embedding.py: the dense kernel of an EmbeddingCollection returns pooled rows on CPU.
+        raise OptimizerError(
+            f"table '{table.full_name}' of an EmbeddingCollection would need {optimizer} on its shard ({update.why}), "
+            "for which torchrec's CPU kernels return wrong rows. Use SGD without momentum, Adagrad or RowWiseAdagrad "
+            "for it (with manual optimization: and embedding_update='fused', where each backward is followed by its "
+            "step), or train on GPUs."
+        )
+    return Demand(types, dense, options)
+
+
+def _refuse_dense_on_meta(module: LightningModule, found: FoundTables) -> None:
+    keys = {table.key for table in found.tables}
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta or name in keys:
+            continue
+        path = next((path for path in found.left_alone if name.startswith(f"{path}.")), None)
+        if path is not None:
+            raise ShardingError(
+                f"'{path}' is left alone ({found.left_alone[path]}), so that nobody gives its tables their rows. Build "
+                "its collection with device='cpu', or outside of configure_model."
+            )
+        raise ShardingError(
+            f"parameter '{name}' is on the meta device, and only tables get their values from the strategy. Build "
+            "the module without torch.device('meta'); tables built in configure_model take no memory by themselves."
+        )
