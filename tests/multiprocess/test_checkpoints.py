@@ -118,3 +118,47 @@ def _validate_loaded(path: str) -> float:
 def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
     found = run_on_ranks(_save_and_test, 2, str(tmp_path))
     assert run_on_ranks(_validate_loaded, 2, found[0]["path"])[0] == pytest.approx(found[0]["score"], abs=1e-6)
+
+
+def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
+    from lightning_distrec.checkpoint import plain_state
+
+    plain_state.CHUNK_BYTES = 100  # a few rows at a time
+    model = seeded(EvaluatedModel, *SGD)
+    tables = {name: {"sharding_types": [cut], "min_partition": 4} for name, cut in CUTS.items()}
+    trainer = make_trainer({"tables": tables})
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.options = {"lr": 0.0}
+    trainer.fit(model, rank_loader(1, rank_and_num_ranks()[0]))
+    trainer.save_checkpoint(path)
+    return before
+
+
+CUTS = {"wide": "column_wise", "narrow": "row_wise", "shared": "table_wise"}
+
+
+def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_cut(tmp_path: Path) -> None:
+    wanted = run_on_ranks(_save_in_small_chunks, 3, str(tmp_path / "chunks.ckpt"))[0]
+    found = torch.load(tmp_path / "chunks.ckpt", weights_only=True)["state_dict"]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def _save_without_room(path: str) -> str:
+    from lightning_distrec.checkpoint import plain_state
+
+    plain_state._free_host_bytes = lambda: 1000
+    model = seeded(EvaluatedModel, *SGD)
+    trainer = make_trainer()
+    model.on_train_end = lambda: None
+    trainer.fit(model, rank_loader(1, rank_and_num_ranks()[0]))
+    try:
+        trainer.save_checkpoint(path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_tables_that_do_not_fit_rank_zeros_host_are_told_on_every_rank(tmp_path: Path) -> None:
+    for said in run_on_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
+        assert said.startswith("CheckpointError: a checkpoint gathers the tables on rank 0: 5,376 bytes")
