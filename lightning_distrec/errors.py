@@ -5,7 +5,8 @@ DistRecError
 ├── VersionError       torch, fbgemm and torchrec do not belong together
 ├── UnsupportedError   a Trainer setting or callback that cannot be exact over sharded tables
 ├── ShardingError      a module or table cannot be sharded
-│   └── PlanError      no placement of the tables fits
+│   ├── PlanError            no placement of the tables fits
+│   └── RowsElsewhereError   a sharded table's weight was read as if it were whole
 ├── OptimizerError     an optimizer's update cannot be carried over to a table
 ├── IdsError           an id is outside of its table
 ├── DataError          a dataset or a dataloader is not what it must be
@@ -36,6 +37,10 @@ class ShardingError(DistRecError):
 
 class PlanError(ShardingError):
     """No placement of the tables fits the memory and the constraints."""
+
+
+class RowsElsewhereError(ShardingError, AttributeError):
+    """A sharded table's weight was read as if it were whole. An AttributeError too, so that hasattr says False."""
 
 
 class OptimizerError(DistRecError):

@@ -59,7 +59,7 @@ class ShardedLookup:
         self._frozen = _outputs_of(tables, lambda table: uses[table.name].kind == "frozen")
         self._dense = [table.full_name for table in tables if uses[table.name].kind == "dense"]
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
-        self._calls = 0
+        self._arrived: set[object] = set()
         self._check_ids = check_ids
         self._before_forward = before_forward
         self._kernels = fbgemm_kernels(sharded)
@@ -85,11 +85,36 @@ class ShardedLookup:
             if verdict is not None:
                 verdict.wait()
             rows = self._sharded.compute_and_output_dist(context, ids).wait()
-        return self._keyed_tensor(rows, features) if self._pooled else self._dict(rows)
+        if self._pooled:
+            pooled = self._keyed_tensor(rows, features)
+            self._watch([pooled.values()])
+            return pooled
+        jagged = self._dict(rows)
+        self._watch([rows.values() for rows in jagged.values()])
+        return jagged
+
+    def _watch(self, outputs: list[torch.Tensor]) -> None:
+        """Notice when gradients come back to more than one lookup of a step, where their updates do not add up."""
+        if not self._once or not any(output.requires_grad for output in outputs):
+            return
+        call = object()
+
+        def arrived(gradient: torch.Tensor) -> None:
+            self._arrived.add(call)
+            if len(self._arrived) > 1:
+                raise OptimizerError(
+                    f"gradients came to more than one lookup of '{self._path}' in a step, and table '{self._once[0]}' "
+                    "is updated inside of backward, once for each lookup, which is not one update with their sum. Look "
+                    "up once, with the ids of all lookups in one KeyedJaggedTensor, or set embedding_update='dense'."
+                )
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(arrived)
 
     def begin_step(self) -> None:
-        """Forget the calls of the step before."""
-        self._calls = 0
+        """Forget the gradients of the step before."""
+        self._arrived.clear()
 
     @contextmanager
     def _gradients(self) -> Iterator[None]:
@@ -98,13 +123,6 @@ class ShardedLookup:
             with torch.no_grad(), fbgemm_iterations_kept(self._kernels):
                 yield
             return
-        self._calls += 1
-        if self._calls > 1 and self._once:
-            raise OptimizerError(
-                f"'{self._path}' is looked up more than once in a step, and table '{self._once[0]}' is updated inside "
-                "of backward, once for each lookup, which is not one update with the sum of their gradients. Look up "
-                "once, with the ids of all lookups in one KeyedJaggedTensor, or set embedding_update='dense'."
-            )
         self._before_forward()
         yield
 

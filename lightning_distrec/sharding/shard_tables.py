@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 
 from lightning_distrec._compat import attach_fused_optimizer, detach_fused_optimizer, forget_rows, torchrec_quiet
-from lightning_distrec.errors import ShardingError
+from lightning_distrec.errors import RowsElsewhereError, ShardingError
 from lightning_distrec.sharding.initial_weights import (
     Piece,
     copy_from_whole,
@@ -35,7 +35,7 @@ class ShardedTables:
         self.sharded = sharded
         """Path of a collection -> torchrec's sharded module."""
         self.still: list[tuple[str, nn.Parameter]] = []
-        """Frozen tables by full name, and their weights."""
+        """Tables whose weight needs no gradient by full name, and the weight that stands for it."""
         self._root = ref(root)  # the registry below is keyed by it, weakly
 
     def tables_of(self, path: str) -> list[Table]:
@@ -109,6 +109,9 @@ class ShardedTables:
 
     def step_out(self) -> None:
         """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
+        parameters = {table.full_name: table.parameter for table in self.tables}
+        for name, weight in self.still:
+            parameters[name].requires_grad_(weight.requires_grad)
         for original in self._originals().values():
             original.__dict__.pop("forward", None)
         _replace(self._module(), {self.sharded[path]: original for path, original in self._originals().items()})
@@ -120,15 +123,17 @@ class ShardedTables:
         _replace(self._module(), {original: self.sharded[path] for path, original in self._originals().items()})
 
     def hand_over(self) -> dict[str, list[Piece]]:
-        """After `step_out`: give up the shards, and return their rows in pieces for the next sharding."""
+        """After `step_out`: return the rows in pieces for the next sharding.
+
+        On GPUs the rows wait on the host and the shards are given up, so that the device never holds two sets of them.
+        """
         pieces = self.pieces()
         if any(p.tensor is not None and p.tensor.is_cuda for ps in pieces.values() for p in ps):
-            # Rows wait on the host, so that the device never holds two sets of them.
             pieces = {name: [_on_host(piece) for piece in ps] for name, ps in pieces.items()}
-        for module in self.sharded.values():
-            module.__dict__.pop("forward", None)
-        self.sharded = {}
-        _by_module.pop(self._module(), None)
+            for module in self.sharded.values():
+                module.__dict__.pop("forward", None)
+            self.sharded = {}
+            _by_module.pop(self._module(), None)
         return pieces
 
     def _originals(self) -> dict[str, Collection]:
@@ -154,13 +159,12 @@ def shard_tables(
     plan: Plan,
     fused: FusedArguments,
     device: torch.device,
-    frozen: set[str],
     held: Mapping[str, list[Piece]],
     seed: int,
 ) -> ShardedTables:
     """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
 
-    fused: for every table whose kernel updates it. frozen: full names of the tables that nothing updates.
+    fused: for every table whose kernel updates it.
     held: rows of an earlier sharding by full name; other tables keep the rows of rank 0's unsharded weight, as DDP
     would, or get new ones by `seed` where they were built on meta.
     """
@@ -174,7 +178,7 @@ def shard_tables(
         forget_rows(table.module)
     result.step_in()
     for path, module in sharded.items():
-        result.still += _hold_still(module, [t for t in result.tables_of(path) if t.full_name in frozen])
+        result.still += _hold_still(module, [t for t in result.tables_of(path) if not t.parameter.requires_grad])
         _answer_as_unsharded(module, result.tables_of(path))
     _by_module[root] = result
     return result
@@ -211,11 +215,11 @@ def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, 
 
 
 def _replace(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each value where its key is a child in `root`: a collection that two modules share stays shared."""
-    for module in list(root.modules()):
-        for name, child in list(module.named_children()):
-            if child in new:
-                setattr(module, name, new[child])
+    """Put each value wherever its key is in `root`: a collection with several names keeps them all."""
+    for path, module in list(root.named_modules(remove_duplicate=False)):
+        if module in new:
+            parent, _, name = path.rpartition(".")
+            setattr(root.get_submodule(parent), name, new[module])
 
 
 def refuse_foreign_shards(root: nn.Module) -> None:
@@ -235,7 +239,7 @@ class _RowsAreElsewhere(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            raise ShardingError(
+            raise RowsElsewhereError(
                 "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up "
                 "through the collection; to get the whole table, call trainer.save_checkpoint on every rank."
             )

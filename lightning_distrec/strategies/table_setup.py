@@ -64,8 +64,8 @@ class TableSetup:
         self.shards.refuse_unfrozen()
         self._begin_step()
 
-    def after_optimizer_step(self) -> None:
-        """The gradients of the lookups so far are used up."""
+    def after_optimizer_step(self, *_: Any) -> None:
+        """The gradients of the lookups so far are used up. Called by the optimizers themselves."""
         self.backward_watch.step()
         self._begin_step()
 
@@ -113,12 +113,12 @@ def set_up_tables(
         if not look.tables:
             return None
         plan = _plan(trainer, look, present.plan if present is not None else {}, settings, device, places)
+        held = present.hand_over() if present is not None else {}
+        return _shard(module, look, plan, settings, consensus, device, held)
     except BaseException:
-        if present is not None:
+        if present is not None and present.sharded:
             present.step_in()
         raise
-    held = present.hand_over() if present is not None else {}
-    return _shard(module, look, plan, settings, consensus, device, held)
 
 
 def _plan(
@@ -184,14 +184,15 @@ def _shard(
         for name, update in look.updates.items()
         if update.kind != "dense"
     }
-    still = {name for name, update in look.updates.items() if update.kind == "frozen"}
     seed = consensus.everyone(torch.initial_seed())[0]
-    shards = shard_tables(module, look.tables, plan, fused, device, still, held, seed)
+    shards = shard_tables(module, look.tables, plan, fused, device, held, seed)
     shards.fill_optimizer_state({n: u.initial_state for n, u in look.updates.items() if u.initial_state})
     dense = {name for name, update in look.updates.items() if update.kind == "dense"}
     rewrite_groups(look.optimizers, unsharded, {n: p for n, p in shards.parameters().items() if n in dense})
     setup = _look_up(shards, look.updates, settings, consensus)
     setup.optimizers, setup.lr_scheduler_configs = look.optimizers, look.lr_scheduler_configs
+    for optimizer in setup.optimizers:
+        optimizer.register_step_post_hook(setup.after_optimizer_step)
     for path, sharded in shards.sharded.items():
         on_direct_gradient(fbgemm_kernels(sharded), partial(_refuse_direct_gradient, path))
     return setup

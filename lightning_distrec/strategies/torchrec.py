@@ -179,13 +179,6 @@ class TorchRecShardedStrategy(DDPStrategy):
         super().pre_backward(closure_loss)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        if self._tables is not None:
-            self._tables.after_optimizer_step()
-        return result
-
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self._consensus is not None
         return even(dataloader, self._consensus, self._uneven_inputs, _warn)
