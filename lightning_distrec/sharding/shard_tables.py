@@ -122,12 +122,16 @@ class ShardedTables:
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
         _replace(self._module(), {original: self.sharded[path] for path, original in self._originals().items()})
 
-    def hand_over(self) -> dict[str, list[Piece]]:
-        """After `step_out`: return the rows in pieces for the next sharding.
+    def hand_over(self, tables: list[Table]) -> dict[str, list[Piece]]:
+        """After `step_out`: return the rows in pieces for the next sharding, by full name.
 
+        tables: those of the next sharding. Where the user has put another collection in the place of one that was
+        sharded here, it brings rows of its own, and ours are not returned.
         On GPUs the rows wait on the host and the shards are given up, so that the device never holds two sets of them.
         """
-        pieces = self.pieces()
+        originals = set(self._originals().values())
+        kept = {table.full_name for table in tables if table.module in originals}
+        pieces = {name: ps for name, ps in self.pieces().items() if name in kept}
         if any(p.tensor is not None and p.tensor.is_cuda for ps in pieces.values() for p in ps):
             pieces = {name: [_on_host(piece) for piece in ps] for name, ps in pieces.items()}
             for module in self.sharded.values():

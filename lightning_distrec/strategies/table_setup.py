@@ -113,7 +113,7 @@ def set_up_tables(
         if not look.tables:
             return None
         plan = _plan(trainer, look, present.plan if present is not None else {}, settings, device, places)
-        held = present.hand_over() if present is not None else {}
+        held = present.hand_over(look.tables) if present is not None else {}
         return _shard(module, look, plan, settings, consensus, device, held)
     except BaseException:
         if present is not None and present.sharded:
@@ -144,12 +144,12 @@ def _plan(
 
 
 def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:
-    mine = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
-    for rank, theirs in enumerate(consensus.everyone((mine, [t.parameter.is_meta for t in tables]))):
-        first = (mine, [t.parameter.is_meta for t in tables])
-        if theirs != first:
+    shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
+    mine = (shapes, [t.parameter.is_meta for t in tables])
+    for rank, theirs in enumerate(consensus.everyone(mine)):
+        if theirs != mine:
             raise ShardingError(
-                f"the ranks have different tables: rank {consensus.rank} has {mine}, rank {rank} {theirs[0]}. "
+                f"the ranks have different tables: rank {consensus.rank} has {shapes}, rank {rank} {theirs[0]}. "
                 "Build the same module on every rank."
             )
 

@@ -253,6 +253,22 @@ def test_tables_that_are_unfrozen_between_two_fits_learn_in_the_second() -> None
     assert max(largest_difference(second, model.final_state).values()) <= 1e-6
 
 
+def _replaced_between_fits() -> dict[str, Tensor]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(EvaluatedModel, *SGD)
+    make_trainer().fit(model, rank_loader(2, rank))
+    model.ebc = seeded(EvaluatedModel, *SGD).ebc
+    model.options = {"lr": 0.0}
+    make_trainer().fit(model, rank_loader(1, rank))
+    return model.final_state
+
+
+def test_tables_that_the_user_puts_in_the_place_of_trained_ones_bring_their_own_rows() -> None:
+    found = run_on_ranks(_replaced_between_fits, 2)[0]
+    wanted = seeded(EvaluatedModel, *SGD).state_dict()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted if "embedding" in key)
+
+
 def _refused_on_meta() -> str:
     model = ClickModel(*SGD, meta=True)
     try:
