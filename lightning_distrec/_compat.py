@@ -7,7 +7,7 @@ Imports are inside of the functions, so that this file loads without torchrec.
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,30 @@ def move_optimizers_to_device(optimizers: list[Optimizer], device: torch.device)
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
 
     _optimizers_to_device(optimizers, device)
+
+
+def average_model(callback: Any) -> nn.Module | None:
+    """Return what WeightAveraging or StochasticWeightAveraging keeps its average in; None before its setup.
+
+    Source: lightning/pytorch/callbacks/weight_averaging.py and stochastic_weight_avg.py.
+    """
+    model: nn.Module | None = callback._average_model
+    return model
+
+
+def set_average_model(callback: Any, model: nn.Module) -> None:
+    """Make the callback keep its average in `model`; of it, it uses `to`, `parameters` and `state_dict`."""
+    callback._average_model = model
+
+
+def unscales_in_step(optimizer: Optimizer) -> bool:
+    """Whether the optimizer looks for overflows inside of `step`, as torch's fused ones do.
+
+    Source: lightning/fabric/plugins/precision/amp.py.
+    """
+    from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+
+    return bool(_optimizer_handles_unscaling(optimizer))
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
@@ -106,25 +130,6 @@ def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
     return [m for lookup in lookups for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
-def on_direct_gradient(kernels: list[Any], refuse: Callable[[], None]) -> None:
-    """Call `refuse` when a backward leaves a gradient on a fused kernel's weights themselves.
-
-    The kernels' own backward updates rows and leaves none; one appears where user code computed with the parameter, an
-    L2 term in the loss for example. Source: weights_host, weights_dev and weights_uvm of FBGEMM's training kernel.
-    """
-
-    def hook(weights: torch.Tensor) -> None:
-        if weights.grad is not None:  # the kernels' own backward comes by here with none
-            weights.grad = None
-            refuse()
-
-    for kernel in kernels:
-        for name in ("weights_host", "weights_dev", "weights_uvm"):
-            weights = getattr(kernel, name, None)
-            if isinstance(weights, nn.Parameter) and weights.requires_grad:
-                weights.register_post_accumulate_grad_hook(hook)
-
-
 @contextlib.contextmanager
 def fbgemm_iterations_kept(kernels: list[Any]) -> Iterator[None]:
     """Undo what forwards inside of the context add to the kernels' iteration counters.
@@ -149,6 +154,7 @@ def hide_upstream_deprecations() -> None:
         "Please use DTensor instead and we are deprecating ShardedTensor",
         "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "Sparse invariant checks are implicitly disabled",
     ):
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("torch.fx._symbolic_trace").addFilter(_not_about_fx_tracing)

@@ -14,6 +14,9 @@ DistRecError
 └── RankError          another rank failed; its message is repeated here
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class DistRecError(Exception):
     """Base of all errors raised by lightning_distrec."""
@@ -61,3 +64,9 @@ class CheckpointError(DistRecError):
 
 class RankError(DistRecError, RuntimeError):
     """Another rank failed; its message is repeated here."""
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with those of `words` that are like `word`, or "."."""
+    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(w) for w in close)}?" if close else "."

@@ -20,7 +20,7 @@ class BackwardWatch:
             raise OptimizerError(
                 f"a second backward before optimizer.step(), but table '{self._tables[0]}' is updated inside of every "
                 "backward (accumulate_grad_batches was changed, or optimizer_step skips steps). "
-                "Set embedding_update='dense'."
+                "Set embedding_update='sparse', or 'dense' for RowWiseAdagrad."
             )
         self._pending = True
 

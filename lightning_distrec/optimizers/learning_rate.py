@@ -60,7 +60,7 @@ def _check_unchanged(name: str, owner: Owner, update: TableUpdate) -> None:
     if changed:
         raise OptimizerError(
             f"table '{name}': a hyperparameter of its param group was changed while training ({changed}), which its "
-            "fused update does not follow. Set embedding_update='dense' for it."
+            "fused update does not follow. Set embedding_update='sparse' for it, or 'dense'."
         )
 
 

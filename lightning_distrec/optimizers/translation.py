@@ -1,6 +1,7 @@
 """The user's optimizers, as configure_optimizers made them, and what each of them becomes for a table.
 
     fused       FBGEMM updates the touched rows inside of backward; the numbers are those of the user's optimizer
+    sparse      the user's own optimizer steps on the rank's shard, with a gradient of the touched rows
     dense       the user's own optimizer steps on the rank's shard, with a gradient as large as the shard
     fused_lazy  FBGEMM updates the touched rows only, where the optimizer would have moved all of them; on request
     frozen      nothing updates the table
@@ -21,7 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
 
-Kind = Literal["fused", "dense", "fused_lazy", "frozen"]
+Kind = Literal["fused", "sparse", "dense", "fused_lazy", "frozen"]
 
 ELEMENTWISE: dict[type[optim.Optimizer], int] = {
     optim.SGD: 1,
@@ -67,7 +68,7 @@ class TableUpdate:
     why: str
     owner: Owner | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    """FBGEMM's, for all but dense; the learning rate is the one at the start."""
+    """FBGEMM's, where it updates the table; the learning rate is the one at the start."""
     initial_state: float = 0.0
     """Value that the optimizer's state starts from."""
     whole_rows: bool = False
@@ -78,9 +79,14 @@ class TableUpdate:
     """Optimizer state that is kept per row, in bytes."""
 
     @property
+    def in_backward(self) -> bool:
+        """Whether FBGEMM updates the table inside of backward."""
+        return self.kind in ("fused", "fused_lazy")
+
+    @property
     def adds_up(self) -> bool:
         """Whether two updates, one for each of two gradients, are the update of their sum."""
-        return self.kind in ("dense", "frozen") or self.arguments["optimizer"] == EmbOptimType.EXACT_SGD
+        return not self.in_backward or self.arguments["optimizer"] == EmbOptimType.EXACT_SGD
 
 
 def translate(
@@ -88,14 +94,13 @@ def translate(
     modes: Mapping[str, str],
     optimizers: list[optim.Optimizer],
     device_type: str,
-    manual: bool,
+    not_in_backward: str,
 ) -> dict[str, TableUpdate]:
     """Return what updates each table.
 
     parameters: full name of a table -> its unsharded weight, (num_rows, dim), possibly on meta.
-    modes: full name -> "auto", "fused", "dense" or "fused_lazy".
-    manual: whether the module steps its optimizers itself; it may then run several backward passes before a step, or
-        step another optimizer than the one whose loss it was, which an update inside of backward cannot wait for.
+    modes: full name -> "auto", "fused", "sparse", "dense" or "fused_lazy".
+    not_in_backward: why an update inside of backward would come too early, for example "gradient_clip_val=1.0", or "".
     Raises OptimizerError: the table's name, the reason and the way out.
     """
     owners = _owners(parameters, optimizers)
@@ -103,16 +108,20 @@ def translate(
     for name, parameter in parameters.items():
         owner = owners.get(id(parameter))
         if owner is None or not parameter.requires_grad:
-            why = "requires_grad is False" if not parameter.requires_grad else "in no optimizer"
-            updates[name] = frozen(why)
+            updates[name] = frozen("in no optimizer" if owner is None else "requires_grad is False", owner)
         else:
-            updates[name] = _update(name, owner, modes[name], device_type, manual)
+            updates[name] = _update(name, owner, modes[name], device_type, not_in_backward)
     return updates
 
 
-def frozen(why: str) -> TableUpdate:
-    """Return the update of a table that nothing updates: SGD at rate 0, which keeps neither state nor gradient."""
-    return TableUpdate("frozen", why, None, {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
+def frozen(why: str, owner: Owner | None = None) -> TableUpdate:
+    """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
+    keeps_state = owner is not None and isinstance(owner.optimizer, optim.Adagrad)  # from the start, one element each
+    return TableUpdate("frozen", why, owner, bytes_per_element=4.0 if keeps_state else 0.0)
+
+
+NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
+"""FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
 
 
 def exact_form(owner: Owner) -> tuple[TableUpdate | None, str]:
@@ -141,24 +150,49 @@ def exact_form(owner: Owner) -> tuple[TableUpdate | None, str]:
     return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
 
 
-def _update(name: str, owner: Owner, mode: str, device_type: str, manual: bool) -> TableUpdate:
-    fused, why_not = exact_form(owner)
+def sparse_form(owner: Owner) -> tuple[TableUpdate | None, str]:
+    """Return the owner's update by gradients of touched rows, where it has the same numbers, or None and why not."""
+    kind, name = type(owner.optimizer), type(owner.optimizer).__name__
+    if kind is optim.SparseAdam:
+        return TableUpdate("sparse", f"{name} takes sparse gradients", owner, bytes_per_element=8.0), ""
+    exact, why_not = exact_form(owner)
+    if exact is None:
+        return None, why_not
+    if kind is RowWiseAdagrad:
+        return None, f"{name} takes no sparse gradients"
+    if owner.group.get("fused") or owner.group.get("differentiable"):
+        return None, f"{name}(fused=True) takes no sparse gradients"
+    return TableUpdate("sparse", "", owner, bytes_per_element=exact.bytes_per_element), ""
+
+
+def _update(name: str, owner: Owner, mode: str, device_type: str, not_in_backward: str) -> TableUpdate:
+    fused, why_not_fused = exact_form(owner)
     if mode == "fused":
         if fused is None:
             raise OptimizerError(
-                f"table '{name}': embedding_update='fused', but {why_not}. Set embedding_update='dense' for it (the "
-                "user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
+                f"table '{name}': embedding_update='fused', but {why_not_fused}. Set embedding_update='dense' for it "
+                "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for "
+                "it."
             )
         return fused
     if mode == "fused_lazy":
         return _lazy(name, owner, device_type)
     if mode == "dense":
         return _dense(name, owner, "asked for", asked=True)
-    if fused is not None and not manual:
+    sparse, why_not_sparse = sparse_form(owner)
+    if mode == "sparse":
+        if sparse is None:
+            raise OptimizerError(
+                f"table '{name}': embedding_update='sparse', but {why_not_sparse}. Set embedding_update='dense' for "
+                "it, or choose SGD without momentum, Adagrad or SparseAdam for it."
+            )
+        return replace(sparse, why="asked for")
+    if fused is not None and not not_in_backward:
         return fused
-    if fused is not None:
-        return _dense(name, owner, "manual optimization may step later than backward", asked=False)
-    return _dense(name, owner, why_not, asked=False)
+    if sparse is not None:
+        return replace(sparse, why=not_in_backward or sparse.why)
+    why = f"{not_in_backward}; {why_not_sparse}" if fused is not None else why_not_fused
+    return _dense(name, owner, why, asked=False)
 
 
 def _dense(name: str, owner: Owner, why: str, asked: bool) -> TableUpdate:
@@ -168,7 +202,7 @@ def _dense(name: str, owner: Owner, why: str, asked: bool) -> TableUpdate:
     if kind in ELEMENTWISE:
         return TableUpdate("dense", why, owner, bytes_per_element=4.0 * (1 + _states(owner)))
     if kind is optim.SparseAdam:
-        raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients, which tables do not have. Use Adam.")
+        raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients. Set embedding_update='sparse'.")
     if asked:
         return TableUpdate("dense", f"{why}; not known to be exact", owner, bytes_per_element=12.0)
     raise OptimizerError(
@@ -243,32 +277,38 @@ def _owners(parameters: Mapping[str, nn.Parameter], optimizers: list[optim.Optim
     return owners
 
 
+def owner_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> Owner | None:
+    """Return the optimizer and group that hold `parameter` now, or None."""
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            if any(held is parameter for held in group["params"]):
+                return Owner(optimizer, index, group_index)
+    return None
+
+
 def rewrite_groups(
     optimizers: Iterable[optim.Optimizer],
     parameters: Mapping[str, nn.Parameter],
-    shards: Mapping[str, nn.Parameter],
+    shards: Mapping[str, list[nn.Parameter]],
 ) -> None:
-    """Put each table's shard in the place of the unsharded weight, in place: groups keep their count and order.
+    """Put each table's shards in the place of the unsharded weight, in place: groups keep their count and order.
 
-    parameters: full name -> unsharded weight. shards: full name -> this rank's shard of the tables that the user's
+    parameters: full name -> unsharded weight. shards: full name -> this rank's shards of the tables that the user's
     optimizer steps on; tables that are not in it leave the groups, and so do shards without rows on this rank.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
-        for parameter in parameters.values():
-            optimizer.state.pop(parameter, None)
+        with_state = {id(p) for p in parameters.values() if optimizer.state.pop(p, None) is not None}
         for group in optimizer.param_groups:
-            replaced, fresh, kept = [], [], []
+            replaced: list[nn.Parameter] = []
+            fresh: list[nn.Parameter] = []
+            kept: list[int] = []
             for i, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter))
-                if name is None:
-                    replaced.append(parameter)
-                elif name in shards and shards[name].numel():
-                    replaced.append(shards[name])
-                    fresh.append(shards[name])
-                else:
-                    continue
-                kept.append(i)
+                mine = [parameter] if name is None else [shard for shard in shards.get(name, []) if shard.numel()]
+                replaced += mine
+                kept += [i] * len(mine)
+                fresh += mine if id(parameter) in with_state else []
             group["params"] = replaced
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][i] for i in kept]

@@ -27,7 +27,8 @@ class TableUse:
     """What a lookup needs to know of a table's place and update."""
 
     cut: str
-    kind: str
+    learns: Callable[[], bool]
+    """Whether the table's weight needs a gradient now."""
     adds_up: bool
     """Whether two updates inside of one backward are one with the sum of their gradients."""
 
@@ -40,6 +41,7 @@ class ShardedLookup:
     uses: name of a table -> how it is cut and updated.
     check_ids: looks at the ids before they leave the rank.
     before_forward: called before every forward that may be followed by a backward.
+    output_dtype: the type of what is returned; None for the kernels' own.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ShardedLookup:
         uses: Mapping[str, TableUse],
         check_ids: IdsCheck,
         before_forward: Callable[[], None],
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         self._sharded = sharded
         self._path = tables[0].collection
@@ -56,8 +59,10 @@ class ShardedLookup:
         self._features = feature_names(tables)
         self._outputs = output_names(tables)
         self._summed_means = _summed_means(tables, uses) if self._pooled else {}
-        self._frozen = _outputs_of(tables, lambda table: uses[table.name].kind == "frozen")
-        self._dense = [table.full_name for table in tables if uses[table.name].kind == "dense"]
+        self._learning = [(uses[table.name].learns, set(_outputs_of(tables, table.__eq__))) for table in tables]
+        self._weighted = tables[0].plain is not None or bool(getattr(tables[0].module, "is_weighted", lambda: False)())
+        self._output_dtype = output_dtype
+        self._dense_copies = [table.full_name for table in tables if uses[table.name].cut == "data_parallel"]
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
         self._arrived: set[object] = set()
         self._check_ids = check_ids
@@ -70,6 +75,7 @@ class ShardedLookup:
         if self._pooled:
             leave_mean_to_us(sharded)
 
+    @torch.compiler.disable
     def __call__(self, features: KeyedJaggedTensor) -> KeyedTensor | dict[str, JaggedTensor]:
         """Collective. Look up `features`; returns what the unsharded collection would have returned.
 
@@ -77,8 +83,9 @@ class ShardedLookup:
         batch sizes where a mean-pooled table is cut by rows. Raises IdsError on every rank: an id on one rank is out
         of its table's range.
         """
-        with self._gradients():
-            features = self._in_known_order(features)
+        frozen = self._frozen()
+        with self._gradients(frozen):
+            features = self._in_known_order(self._with_right_weights(features))
             features, verdict = self._check_ids.start(features)
             context = self._sharded.create_context()
             ids = self._sharded.input_dist(context, features).wait().wait()
@@ -86,10 +93,10 @@ class ShardedLookup:
                 verdict.wait()
             rows = self._sharded.compute_and_output_dist(context, ids).wait()
         if self._pooled:
-            pooled = self._keyed_tensor(rows, features)
+            pooled = self._keyed_tensor(rows, features, frozen)
             self._watch([pooled.values()])
             return pooled
-        jagged = self._dict(rows)
+        jagged = self._dict(rows, frozen)
         self._watch([rows.values() for rows in jagged.values()])
         return jagged
 
@@ -105,7 +112,7 @@ class ShardedLookup:
                 raise OptimizerError(
                     f"gradients came to more than one lookup of '{self._path}' in a step, and table '{self._once[0]}' "
                     "is updated inside of backward, once for each lookup, which is not one update with their sum. Look "
-                    "up once, with the ids of all lookups in one KeyedJaggedTensor, or set embedding_update='dense'."
+                    "up once, with the ids of all lookups in one KeyedJaggedTensor, or set embedding_update='sparse'."
                 )
 
         for output in outputs:
@@ -116,18 +123,22 @@ class ShardedLookup:
         """Forget the gradients of the step before."""
         self._arrived.clear()
 
+    def _frozen(self) -> set[str]:
+        """Return the outputs of the tables that do not learn now."""
+        return {output for learns, outputs in self._learning if not learns() for output in outputs}
+
     @contextmanager
-    def _gradients(self) -> Iterator[None]:
+    def _gradients(self, frozen: set[str]) -> Iterator[None]:
         """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
-        if not torch.is_grad_enabled() or len(self._frozen) == len(self._outputs):
+        if not torch.is_grad_enabled() or len(frozen) == len(self._outputs):
             with torch.no_grad(), fbgemm_iterations_kept(self._kernels):
                 yield
             return
         self._before_forward()
         yield
 
-    def _in_known_order(self, features: Any) -> KeyedJaggedTensor:
-        """Give torchrec the same keys in the same order at every call: it remembers those of its first call."""
+    def _with_right_weights(self, features: Any) -> KeyedJaggedTensor:
+        """Leave out weights that the unsharded collection would ignore; torchrec's kernels take what they get."""
         if not isinstance(features, KeyedJaggedTensor):
             raise ShardingError(
                 f"'{self._path}' was called with a {type(features).__name__}; sharded tables take a KeyedJaggedTensor."
@@ -138,10 +149,24 @@ class ShardedLookup:
                 f"'{self._path}' was called with ids whose weights need a gradient, which does not travel back across "
                 "ranks. Detach the weights, or multiply the looked up vectors instead."
             )
-        if self._dense and features.variable_stride_per_key() and features.values().device.type == "cpu":
+        if weights is None or self._weighted or not self._pooled:
+            return features
+        variable = features.variable_stride_per_key()
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            lengths=features.lengths(),
+            stride=None if variable else features.stride(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+            inverse_indices=features.inverse_indices_or_none(),
+        )
+
+    def _in_known_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Give torchrec the same keys in the same order at every call: it remembers those of its first call."""
+        if self._dense_copies and features.variable_stride_per_key() and features.values().device.type == "cpu":
             raise ShardingError(
                 f"'{self._path}' was called with unequal batch sizes per feature, which FBGEMM on CPU cannot "
-                f"look up in table '{self._dense[0]}', because its update is dense. Use SGD, Adagrad or RowWiseAdagrad."
+                f"look up in table '{self._dense_copies[0]}', because it is data_parallel. Cut it otherwise."
             )
         if self._summed_means and features.variable_stride_per_key():
             raise ShardingError(
@@ -161,18 +186,23 @@ class ShardedLookup:
             self.keys = list(keys) if set(keys) == set(self._features) else self._features
         return features if keys == self.keys else features.permute([keys.index(name) for name in self.keys])
 
-    def _dict(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    def _dict(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
         """Return `rows` in the unsharded order; no gradient goes back into frozen tables."""
+        if not frozen and self._output_dtype is None:
+            return {name: rows[name] for name in self._outputs}
         return {
-            name: _with_values(rows[name], rows[name].values().detach()) if name in self._frozen else rows[name]
+            name: _with_values(rows[name], self._typed(values.detach() if name in frozen else values))
             for name in self._outputs
+            for values in [rows[name].values()]
         }
 
-    def _keyed_tensor(self, rows: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
+    def _keyed_tensor(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> KeyedTensor:
         """Return `rows` with its columns in the unsharded order; sharding groups them by how tables are cut."""
         keys, lengths = rows.keys(), rows.length_per_key()
-        if keys == self._outputs and not self._summed_means and not self._frozen:
-            return rows
+        if keys == self._outputs and not self._summed_means and not frozen:
+            if self._output_dtype is None:
+                return rows
+            return KeyedTensor(keys=keys, length_per_key=lengths, values=self._typed(rows.values()))
         columns = dict(zip(keys, rows.values().split(lengths, dim=1), strict=True))
         widths = dict(zip(keys, lengths, strict=True))
         if self._summed_means:
@@ -180,12 +210,15 @@ class ShardedLookup:
             for name, feature in self._summed_means.items():
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
         # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
-        columns |= {name: columns[name].detach() for name in self._frozen}
+        columns |= {name: columns[name].detach() for name in frozen}
         return KeyedTensor(
             keys=self._outputs,
             length_per_key=[widths[name] for name in self._outputs],
-            values=torch.cat([columns[name] for name in self._outputs], dim=1),
+            values=self._typed(torch.cat([columns[name] for name in self._outputs], dim=1)),
         )
+
+    def _typed(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self._output_dtype is None else values.to(self._output_dtype)
 
 
 def _summed_means(tables: list[Table], uses: Mapping[str, TableUse]) -> dict[str, str]:

@@ -33,7 +33,7 @@ class Demand:
 
     sharding_types: tuple[str, ...]
     """Allowed ways to cut it."""
-    dense: bool
+    kept_gradient: bool
     """Whether its gradient is kept and the user's own optimizer updates it, so that it must be in plain memory."""
     options: TableOptions
 
@@ -129,11 +129,7 @@ def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topo
         raise PlanError(_why_no_plan(tables, topology, batch_size, error)) from error
     plan: Plan = {}
     for table in tables:
-        sharding = found.plan[index[table.collection]][table.name]
-        if demands[table.full_name].dense:
-            # The planner refuses this combination (planner/planners.py), the kernels have it.
-            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
-        plan[table.full_name] = sharding
+        plan[table.full_name] = found.plan[index[table.collection]][table.name]
     return plan
 
 
@@ -185,7 +181,7 @@ def _constraints(tables: list[Table], demands: Mapping[str, Demand]) -> dict[str
         factor = options.pooling_factor
         constraints[table.name] = ParameterConstraints(
             sharding_types=types,
-            compute_kernels=_kernels(types, demand.dense or _is_dense(constraints, table.name)),
+            compute_kernels=_kernels(types, demand.kept_gradient or _in_plain_memory(constraints, table.name)),
             min_partition=options.min_partition,
             is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
             **({"pooling_factors": [factor] * len(table.config.feature_names)} if factor else {}),
@@ -198,15 +194,15 @@ def _types_so_far(constraints: Mapping[str, ParameterConstraints], name: str) ->
     return list(SHARDING_TYPES) if known is None else list(known.sharding_types or [])
 
 
-def _is_dense(constraints: Mapping[str, ParameterConstraints], name: str) -> bool:
+def _in_plain_memory(constraints: Mapping[str, ParameterConstraints], name: str) -> bool:
     """Whether a table of this name must be in plain memory already."""
     known = constraints.get(name)
     return known is not None and EmbeddingComputeKernel.FUSED_UVM.value not in (known.compute_kernels or [])
 
 
-def _kernels(types: list[str], dense: bool) -> list[str]:
+def _kernels(types: list[str], plain_memory: bool) -> list[str]:
     kernels = [EmbeddingComputeKernel.FUSED]
-    if not dense:
+    if not plain_memory:
         kernels += [EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.FUSED_UVM]
     if "data_parallel" in types:
         kernels.append(EmbeddingComputeKernel.DENSE)

@@ -1,6 +1,8 @@
 """Puts sharded collections in the place of unsharded ones, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -9,8 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 
-from lightning_distrec._compat import attach_fused_optimizer, detach_fused_optimizer, forget_rows, torchrec_quiet
-from lightning_distrec.errors import RowsElsewhereError, ShardingError
+from lightning_distrec._compat import (
+    attach_fused_optimizer,
+    detach_fused_optimizer,
+    fbgemm_kernels,
+    forget_rows,
+    torchrec_quiet,
+)
+from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.initial_weights import (
     Piece,
     copy_from_whole,
@@ -20,10 +28,13 @@ from lightning_distrec.sharding.initial_weights import (
     table_weights,
 )
 from lightning_distrec.sharding.plan import Plan, sharder_of
-from lightning_distrec.sharding.tables import Collection, Table
+from lightning_distrec.sharding.row_gradients import Shard, give_gradients, shards_of
+from lightning_distrec.sharding.stand_ins import StandIn, stand_in
+from lightning_distrec.sharding.tables import Table
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
-"""Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group."""
+"""Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group; tables
+of one label share a kernel."""
 
 
 class ShardedTables:
@@ -33,9 +44,13 @@ class ShardedTables:
         self.tables = tables
         self.plan = plan
         self.sharded = sharded
-        """Path of a collection -> torchrec's sharded module."""
-        self.still: list[tuple[str, nn.Parameter]] = []
-        """Tables whose weight needs no gradient by full name, and the weight that stands for it."""
+        """Path of a collection, or of a plain embedding -> torchrec's sharded module."""
+        self.in_tree: dict[str, StandIn] = {}
+        """Path -> what stands there in the module tree while the tables are sharded."""
+        self.shards: dict[str, list[Shard]] = {}
+        """Full name of a table -> this rank's part of it; one empty shard where it has none."""
+        self.kernels: list[tuple[Any, list[Shard]]] = []
+        """FBGEMM's kernels on this rank, each with the shards in its memory."""
         self._root = ref(root)  # the registry below is keyed by it, weakly
 
     def tables_of(self, path: str) -> list[Table]:
@@ -55,13 +70,42 @@ class ShardedTables:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         return {name: pieces_of(weight, num_ranks, rank) for name, weight in self.weights().items()}
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's part of every table by full name, as optimizers step on it; empty where it has none."""
-        found: dict[str, nn.Parameter] = {}
-        for path, module in self.sharded.items():
-            named = dict(module.named_parameters())
-            found |= {table.full_name: named[table.local_key] for table in self.tables_of(path)}
-        return found
+    def parameters(self) -> dict[str, list[nn.Parameter]]:
+        """Return this rank's part of every table by full name, as optimizers step on it."""
+        return {name: [shard.weight for shard in shards] for name, shards in self.shards.items()}
+
+    def keep_gradients(self, names: Iterable[str], sparse: Mapping[str, bool]) -> None:
+        """Leave the gradients of these tables, by full name, on their shards, for the user's optimizer.
+
+        All tables of a kernel are kept, or none. sparse: full name -> whether only the touched rows' are kept.
+        """
+        kept = {id(shard) for name in names for shard in self.shards[name]}
+        for name, rows_only in sparse.items():
+            for shard in self.shards[name]:
+                shard.sparse = rows_only
+        for kernel, shards in self.kernels:
+            if any(id(shard) in kept for shard in shards):
+                assert all(id(shard) in kept for shard in shards)
+                give_gradients(kernel, shards)
+
+    @contextmanager
+    def counted_whole(self) -> Iterator[None]:
+        """Inside of the context `numel` of a table's parameter says how many elements the whole table has."""
+        parts = [(table, shard) for table in self.tables for shard in self.shards[table.full_name]]
+        counted: set[str] = set()
+        for table, shard in parts:
+            size = 0 if table.full_name in counted else table.config.num_embeddings * table.config.embedding_dim
+            counted.add(table.full_name)
+            shard.weight.numel = partial(int, size)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for _, shard in parts:
+                del shard.weight.numel
+
+    def learns(self, name: str) -> bool:
+        """Whether the table's weight needs a gradient now: freezing and unfreezing is followed at every lookup."""
+        return self.shards[name][0].weight.requires_grad
 
     def fused_optimizers(self) -> dict[str, Any]:
         """Return torchrec's optimizer of each fused table that has rows on this rank, by full name."""
@@ -98,29 +142,29 @@ class ShardedTables:
                 )
             copy_from_whole(pieces[name], weights[name])
 
-    def refuse_unfrozen(self) -> None:
-        """Raise ShardingError where a frozen table's weight was made to need a gradient since the start."""
-        for name, weight in self.still:
-            if weight.requires_grad:
-                raise ShardingError(
-                    f"table '{name}' was frozen when fit began, and was unfrozen while training, which its shards do "
-                    "not follow. Unfreeze it before fit, or call fit again."
-                )
-
     def step_out(self) -> None:
         """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
-        parameters = {table.full_name: table.parameter for table in self.tables}
-        for name, weight in self.still:
-            parameters[name].requires_grad_(weight.requires_grad)
+        for table in self.tables:
+            table.parameter.requires_grad_(self.learns(table.full_name))
         for original in self._originals().values():
             original.__dict__.pop("forward", None)
-        _replace(self._module(), {self.sharded[path]: original for path, original in self._originals().items()})
+        _replace(self._module(), {self.in_tree[path]: original for path, original in self._originals().items()})
 
     def step_in(self) -> None:
         """Undo `step_out`."""
         for path, original in self._originals().items():
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
-        _replace(self._module(), {original: self.sharded[path] for path, original in self._originals().items()})
+        _replace(self._module(), {original: self.in_tree[path] for path, original in self._originals().items()})
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Take the tables out of the module tree inside of the context, for what must not reach them."""
+        places: dict[nn.Module, nn.Module] = {module: nn.Module() for module in self.in_tree.values()}
+        _replace(self._module(), places)
+        try:
+            yield
+        finally:
+            _replace(self._module(), {place: module for module, place in places.items()})
 
     def hand_over(self, tables: list[Table]) -> dict[str, list[Piece]]:
         """After `step_out`: return the rows in pieces for the next sharding, by full name.
@@ -130,18 +174,18 @@ class ShardedTables:
         On GPUs the rows wait on the host and the shards are given up, so that the device never holds two sets of them.
         """
         originals = set(self._originals().values())
-        kept = {table.full_name for table in tables if table.module in originals}
+        kept = {table.full_name for table in tables if table.original in originals}
         pieces = {name: ps for name, ps in self.pieces().items() if name in kept}
         if any(p.tensor is not None and p.tensor.is_cuda for ps in pieces.values() for p in ps):
             pieces = {name: [_on_host(piece) for piece in ps] for name, ps in pieces.items()}
             for module in self.sharded.values():
                 module.__dict__.pop("forward", None)
-            self.sharded = {}
+            self.sharded, self.in_tree, self.shards, self.kernels = {}, {}, {}, []
             _by_module.pop(self._module(), None)
         return pieces
 
-    def _originals(self) -> dict[str, Collection]:
-        return {table.collection: table.module for table in self.tables}
+    def _originals(self) -> dict[str, nn.Module]:
+        return {table.collection: table.original for table in self.tables}
 
     def _module(self) -> nn.Module:
         root = self._root()
@@ -168,7 +212,7 @@ def shard_tables(
 ) -> ShardedTables:
     """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
 
-    fused: for every table whose kernel updates it.
+    fused: for every table that is not data_parallel.
     held: rows of an earlier sharding by full name; other tables keep the rows of rank 0's unsharded weight, as DDP
     would, or get new ones by `seed` where they were built on meta.
     """
@@ -178,12 +222,17 @@ def shard_tables(
         sharded = _make_shards(tables, plan, fused, env, device)
         result = ShardedTables(root, tables, plan, sharded)
         _bring_rows(result, device, held, seed)
+    for path, module in sharded.items():
+        mine = result.tables_of(path)
+        kernels = [(kernel, shards_of(kernel)) for kernel in fbgemm_kernels(module)]
+        result.kernels += kernels
+        result.shards |= _by_table(module, mine, [shard for _, shards in kernels for shard in shards])
+        result.in_tree[path] = _stand_in(module, mine, result.shards)
     for table in tables:
         forget_rows(table.module)
+        if table.plain is not None:
+            table.plain.weight = table.parameter
     result.step_in()
-    for path, module in sharded.items():
-        result.still += _hold_still(module, [t for t in result.tables_of(path) if not t.parameter.requires_grad])
-        _answer_as_unsharded(module, result.tables_of(path))
     _by_module[root] = result
     return result
 
@@ -229,49 +278,39 @@ def _replace(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
 def refuse_foreign_shards(root: nn.Module) -> None:
     """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
     present = sharded_tables_of(root)
-    known = set(present.sharded.values()) if present is not None else set()
+    known = set(present.in_tree.values()) if present is not None else set()
     for path, module in root.named_modules():
-        if isinstance(module, ShardedModule) and module not in known:
+        if isinstance(module, (StandIn, ShardedModule)) and module not in known:
             raise ShardingError(
                 f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
                 "or load that one's checkpoint into the unsharded collections of this one."
             )
 
 
-class _RowsAreElsewhere(nn.Module):
-    """What `embedding_bags[name]` of a sharded collection is: it has a weight for optimizers, and none for reading."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise RowsElsewhereError(
-                "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up "
-                "through the collection; to get the whole table, call trainer.save_checkpoint on every rank."
-            )
-        return super().__getattr__(name)
-
-
-def _hold_still(sharded: ShardedModule, tables: list[Table]) -> list[tuple[str, nn.Parameter]]:
-    """Give frozen tables weights without a gradient, so that it can be seen when user code asks for one."""
-    still = []
+def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[Shard]) -> dict[str, list[Shard]]:
+    """Return this rank's part of each table of a collection, by full name; `shards` are those in kernels."""
+    found: dict[str, list[Shard]] = {table.full_name: [] for table in tables}
+    full_names = {table.name: table.full_name for table in tables}
+    for shard in shards:
+        found[full_names[shard.table]].append(shard)
     for table in tables:
-        child = sharded.get_submodule(table.local_key.removesuffix(".weight"))
-        weight = child.get_parameter("weight")
-        held_still = nn.Parameter(weight.detach(), requires_grad=False)
-        child.register_parameter("weight", held_still)
-        still.append((table.full_name, held_still))
-    return still
+        mine = found[table.full_name]
+        weight = sharded.get_parameter(table.local_key)
+        if not mine and weight.numel():  # data_parallel: torchrec's DDP has its hands on this very parameter
+            mine.append(Shard(table.name, weight, sparse=False, replicated=True))
+        elif not mine:
+            mine.append(Shard(table.name, nn.Parameter(torch.empty(0, device=weight.device))))
+        for shard in mine:
+            if not shard.replicated:
+                shard.weight.requires_grad_(table.parameter.requires_grad)
+    return found
 
 
-def _answer_as_unsharded(sharded: ShardedModule, tables: list[Table]) -> None:
-    """Give a sharded collection what user code may ask of the unsharded one."""
-    original = tables[0].module
-    for name in ("embedding_bag_configs", "is_weighted", "embedding_configs", "need_indices", "embedding_dim"):
-        if hasattr(original, name):
-            setattr(sharded, name, getattr(original, name))
-    children = sharded.embedding_bags if tables[0].pooled else sharded.embeddings
-    for child in children.children():  # type: ignore[union-attr]
-        if type(child) is nn.Module:
-            child.__class__ = _RowsAreElsewhere
+def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[Shard]]) -> StandIn:
+    prefix = f"{tables[0].collection}."
+    keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
+    weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}
+    return stand_in(tables[0].original, sharded, keys, weights)
 
 
 def _refuse_forward(path: str) -> Any:

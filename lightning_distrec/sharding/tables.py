@@ -1,6 +1,5 @@
 """Finds the embedding tables of a module, and holds what a user may say about one."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -14,11 +13,13 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 
-from lightning_distrec.errors import ConfigError, ShardingError
+from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
+from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
+from lightning_distrec.sharding.stand_ins import StandIn
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
-EmbeddingUpdate = Literal["auto", "fused", "dense", "fused_lazy"]
-EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "dense", "fused_lazy")
+EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
+EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "sparse", "dense", "fused_lazy")
 SHARDING_TYPES: tuple[str, ...] = (
     "table_wise",
     "row_wise",
@@ -34,7 +35,7 @@ class TableOptions:
     """What may be said about one table. None means: as the strategy says for all tables."""
 
     embedding_update: EmbeddingUpdate | None = None
-    """How the optimizer's update reaches the table: auto, fused, dense or fused_lazy."""
+    """How the optimizer's update reaches the table: auto, fused, sparse, dense or fused_lazy."""
 
     sharding_types: list[str] | None = None
     """The ways in which the table may be cut, for example ["row_wise"]."""
@@ -60,7 +61,7 @@ def check_embedding_update(value: str) -> None:
     """Raise ConfigError where `value` is no way to update a table."""
     if value not in EMBEDDING_UPDATES:
         raise ConfigError(
-            f"embedding_update={value!r} is not known{_near(value, EMBEDDING_UPDATES)} "
+            f"embedding_update={value!r} is not known{did_you_mean(value, EMBEDDING_UPDATES)} "
             f"Use one of {', '.join(EMBEDDING_UPDATES)}."
         )
 
@@ -75,7 +76,7 @@ def check_sharding_types(values: Iterable[str]) -> None:
     for value in values:
         if value not in SHARDING_TYPES:
             raise ConfigError(
-                f"sharding_types: {value!r} is not known{_near(value, SHARDING_TYPES)} "
+                f"sharding_types: {value!r} is not known{did_you_mean(value, SHARDING_TYPES)} "
                 f"Use some of {', '.join(SHARDING_TYPES)}."
             )
 
@@ -88,6 +89,13 @@ class Table:
     """Path of the collection in the LightningModule, for example "model.ebc"."""
     config: BaseEmbeddingConfig
     module: Collection
+    plain: nn.Embedding | nn.EmbeddingBag | None = None
+    """The user's own module where it is no collection; `module` then is a collection around its weight."""
+
+    @property
+    def original(self) -> nn.Module:
+        """The module that the user's module tree holds while the table is unsharded."""
+        return self.module if self.plain is None else self.plain
 
     @property
     def name(self) -> str:
@@ -96,8 +104,8 @@ class Table:
 
     @property
     def full_name(self) -> str:
-        """Collection and name, unique within the LightningModule."""
-        return f"{self.collection}.{self.name}"
+        """Collection and name, or the path of a plain embedding; unique within the LightningModule."""
+        return f"{self.collection}.{self.name}" if self.plain is None else self.collection
 
     @property
     def pooled(self) -> bool:
@@ -112,7 +120,7 @@ class Table:
     @property
     def key(self) -> str:
         """Name of the weight in the LightningModule's state_dict."""
-        return f"{self.collection}.{self.local_key}"
+        return f"{self.collection}.{'weight' if self.plain is not None else self.local_key}"
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -126,12 +134,13 @@ class FoundTables:
 
     tables: list[Table]
     left_alone: dict[str, str]
-    """Path -> reason, for torchrec modules that hold tables and are not sharded."""
+    """Path -> reason, for modules that hold tables and are not sharded."""
 
 
-def find_tables(module: nn.Module) -> FoundTables:
+def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> FoundTables:
     """Return every table below `module` that can be sharded, in the order of `named_modules`.
 
+    conversion: which nn.Embedding and nn.EmbeddingBag are taken too; see plain_embeddings.py.
     EmbeddingBagCollection and EmbeddingCollection are taken by exact type: a subclass may compute something else.
     Modules of torchrec.modules that wrap such collections are left alone whole, because they do more than look up:
     a feature processor learns weights through the ids' weights, which do not get gradients across ranks.
@@ -141,15 +150,25 @@ def find_tables(module: nn.Module) -> FoundTables:
     tables: list[Table] = []
     left_alone: dict[str, str] = {}
     skipped: list[str] = []
+    plain = PlainEmbeddings(module, conversion)
     for path, child in module.named_modules():
         if any(path.startswith(prefix) for prefix in skipped):
             continue
-        if type(child) in (EmbeddingBagCollection, EmbeddingCollection):
+        if isinstance(child, StandIn):
+            skipped.append(f"{path}.")
+        elif isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            taken = plain.take(path, child)
+            if isinstance(taken, str):
+                left_alone[path] = taken
+            elif taken is not None:
+                tables.append(Table(path, _configs(taken)[0], taken, child))
+        elif type(child) in (EmbeddingBagCollection, EmbeddingCollection):
             tables += [Table(path, config, child) for config in _configs(child)]
             skipped.append(f"{path}.")
         elif reason := _why_left_alone(child):
             left_alone[path] = reason
             skipped.append(f"{path}.")
+    plain.check_names()
     _check(tables)
     return FoundTables(tables, left_alone)
 
@@ -225,7 +244,7 @@ def options_by_table(
     for name, options in given.items():
         if name not in known:
             raise ConfigError(
-                f"tables: there is no table {name!r}{_near(name, known)} "
+                f"tables: there is no table {name!r}{did_you_mean(name, known)} "
                 f"The tables are {', '.join(table.full_name for table in tables) or 'none'}."
             )
         overrides[name] = _as_options(name, options)
@@ -244,7 +263,7 @@ def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOp
     for option in options:
         if option not in allowed:
             raise ConfigError(
-                f"tables[{name!r}]: there is no option {option!r}{_near(option, allowed)} "
+                f"tables[{name!r}]: there is no option {option!r}{did_you_mean(option, allowed)} "
                 f"Use some of {', '.join(allowed)}."
             )
     return TableOptions(**options)
@@ -256,8 +275,3 @@ def _merged(*layers: TableOptions | None) -> TableOptions:
         if layer is not None:
             values |= {f.name: v for f in fields(layer) if (v := getattr(layer, f.name)) is not None}
     return TableOptions(**values)
-
-
-def _near(word: str, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(w) for w in close)}?" if close else "."

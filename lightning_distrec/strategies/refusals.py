@@ -1,110 +1,112 @@
-"""What cannot be exact over sharded tables yet, refused by name before the first step, with the way out."""
+"""What decides against updates inside of backward, and what cannot be exact over sharded tables, refused by name."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec.errors import UnsupportedError
 
-EXACT_PRECISIONS = ("32-true", "bf16-mixed")
+GRADIENT_HOOKS = (
+    "backward",
+    "on_after_backward",
+    "configure_gradient_clipping",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""Hooks of a LightningModule that may look at gradients, change them, or step at other times than Lightning."""
 
 
-def refuse_what_is_not_exact(trainer: Trainer, module: LightningModule, kinds: Mapping[str, str]) -> None:
+def why_not_in_backward(trainer: Trainer, module: LightningModule, precision: Precision) -> str:
+    """Return why the tables' updates must wait for `optimizer.step()`, or "" where they may run inside of backward."""
+    if not module.automatic_optimization:
+        return "manual optimization"
+    most = _most_accumulated(trainer)
+    if most > 1:
+        return f"accumulate_grad_batches={most}"
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val}"
+    if getattr(precision, "scaler", None) is not None:
+        return "loss scaling may skip steps"
+    hooks = gradient_hooks(trainer, module)
+    return f"{hooks[0]} is overridden" if hooks else ""
+
+
+def refuse_what_is_not_exact(
+    trainer: Trainer, module: LightningModule, precision: Precision, kinds: Mapping[str, str]
+) -> None:
     """Raise UnsupportedError where a setting of the Trainer would give other numbers than an unsharded run.
 
     kinds: full name of a table -> what updates it ("fused", "dense", ...).
     """
+    _refuse_callbacks(trainer)
     fused = [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")]
-    _refuse_accumulation(trainer, fused)
-    _refuse_clipping(trainer, module, fused)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise UnsupportedError(
-                f"callback {type(callback).__name__}: averaged copies of a sharded module are not supported yet. "
-                "Remove the callback."
-            )
-
-
-def refuse_precision(trainer: Trainer) -> None:
-    """Raise UnsupportedError where the precision would turn the tables into a type that was not measured."""
-    precision = str(trainer.precision)
-    if precision not in EXACT_PRECISIONS:
+    if not fused:
+        return
+    most = _most_accumulated(trainer)
+    if most > 1:
         raise UnsupportedError(
-            f"Trainer(precision={precision!r}) is not exact over sharded tables yet. Use 'bf16-mixed' or '32-true'."
+            f"accumulate_grad_batches={most}: table '{fused[0]}' is updated inside of backward, at every batch, "
+            "because embedding_update asks for it. Set embedding_update='auto', or accumulate_grad_batches=1."
+        )
+    if trainer.gradient_clip_val:
+        refuse_clip(trainer.gradient_clip_val, fused)
+    if getattr(precision, "scaler", None) is not None:
+        raise UnsupportedError(
+            f"precision={trainer.precision!r} scales the loss and may skip steps, but table '{fused[0]}' is updated "
+            "inside of backward, because embedding_update asks for it. Set embedding_update='auto', or use "
+            "'bf16-mixed'."
         )
 
 
-def gradient_hooks(module: LightningModule, fused: list[str]) -> str | None:
-    """Return what to tell the user about hooks that may change gradients, which fused tables do not keep, or None."""
-    hooks = [name for name in ("on_after_backward", "on_before_optimizer_step") if is_overridden(name, module)]
+def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
+    """Return the hooks around gradients and steps that the module or a callback of the user overrides."""
+    hooks = [hook for hook in GRADIENT_HOOKS if is_overridden(hook, module)]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not type(callback).__module__.startswith("lightning."):
+            name = type(callback).__name__
+            hooks += [
+                f"{name}.{hook}"
+                for hook in ("on_after_backward", "on_before_optimizer_step")
+                if is_overridden(hook, callback, parent=Callback)
+            ]
+    return hooks
+
+
+def hooks_without_gradients(trainer: Trainer, module: LightningModule, fused: list[str]) -> str | None:
+    """Return what to tell users whose hooks would miss the gradients of tables that are fused on request, or None."""
+    hooks = gradient_hooks(trainer, module)
     if not hooks or not fused:
         return None
     return (
-        f"{' and '.join(hooks)} may look at gradients, but changing them does not reach table '{fused[0]}', which "
-        "is updated inside of backward. Where it must, set embedding_update='dense'."
+        f"{' and '.join(hooks)} may look at gradients, but table '{fused[0]}' has none: it is updated inside of "
+        "backward, because embedding_update asks for it. Where the hook must reach it, set embedding_update='auto'."
     )
 
 
-def _refuse_accumulation(trainer: Trainer, fused: list[str]) -> None:
-    schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    most = max([trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values())])
-    if most > 1 and fused:
-        raise UnsupportedError(
-            f"accumulate_grad_batches={most}: table '{fused[0]}' is updated inside of backward, at every batch. "
-            "Set embedding_update='dense' (the user's optimizer on local shards), or accumulate_grad_batches=1."
-        )
-
-
-def _refuse_clipping(trainer: Trainer, module: LightningModule, fused: list[str]) -> None:
-    if trainer.gradient_clip_val:
-        refuse_clip(trainer.gradient_clip_val, trainer.gradient_clip_algorithm, fused)
-    if is_overridden("configure_gradient_clipping", module):
-        raise UnsupportedError(
-            "configure_gradient_clipping is overridden: gradients of sharded tables are not all on one rank, so their "
-            "norm is not either. Remove the override."
-        )
-
-
-def refuse_clip(value: Any, algorithm: Any, fused: list[str]) -> None:
-    """Raise UnsupportedError where clipping by this algorithm would differ from the unsharded run."""
-    by_value = algorithm is not None and GradClipAlgorithmType(algorithm) == GradClipAlgorithmType.VALUE
-    if fused:
+def refuse_clip(value: Any, fused: list[str]) -> None:
+    """Raise UnsupportedError where a table would be updated before its gradient is clipped."""
+    if value and fused:
         raise UnsupportedError(
             f"gradient_clip_val={value}: table '{fused[0]}' is updated inside of backward, before gradients are "
-            "clipped. Set embedding_update='dense' and gradient_clip_algorithm='value', or remove gradient_clip_val."
-        )
-    if not by_value:
-        raise UnsupportedError(
-            f"gradient_clip_val={value} by norm: each rank sees the gradients of its own shards only, so that ranks "
-            "would clip by different norms. Use gradient_clip_algorithm='value', or remove gradient_clip_val."
+            "clipped, because embedding_update asks for it. Set embedding_update='auto', or remove gradient_clip_val."
         )
 
 
-class ClippingGuard:
-    """Refuses calls of `self.clip_gradients` that would not be exact; manual optimization reaches no other check."""
+def _most_accumulated(trainer: Trainer) -> int:
+    schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    return max([trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values())])
 
-    def __init__(self) -> None:
-        self._plugin: Precision | None = None
 
-    def put_on(self, plugin: Precision, fused: list[str]) -> None:
-        """Check every clipping that goes through the Trainer's precision plugin."""
-        original = type(plugin).clip_gradients
-
-        def guarded(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = None) -> None:
-            if clip_val:
-                refuse_clip(clip_val, gradient_clip_algorithm, fused)
-            original(plugin, optimizer, clip_val, gradient_clip_algorithm or GradClipAlgorithmType.NORM)
-
-        plugin.clip_gradients = guarded  # type: ignore[method-assign]
-        self._plugin = plugin
-
-    def take_off(self) -> None:
-        """Undo `put_on`."""
-        if self._plugin is not None:
-            self._plugin.__dict__.pop("clip_gradients", None)
-            self._plugin = None
+def _refuse_callbacks(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, LearningRateFinder):
+            raise UnsupportedError(
+                f"{type(callback).__name__} trains some steps and then restores a checkpoint with the optimizers' "
+                "state, which for sharded tables cannot be restored yet. Run it with fewer rows on one device "
+                "(strategy='auto'), and set the value it finds."
+            )

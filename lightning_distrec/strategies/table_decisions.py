@@ -10,12 +10,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_distrec._compat import init_optimizers_and_schedulers
-from lightning_distrec.errors import ConfigError, OptimizerError, ShardingError
+from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
 from lightning_distrec.sharding.ids_check import CheckIds
+from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.plan import Demand, Places, allowed_types
 from lightning_distrec.sharding.tables import FoundTables, Table, TableOptions, find_tables, options_by_table
-from lightning_distrec.strategies.refusals import gradient_hooks, refuse_what_is_not_exact
+from lightning_distrec.strategies.refusals import (
+    hooks_without_gradients,
+    refuse_what_is_not_exact,
+    why_not_in_backward,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,7 @@ class TableSettings:
     """What the strategy was told about tables."""
 
     everywhere: TableOptions
+    conversion: Conversion
     by_table: Mapping[str, Any]
     check_ids: CheckIds
     memory_bytes_per_rank: int | None
@@ -48,7 +54,7 @@ def decide(
 
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
     """
-    found = find_tables(module)
+    found = find_tables(module, settings.conversion)
     tables = found.tables
     _refuse_dense_on_meta(module, found)
     options = options_by_table(tables, settings.everywhere, settings.by_table)
@@ -63,11 +69,15 @@ def decide(
             {name: _mode(name, option) for name, option in options.items()},
             optimizers,
             device.type,
-            manual=not module.automatic_optimization,
+            why_not_in_backward(trainer, module, trainer.precision_plugin),
         )
         kinds = {name: update.kind for name, update in updates.items()}
-        refuse_what_is_not_exact(trainer, module, kinds)
-        warnings += [*_warn_of_half_precision(tables), *_warn_of_hooks(module, kinds)]
+        refuse_what_is_not_exact(trainer, module, trainer.precision_plugin, kinds)
+        fused = [name for name, update in updates.items() if update.in_backward]
+        warnings += [
+            *_warn_of_half_precision(tables, fused),
+            *filter(None, [hooks_without_gradients(trainer, module, fused)]),
+        ]
     demands = {
         name: _demand(table, options[name], updates[name], device, places)
         for table in tables
@@ -76,19 +86,14 @@ def decide(
     return Decisions(tables, warnings, updates, demands, optimizers, schedulers)
 
 
-def _warn_of_half_precision(tables: list[Table]) -> list[str]:
-    names = [table.full_name for table in tables if table.parameter.dtype == torch.float16]
+def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
+    names = [t.full_name for t in tables if t.parameter.dtype == torch.float16 and t.full_name in fused]
     if not names:
         return []
     return [
         f"table '{names[0]}'{f' and {len(names) - 1} more' if names[1:] else ''} has float16 rows: FBGEMM rounds them "
         "after every update, so that they differ from an unsharded run's by about that rounding."
     ]
-
-
-def _warn_of_hooks(module: LightningModule, kinds: Mapping[str, str]) -> list[str]:
-    said = gradient_hooks(module, [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")])
-    return [said] if said else []
 
 
 def _mode(name: str, options: TableOptions) -> str:
@@ -112,16 +117,7 @@ def _demand(table: Table, options: TableOptions, update: TableUpdate, device: to
         options = replace(options, sharding_types=["table_wise"])
     optimizer = type(update.owner.optimizer).__name__ if update.owner else ""
     types = allowed_types(table, options, places, whole_rows_for=optimizer if update.whole_rows else "")
-    dense = update.kind == "dense"
-    if dense and not table.pooled and device.type == "cpu":
-        # torchrec/distributed/embedding.py: the dense kernel of an EmbeddingCollection returns pooled rows on CPU.
-        raise OptimizerError(
-            f"table '{table.full_name}' of an EmbeddingCollection would need {optimizer} on its shard ({update.why}), "
-            "for which torchrec's CPU kernels return wrong rows. Use SGD without momentum, Adagrad or RowWiseAdagrad "
-            "for it (with manual optimization: and embedding_update='fused', where each backward is followed by its "
-            "step), or train on GPUs."
-        )
-    return Demand(types, dense, options)
+    return Demand(types, update.kind in ("sparse", "dense"), options)
 
 
 def _refuse_dense_on_meta(module: LightningModule, found: FoundTables) -> None:

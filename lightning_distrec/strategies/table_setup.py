@@ -17,12 +17,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_distrec._compat import fbgemm_kernels, on_direct_gradient
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, OptimizerError, ShardingError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
 from lightning_distrec.optimizers.learning_rate import LearningRates
-from lightning_distrec.optimizers.translation import TableUpdate, frozen, rewrite_groups
+from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, rewrite_groups
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup, TableUse
@@ -37,6 +36,7 @@ from lightning_distrec.sharding.shard_tables import (
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.sharding.topology import make_topology, memory_bytes_per_rank
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
+from lightning_distrec.strategies.thawing import Thawing
 
 
 @dataclass(kw_only=True)
@@ -52,16 +52,21 @@ class TableSetup:
 
     def __post_init__(self) -> None:
         self.backward_watch = BackwardWatch(self.fused_tables)
+        self.thawing = Thawing(self.shards, self.updates)
 
     @property
     def fused_tables(self) -> list[str]:
         """Full names of the tables that are updated inside of backward."""
-        return [name for name, update in self.updates.items() if update.kind in ("fused", "fused_lazy")]
+        return [name for name, update in self.updates.items() if update.in_backward]
+
+    def sharded_parameters(self) -> set[int]:
+        """Return the ids of the parameters that only this rank has."""
+        return {id(s.weight) for shards in self.shards.shards.values() for s in shards if not s.replicated}
 
     def before_training_step(self) -> None:
         """Raise where something was changed since the start that the tables' updates do not follow."""
         self.learning_rates.check()
-        self.shards.refuse_unfrozen()
+        self.thawing.follow(self.optimizers)
         self._begin_step()
 
     def after_optimizer_step(self, *_: Any) -> None:
@@ -94,16 +99,19 @@ def set_up_tables(
     consensus: Consensus,
     device: torch.device,
     ranks_on_node: int,
+    output_dtype: torch.dtype | None,
 ) -> TableSetup | None:
     """Collective. Shard the module's tables and return them; None where it has none.
 
     For fit, tables that an earlier run sharded are sharded anew: the optimizers are new, and so is their state. For
     evaluation they stay as they are.
+    output_dtype: the type of looked up rows; None for the kernels' own.
     """
     present = sharded_tables_of(module)
     consensus.all_or_none("setup", lambda: refuse_foreign_shards(module))
     if present is not None and trainer.state.fn != TrainerFn.FITTING and not find_tables(module).tables:
-        return _look_up(present, {t.full_name: frozen("evaluation only") for t in present.tables}, settings, consensus)
+        updates = {table.full_name: frozen("evaluation only") for table in present.tables}
+        return _look_up(present, updates, settings, consensus, output_dtype)
     places = Places(consensus.num_ranks, ranks_on_node)
     if present is not None:
         present.step_out()
@@ -114,7 +122,7 @@ def set_up_tables(
             return None
         plan = _plan(trainer, look, present.plan if present is not None else {}, settings, device, places)
         held = present.hand_over(look.tables) if present is not None else {}
-        return _shard(module, look, plan, settings, consensus, device, held)
+        return _shard(module, look, plan, settings, consensus, device, held, output_dtype)
     except BaseException:
         if present is not None and present.sharded:
             present.step_in()
@@ -160,13 +168,10 @@ def _kept_plan(old: Plan, look: Decisions) -> Plan | None:
         return None
     if any(old[name].sharding_type not in demand.sharding_types for name, demand in look.demands.items()):
         return None
-    if any(old[name].compute_kernel.startswith("fused_uvm") for name, demand in look.demands.items() if demand.dense):
+    moved = [name for name, demand in look.demands.items() if demand.kept_gradient]
+    if any(old[name].compute_kernel.startswith("fused_uvm") for name in moved):
         return None
-    plan = {name: replace(sharding) for name, sharding in old.items()}
-    for name, demand in look.demands.items():
-        if demand.dense or plan[name].compute_kernel == "dense":
-            plan[name].compute_kernel = "dense" if demand.dense else "fused"
-    return plan
+    return {name: replace(sharding) for name, sharding in old.items()}
 
 
 def _shard(
@@ -177,29 +182,36 @@ def _shard(
     consensus: Consensus,
     device: torch.device,
     held: dict[str, list[Piece]],
+    output_dtype: torch.dtype | None,
 ) -> TableSetup:
     unsharded = {table.full_name: table.parameter for table in look.tables}
     fused = {
-        name: (update.arguments, update.owner.label if update.owner else "none")
+        name: (update.arguments, update.owner.label) if update.in_backward and update.owner else (NO_UPDATE, "none")
         for name, update in look.updates.items()
-        if update.kind != "dense"
+        if plan[name].sharding_type != "data_parallel"
     }
     seed = consensus.everyone(torch.initial_seed())[0]
     shards = shard_tables(module, look.tables, plan, fused, device, held, seed)
-    shards.fill_optimizer_state({n: u.initial_state for n, u in look.updates.items() if u.initial_state})
-    dense = {name for name, update in look.updates.items() if update.kind == "dense"}
-    rewrite_groups(look.optimizers, unsharded, {n: p for n, p in shards.parameters().items() if n in dense})
-    setup = _look_up(shards, look.updates, settings, consensus)
+    shards.fill_optimizer_state({n: u.initial_state for n, u in look.updates.items() if u.in_backward})
+    kept = {name: update.kind != "dense" for name, update in look.updates.items() if not update.in_backward}
+    shards.keep_gradients(kept, kept)
+    rewrite_groups(look.optimizers, unsharded, {n: ps for n, ps in shards.parameters().items() if n in kept})
+    setup = _look_up(shards, look.updates, settings, consensus, output_dtype)
     setup.optimizers, setup.lr_scheduler_configs = look.optimizers, look.lr_scheduler_configs
     for optimizer in setup.optimizers:
         optimizer.register_step_post_hook(setup.after_optimizer_step)
-    for path, sharded in shards.sharded.items():
-        on_direct_gradient(fbgemm_kernels(sharded), partial(_refuse_direct_gradient, path))
+    for name in setup.fused_tables:
+        for shard in shards.shards[name]:
+            shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
     return setup
 
 
 def _look_up(
-    shards: ShardedTables, updates: dict[str, TableUpdate], settings: TableSettings, consensus: Consensus
+    shards: ShardedTables,
+    updates: dict[str, TableUpdate],
+    settings: TableSettings,
+    consensus: Consensus,
+    output_dtype: torch.dtype | None,
 ) -> TableSetup:
     """Put our lookups in the place of torchrec's forwards."""
     setup = TableSetup(shards=shards, updates=updates, learning_rates=LearningRates(updates))
@@ -209,19 +221,22 @@ def _look_up(
         names = {table.full_name for table in tables}
         kernels = setup.learning_rates.connect({n: o for n, o in fused_optimizers.items() if n in names})
         uses = {
-            table.name: TableUse(shards.plan[table.full_name].sharding_type, update.kind, update.adds_up)
+            table.name: TableUse(
+                shards.plan[table.full_name].sharding_type, partial(shards.learns, table.full_name), update.adds_up
+            )
             for table in tables
             for update in [updates[table.full_name]]
         }
         check = IdsCheck(tables, settings.check_ids, consensus)
-        lookup = ShardedLookup(sharded, tables, uses, check, partial(setup.learning_rates.push, kernels))
+        lookup = ShardedLookup(sharded, tables, uses, check, partial(setup.learning_rates.push, kernels), output_dtype)
         sharded.forward = lookup  # type: ignore[assignment]
         setup.lookups.append(lookup)
     return setup
 
 
-def _refuse_direct_gradient(path: str) -> None:
+def _refuse_direct_gradient(name: str, weight: torch.Tensor) -> None:
+    weight.grad = None
     raise OptimizerError(
-        f"the loss uses the weights of '{path}' themselves, not only rows that were looked up (an L2 term, say). "
-        "Fused updates do not follow that. Set embedding_update='dense', or build the term from the looked up vectors."
+        f"the loss uses the weight of '{name}' itself, not only rows that were looked up (an L2 term, say). Fused "
+        "updates do not follow that. Set embedding_update='sparse', or build the term from the looked up vectors."
     )

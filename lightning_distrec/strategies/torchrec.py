@@ -27,9 +27,11 @@ from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
-from lightning_distrec.strategies.refusals import ClippingGuard, refuse_precision
+from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
+from lightning_distrec.strategies.precision import GlobalClipping, agree_on_overflows, output_dtype
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
 
@@ -37,14 +39,19 @@ from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
 class TorchRecShardedStrategy(DDPStrategy):
     """Shards the embedding tables of an unchanged LightningModule; the rest of it trains as under DDP.
 
-    Every EmbeddingBagCollection and EmbeddingCollection of the module is planned and sharded when fit, validate, test
-    or predict sets up. The optimizers of `configure_optimizers` keep updating their tables with the same numbers; the
-    table that is printed at the start says how. What cannot be exact raises before the first step.
+    Every EmbeddingBagCollection and EmbeddingCollection of the module, and every large nn.Embedding and
+    nn.EmbeddingBag, is planned and sharded when fit, validate, test or predict sets up. The optimizers of
+    `configure_optimizers` keep updating their tables with the same numbers; the table that is printed at the start says
+    how. What cannot be exact raises before the first step.
 
     Args:
-        embedding_update: how updates reach the tables. "auto": inside of backward where FBGEMM has the same numbers,
-            else the user's optimizer on each rank's shard. "fused", "dense": that, or an error. "fused_lazy": Adam on
-            touched rows only (CUDA), which is not the same numbers.
+        embedding_update: how updates reach the tables. "auto": inside of backward where FBGEMM has the same numbers
+            and nothing must come between (clipping, accumulation, loss scaling), else the user's optimizer on each
+            rank's shard. "fused", "sparse", "dense": that, or an error. "fused_lazy": Adam on touched rows only (CUDA),
+            which is not the same numbers.
+        convert_embeddings: which nn.Embedding and nn.EmbeddingBag are sharded too. "auto": those of at least
+            `min_rows` rows that can be; "all", "none", or a list of their paths.
+        min_rows: see convert_embeddings.
         sharding_types: ways in which tables may be cut, for example ["table_wise", "row_wise"]; None allows all.
         tables: options for single tables by name: embedding_update, sharding_types, min_partition, pooling_factor.
         check_ids: what an id outside of its table does: "error" on every rank, "warn" or "ignore" and look up row 0.
@@ -63,6 +70,8 @@ class TorchRecShardedStrategy(DDPStrategy):
     def __init__(
         self,
         embedding_update: EmbeddingUpdate = "auto",
+        convert_embeddings: Convert | list[str] = "auto",
+        min_rows: int = 100_000,
         sharding_types: list[str] | None = None,
         tables: dict[str, TableOptions] | None = None,
         check_ids: CheckIds = "error",
@@ -83,6 +92,7 @@ class TorchRecShardedStrategy(DDPStrategy):
             )
         self._settings = TableSettings(
             everywhere=TableOptions(embedding_update=embedding_update, sharding_types=sharding_types),
+            conversion=Conversion(convert_embeddings, min_rows),
             by_table=tables or {},
             check_ids=check_ids,
             memory_bytes_per_rank=memory_bytes_per_rank,
@@ -93,7 +103,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         self._ranks_on_node = 1
         self._consensus: Consensus | None = None
         self._tables: TableSetup | None = None
-        self._clipping = ClippingGuard()
+        self._clipping = GlobalClipping()
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
@@ -127,9 +137,14 @@ class TorchRecShardedStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         assert self._consensus is not None
-        refuse_precision(trainer)
         self._tables = set_up_tables(
-            trainer, module, self._settings, self._consensus, self.root_device, self._ranks_on_node
+            trainer,
+            module,
+            self._settings,
+            self._consensus,
+            self.root_device,
+            self._ranks_on_node,
+            output_dtype(str(trainer.precision)),
         )
         if self._tables is None:
             rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
@@ -146,13 +161,16 @@ class TorchRecShardedStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(module)
-        self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        with tables.shards.apart():  # tables keep their type and their place
+            self.precision_plugin.convert_module(module)
+            self.model_to_device()
         ignore_in_ddp(module, _names_below(module, tables.shards.sharded))
         if fitting:
             self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
             self._wrap_dense(module, tables)
-            self._clipping.put_on(self.precision_plugin, tables.fused_tables)
+            self._clipping.put_on(self.precision_plugin, tables.sharded_parameters, tables.fused_tables)
+            agree_on_overflows(self.precision_plugin, self.optimizers)
+            adapt_callbacks(trainer, module, tables.shards, self.lightning_module_state_dict)
         else:
             send_module_states(module, _names_below(module, tables.shards.sharded))
         self.setup_precision_plugin()

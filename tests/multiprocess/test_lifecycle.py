@@ -162,7 +162,7 @@ def _evaluation_counters() -> list[int]:
     counters: list[int] = []
 
     def count() -> None:
-        kernels = fbgemm_kernels(model.ebc)
+        kernels = fbgemm_kernels(model.trainer.strategy.table_setup.shards.sharded["ebc"])
         counters.append(int(kernels[0].iter) if kernels else -1)
 
     model.on_validation_start = count  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ def test_variable_batches_look_up_what_the_unsharded_tables_would(cut: str, pool
 @pytest.mark.parametrize(
     ("cut", "optimizer", "pooling", "said"),
     [
-        ("table_wise", (torch.optim.Adam, {}), "sum", "because its update is dense"),
+        ("data_parallel", (torch.optim.Adam, {}), "sum", "because it is data_parallel"),
         ("row_wise", (torch.optim.SGD, {"lr": 1.0}), "mean", "a mean-pooled table of it is cut by rows"),
     ],
 )

@@ -176,10 +176,9 @@ def train_sharded(
         strategy=TorchRecShardedStrategy(**(strategy or {})),
         accelerator="cpu",
         devices=num_ranks,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        **(NO_OUTPUT | trainer_options),
+        **(
+            {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0} | NO_OUTPUT | trainer_options
+        ),
     )
     trainer.fit(model, rank_loader(steps, rank))
     return model, trainer

@@ -11,10 +11,10 @@ from lightning_distrec.errors import OptimizerError
 from lightning_distrec.optimizers.translation import rewrite_groups, translate
 
 
-def decide(optimizer: type, mode: str = "auto", device: str = "cpu", manual: bool = False, **options: Any) -> Any:
+def decide(optimizer: type, mode: str = "auto", device: str = "cpu", later: str = "", **options: Any) -> Any:
     """Return the update of one table in one optimizer."""
     table = nn.Parameter(torch.zeros(4, 8))
-    return translate({"t": table}, {"t": mode}, [optimizer([table], **options)], device, manual)["t"]
+    return translate({"t": table}, {"t": mode}, [optimizer([table], **options)], device, later)["t"]
 
 
 def test_fused_updates_are_given_every_hyperparameter() -> None:
@@ -41,9 +41,25 @@ def test_what_fbgemm_would_ignore_goes_dense_with_the_reason(optimizer: type, op
     assert (update.kind, update.why) == ("dense", why)
 
 
-def test_manual_optimization_keeps_gradients_unless_fused_is_asked_for() -> None:
-    assert decide(optim.SGD, lr=0.1, manual=True).kind == "dense"
-    assert decide(optim.SGD, lr=0.1, manual=True, mode="fused").kind == "fused"
+def test_updates_that_must_wait_for_the_step_are_sparse_where_the_optimizer_can() -> None:
+    for optimizer in (optim.SGD, optim.Adagrad):
+        update = decide(optimizer, lr=0.1, later="gradient_clip_val=1.0")
+        assert (update.kind, update.why) == ("sparse", "gradient_clip_val=1.0")
+        assert decide(optimizer, lr=0.1, later="gradient_clip_val=1.0", mode="fused").kind == "fused"
+    rows = decide(RowWiseAdagrad, lr=0.1, later="manual optimization")
+    assert (rows.kind, rows.whole_rows) == ("dense", True)
+    assert rows.why == "manual optimization; RowWiseAdagrad takes no sparse gradients"
+    assert decide(optim.SGD, lr=0.1, fused=True, later="manual optimization").kind == "dense"
+    assert decide(optim.Adam, later="manual optimization").why == "Adam moves rows that no id touched"
+
+
+def test_sparse_can_be_asked_for_where_it_is_exact() -> None:
+    assert decide(optim.SparseAdam).kind == "sparse"
+    assert decide(optim.Adagrad, mode="sparse").why == "asked for"
+    with pytest.raises(OptimizerError, match="embedding_update='sparse', but Adam moves rows that no id touched"):
+        decide(optim.Adam, mode="sparse")
+    with pytest.raises(OptimizerError, match="SparseAdam needs sparse gradients"):
+        decide(optim.SparseAdam, mode="dense")
 
 
 def test_lazy_adam_is_for_cuda_and_on_request() -> None:
@@ -59,18 +75,18 @@ def test_frozen_tables_are_left_where_they_are() -> None:
     frozen, loose = nn.Parameter(torch.zeros(4, 8), requires_grad=False), nn.Parameter(torch.zeros(4, 8))
     other = nn.Parameter(torch.zeros(1))
     modes = {"frozen": "auto", "loose": "auto"}
-    updates = translate({"frozen": frozen, "loose": loose}, modes, [optim.SGD([frozen, other], lr=0.1)], "cpu", False)
+    updates = translate({"frozen": frozen, "loose": loose}, modes, [optim.SGD([frozen, other], lr=0.1)], "cpu", "")
     assert {name: (u.kind, u.why) for name, u in updates.items()} == {
         "frozen": ("frozen", "requires_grad is False"),
         "loose": ("frozen", "in no optimizer"),
     }
-    assert updates["frozen"].arguments["learning_rate"] == 0.0
+    assert updates["frozen"].owner is not None  # it keeps its place in the group, in case it is unfrozen
 
 
 def test_a_table_in_two_optimizers_is_told() -> None:
     table = nn.Parameter(torch.zeros(4, 8))
     with pytest.raises(OptimizerError, match="table 't' is in two optimizers"):
-        translate({"t": table}, {"t": "auto"}, [optim.SGD([table], lr=0.1), optim.Adam([table])], "cpu", False)
+        translate({"t": table}, {"t": "auto"}, [optim.SGD([table], lr=0.1), optim.Adam([table])], "cpu", "")
 
 
 def test_unknown_optimizers_go_dense_only_when_asked_and_say_so() -> None:
@@ -91,13 +107,18 @@ def test_groups_keep_count_order_and_options_when_shards_take_the_tables_places(
         lr=0.1,
         initial_accumulator_value=0.5,
     )
-    shard, empty = nn.Parameter(torch.ones(2, 8)), nn.Parameter(torch.zeros(0))
-    rewrite_groups([optimizer], tables, {"dense": shard, "elsewhere": empty})
+    shard, second, empty = (
+        nn.Parameter(torch.ones(2, 8)),
+        nn.Parameter(torch.ones(2, 4)),
+        nn.Parameter(torch.zeros(0)),
+    )
+    rewrite_groups([optimizer], tables, {"dense": [shard, second], "elsewhere": [empty]})
     assert [[p.shape for p in group["params"]] for group in optimizer.param_groups] == [
-        [(1,), (2, 8), (2,)],
+        [(1,), (2, 8), (2, 4), (2,)],
         [],
         [(1,)],
     ]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25, 0.1]
     assert torch.equal(optimizer.state[shard]["sum"], torch.full((2, 8), 0.5))
+    assert torch.equal(optimizer.state[second]["sum"], torch.full((2, 4), 0.5))
     assert not any(table in optimizer.state for table in tables.values())

@@ -1,0 +1,124 @@
+"""nn.Embedding and nn.EmbeddingBag as tables: which are taken, and as what."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
+from lightning_distrec.sharding.stand_ins import FEATURE, StandIn
+
+Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
+Convert = Literal["auto", "all", "none"]
+POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Which plain embeddings become sharded tables.
+
+    which: "auto" takes those of at least `min_rows` rows that can be taken exactly, "all" those of any size, "none"
+    none; a list of paths takes those and raises where one cannot be taken.
+    """
+
+    which: Convert | list[str] = "auto"
+    min_rows: int = 100_000
+
+    def __post_init__(self) -> None:
+        if isinstance(self.which, str) and self.which not in ("auto", "all", "none"):
+            raise ConfigError(
+                f"convert_embeddings={self.which!r} is not known. Use 'auto', 'all', 'none' or a list of paths."
+            )
+        if self.min_rows < 1:
+            raise ConfigError(f"min_rows={self.min_rows}: must be above 0.")
+
+
+NO_CONVERSION = Conversion("none")
+
+
+class PlainEmbeddings:
+    """Decides about the plain embeddings of one module.
+
+    root: the module that holds them; a weight that it holds under two names is shared.
+    """
+
+    def __init__(self, root: nn.Module, conversion: Conversion) -> None:
+        self._conversion = conversion
+        self._seen: list[str] = []
+        self._names: dict[int, set[str]] = {}
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), set()).add(name)
+        self._paths: dict[int, set[str]] = {}
+        for path, child in root.named_modules(remove_duplicate=False):
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+                self._paths.setdefault(id(child), set()).add(path)
+
+    def take(self, path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCollection | str | None:
+        """Return a collection around the embedding's own weight, or why it stays whole, or None: nobody asked."""
+        self._seen.append(path)
+        which = self._conversion.which
+        if isinstance(plain, StandIn) or which == "none":
+            return None
+        named = not isinstance(which, str)
+        if named and not self._paths[id(plain)] & set(which):
+            return None
+        if which == "auto" and plain.num_embeddings < self._conversion.min_rows:
+            return None
+        reason = self._why_whole(plain)
+        if reason and named:
+            raise ShardingError(f"convert_embeddings: '{path}' cannot be sharded: {reason}.")
+        return reason or _collection(path, plain)
+
+    def check_names(self) -> None:
+        """Raise ConfigError where a path was given that is no embedding's."""
+        if isinstance(self._conversion.which, str):
+            return
+        known = set().union(*self._paths.values()) if self._paths else set()
+        for name in self._conversion.which:
+            if name not in known:
+                raise ConfigError(
+                    f"convert_embeddings: there is no nn.Embedding or nn.EmbeddingBag '{name}'"
+                    f"{did_you_mean(name, known)} The module has {', '.join(sorted(known)) or 'none'}."
+                )
+
+    def _why_whole(self, plain: Plain) -> str:
+        if type(plain) not in (nn.Embedding, nn.EmbeddingBag):
+            return f"{type(plain).__name__} is a subclass and may compute something else"
+        if plain.max_norm is not None:
+            return f"max_norm={plain.max_norm} changes rows when they are looked up"
+        if plain.scale_grad_by_freq:
+            return "scale_grad_by_freq counts ids within one device's batch"
+        if isinstance(plain, nn.EmbeddingBag) and plain.mode not in POOLINGS:
+            return f"mode={plain.mode!r} has no FBGEMM kernel"
+        if plain.embedding_dim % 4:
+            return f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of 4 columns"
+        if plain.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"its weight is {plain.weight.dtype}"
+        others = self._names[id(plain.weight)] - {f"{path}.weight" for path in self._paths[id(plain)]}
+        if others:
+            return f"its weight is also '{min(others)}'"
+        return ""
+
+
+def _collection(path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCollection:
+    name = path.replace(".", "/")  # torchrec's modules are called by it, and modules have no dots in their names
+    options: dict[str, Any] = {
+        "name": name,
+        "num_embeddings": plain.num_embeddings,
+        "embedding_dim": plain.embedding_dim,
+        "feature_names": [FEATURE],
+        # FBGEMM does not train bfloat16 rows everywhere; a bfloat16 table becomes a float32 one.
+        "data_type": DataType.FP16 if plain.weight.dtype == torch.float16 else DataType.FP32,
+        "init_fn": torch.nn.init.normal_,
+    }
+    if isinstance(plain, nn.EmbeddingBag):
+        bag_config = EmbeddingBagConfig(**options, pooling=POOLINGS[plain.mode])
+        bags = EmbeddingBagCollection(tables=[bag_config], device=torch.device("meta"))
+        bags.embedding_bags[name].weight = plain.weight
+        return bags
+    rows = EmbeddingCollection(tables=[EmbeddingConfig(**options)], device=torch.device("meta"))
+    rows.embeddings[name].weight = plain.weight
+    return rows

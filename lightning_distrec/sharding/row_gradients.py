@@ -1,0 +1,193 @@
+"""Sharded tables as parameters like any other: leaves, with gradients that the user's own optimizer steps on.
+
+FBGEMM's training kernels update rows inside of backward and leave no gradient behind. Where that is too early (loss
+scaling, accumulation, clipping, manual optimization) or not what the user's optimizer does (Adam), the kernel looks
+rows up and no more. What comes back in backward is turned into gradients here, of parameters that share the kernel's
+memory: sparse ones of the rows that were looked up, as nn.Embedding(sparse=True) makes them, or dense ones of the
+whole shard.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_distrec.errors import ShardingError
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(eq=False)
+class Shard:
+    """One rectangle of a table on this rank, as optimizers step on it."""
+
+    table: str
+    """The table's name in its collection."""
+    weight: nn.Parameter
+    """(num_rows, num_columns), a leaf that shares the kernel's memory; empty where this rank has no rows."""
+    sparse: bool = True
+    """Whether its gradient holds the rows that were looked up only."""
+    replicated: bool = False
+    """Whether every rank holds the table whole and gradients are averaged over the ranks."""
+
+
+def shards_of(kernel: Any) -> list[Shard]:
+    """Return the shards in a kernel's memory, in its order; tables of several columns shards have as many.
+
+    kernel: fbgemm_gpu's SplitTableBatchedEmbeddingBagsCodegen.
+    """
+    weights = kernel.split_embedding_weights()
+    return [Shard(name, nn.Parameter(weight)) for name, weight in zip(kernel.table_names, weights, strict=True)]
+
+
+def give_gradients(kernel: Any, shards: list[Shard]) -> None:
+    """From now on the kernel's lookups leave gradients on `shards` and update nothing.
+
+    shards: as `shards_of` returned them. Those whose weight needs no gradient when they are looked up get none.
+    """
+    layout = _layout(kernel)
+
+    def looked_up(_: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled() or not any(shard.weight.requires_grad for shard in shards):
+            return None
+        if arguments.get("vbe_output") is not None:
+            raise ShardingError(
+                "features of unequal batch sizes on a GPU, and a table whose gradient is kept for the optimizer: "
+                "torchrec writes their rows into one buffer. Give all features one batch size, or use SGD, Adagrad or "
+                "RowWiseAdagrad with embedding_update='fused'."
+            )
+        ids = _Ids(
+            arguments["indices"],
+            arguments["offsets"],
+            arguments.get("per_sample_weights"),
+            arguments.get("batch_size_per_feature_per_rank"),
+        )
+        rows: Tensor = _Lookup.apply(output.detach(), layout, ids, shards, *[shard.weight for shard in shards])
+        return rows
+
+    kernel.register_forward_hook(looked_up, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a kernel's output is made up."""
+
+    tables: list[int]
+    """Feature -> index of its table."""
+    dims: list[int]
+    """Feature -> number of columns."""
+    pooled: bool
+    mean: bool
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """What a kernel was called with."""
+
+    rows: Tensor
+    """(num_ids,), feature by feature, bag by bag."""
+    offsets: Tensor
+    """(num_features * batch_size + 1,), where bags begin and end in `rows`."""
+    weights: Tensor | None
+    """(num_ids,)."""
+    batch_sizes: list[list[int]] | None
+    """Feature -> rank -> bags, where features have unequal batch sizes."""
+
+
+def _layout(kernel: Any) -> _Layout:
+    assert kernel.weights_precision in (SparseType.FP32, SparseType.FP16)
+    tables = list(kernel.feature_table_map)
+    return _Layout(
+        tables,
+        [kernel.embedding_specs[table][1] for table in tables],
+        kernel.pooling_mode != PoolingMode.NONE,
+        kernel.pooling_mode == PoolingMode.MEAN,
+    )
+
+
+class _Lookup(torch.autograd.Function):
+    """Hands a kernel's output on, and its gradient to the shards' weights."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, layout: _Layout, ids: _Ids, shards: list[Shard], *_: Tensor) -> Tensor:
+        ctx.layout, ctx.ids, ctx.shards = layout, ids, shards
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[4:]
+        of_rows: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i, needed in enumerate(wanted) if needed}
+        for table, rows, values in _row_gradients(ctx.layout, ctx.ids, gradient):
+            if table in of_rows:
+                of_rows[table].append((rows, values))
+        shards: list[Shard] = ctx.shards
+        gradients = [_gradient(shards[i], of_rows[i]) if needed else None for i, needed in enumerate(wanted)]
+        return None, None, None, None, *gradients
+
+
+def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield feature by feature its table, the rows it looked up (num_ids,) and their gradients (num_ids, dim)."""
+    sizes = _batch_sizes(layout, ids)
+    first = [sum(sizes[:feature]) for feature in range(len(sizes) + 1)]
+    ends = ids.offsets[torch.tensor(first, device=ids.offsets.device)].tolist()  # one transfer for all features
+    of_bags = _bag_gradients(layout, ids, gradient) if layout.pooled else None
+    for feature, table in enumerate(layout.tables):
+        start, end = ends[feature], ends[feature + 1]
+        if start == end:
+            continue
+        if of_bags is None:
+            yield table, ids.rows[start:end], gradient[start:end]
+            continue
+        lengths = ids.offsets[first[feature] : first[feature + 1] + 1].diff()
+        of_bag = of_bags[feature]
+        if layout.mean:
+            of_bag = of_bag / lengths.clamp(min=1).unsqueeze(1)
+        values = of_bag.repeat_interleave(lengths, dim=0, output_size=end - start)
+        if ids.weights is not None:
+            values = values * ids.weights[start:end].unsqueeze(1)
+        yield table, ids.rows[start:end], values
+
+
+def _batch_sizes(layout: _Layout, ids: _Ids) -> list[int]:
+    if ids.batch_sizes is not None:
+        return [sum(of_ranks) for of_ranks in ids.batch_sizes]
+    num_features = len(layout.tables)
+    return [(ids.offsets.numel() - 1) // num_features] * num_features
+
+
+def _bag_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> list[Tensor]:
+    """Return for each feature the gradients of its bags, (batch_size, dim)."""
+    if ids.batch_sizes is None:
+        return list(gradient.split(layout.dims, dim=1))
+    # Unequal batch sizes: rank by rank, feature by feature, flat (TBE's generate_vbe_metadata).
+    features = range(len(layout.dims))
+    ranks = range(len(ids.batch_sizes[0]))
+    pieces = gradient.flatten().split([ids.batch_sizes[f][r] * layout.dims[f] for r in ranks for f in features])
+    by_feature = [[pieces[r * len(features) + f].view(-1, layout.dims[f]) for r in ranks] for f in features]
+    return [torch.cat(of_ranks) for of_ranks in by_feature]
+
+
+def _gradient(shard: Shard, of_rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    weight = shard.weight
+    if of_rows:
+        rows = torch.cat([rows for rows, _ in of_rows]).long()
+        values = torch.cat([values for _, values in of_rows])
+    else:
+        rows = torch.empty(0, dtype=torch.long, device=weight.device)
+        values = torch.empty(0, weight.shape[1], device=weight.device)
+    if not shard.sparse:
+        whole = torch.zeros(weight.shape, dtype=values.dtype, device=weight.device)
+        return whole.index_add_(0, rows, values).to(weight.dtype)
+    gradient = torch.sparse_coo_tensor(rows.unsqueeze(0), values, weight.shape, check_invariants=False).coalesce()
+    if weight.dtype not in HALF:
+        return gradient
+    # Summed in float32, because sums in half precision round at every row.
+    return torch.sparse_coo_tensor(
+        gradient.indices(), gradient.values().to(weight.dtype), weight.shape, is_coalesced=True, check_invariants=False
+    )

@@ -1,0 +1,93 @@
+"""What the Trainer's precision plugin does, over gradients of which each rank has a part only."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from lightning_distrec._compat import unscales_in_step
+from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
+from lightning_distrec.strategies.refusals import refuse_clip
+
+OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
+    "32-true": None,
+    "bf16-mixed": None,
+    "16-mixed": None,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
+"""Precision -> the type of looked up rows, None for float32. Tables stay float32 in all of them."""
+
+
+def output_dtype(precision: str) -> torch.dtype | None:
+    """Return the type of looked up rows. Raises UnsupportedError: FBGEMM's kernels do not have this precision."""
+    if precision not in OUTPUT_DTYPES:
+        why = "FBGEMM has no float64 tables" if precision == "64-true" else "it was not measured over sharded tables"
+        raise UnsupportedError(
+            f"Trainer(precision={precision!r}): {why}. Use one of {', '.join(map(repr, OUTPUT_DTYPES))}."
+        )
+    return OUTPUT_DTYPES[precision]
+
+
+def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> None:
+    """Make all ranks skip a step when the gradients of any of them, shards included, are not finite.
+
+    Raises UnsupportedError: a scaler or an optimizer that looks at the gradients of its own rank only.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        return
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+        raise UnsupportedError(
+            f"the loss scaler {type(scaler).__name__} does not share what it finds with the other ranks. Use "
+            "torch.amp.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+        )
+    for optimizer in optimizers:
+        if unscales_in_step(optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its own rank only. Remove "
+                "fused=True, or use precision='bf16-mixed'."
+            )
+    plugin.scaler = ShardedGradScaler(  # type: ignore[attr-defined]
+        torch.device(plugin.device).type,  # type: ignore[attr-defined]
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+        process_group=dist.group.WORLD,
+    )
+
+
+class GlobalClipping:
+    """While it is on, `clip_gradients` of a precision plugin clips by the norm over the shards of all ranks."""
+
+    def __init__(self) -> None:
+        self._plugin: Precision | None = None
+
+    def put_on(self, plugin: Precision, sharded: Callable[[], set[int]], fused: list[str]) -> None:
+        """Begin. sharded: the ids of the parameters that only this rank has. fused: tables that cannot be clipped."""
+
+        def by_norm(optimizer: Any, clip_val: float) -> None:
+            refuse_clip(clip_val, fused)
+            clip_by_norm(plugin.main_params(optimizer), sharded(), float(clip_val))
+
+        def by_value(optimizer: Any, clip_val: float) -> None:
+            refuse_clip(clip_val, fused)
+            clip_by_value(plugin.main_params(optimizer), float(clip_val))
+
+        plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+        self._plugin = plugin
+
+    def take_off(self) -> None:
+        """Undo `put_on`."""
+        if self._plugin is not None:
+            self._plugin.__dict__.pop("clip_grad_by_norm", None)
+            self._plugin.__dict__.pop("clip_grad_by_value", None)
+            self._plugin = None
