@@ -27,13 +27,13 @@ class Consensus:
         self.num_ranks = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def start_least(self, value: int) -> "Agreement":
-        """Collective. Begin to agree on the smallest `value` of all ranks; `Agreement.wait()` returns it."""
-        return Agreement(value, dist.ReduceOp.MIN, None if self.num_ranks == 1 else self._group)
+    def start_least(self, *values: int) -> "Agreement":
+        """Collective. Begin to agree on the smallest of all ranks, for each of `values`; `Agreement` has them."""
+        return Agreement(values, dist.ReduceOp.MIN, None if self.num_ranks == 1 else self._group)
 
     def least(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
-        return self.start_least(value).wait()
+        return self.start_least(value).wait()[0]
 
     def everyone(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order."""
@@ -68,18 +68,19 @@ class Consensus:
 
 
 class Agreement:
-    """One number on its way to all ranks."""
+    """Numbers on their way to all ranks."""
 
-    def __init__(self, value: int, reduction: Any, group: Any) -> None:
-        self._value = torch.tensor([value])
-        self._work = None if group is None else dist.all_reduce(self._value, reduction, group=group, async_op=True)
+    def __init__(self, values: tuple[int, ...], reduction: Any, group: Any) -> None:
+        self._values = torch.tensor(values)
+        self._work = None if group is None else dist.all_reduce(self._values, reduction, group=group, async_op=True)
 
-    def wait(self) -> int:
-        """Return the agreed number; may be called once or more."""
+    def wait(self) -> list[int]:
+        """Return the agreed numbers; may be called once or more."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return int(self._value.item())
+        numbers: list[int] = self._values.tolist()
+        return numbers
 
 
 _current: tuple[Any, Consensus] | None = None

@@ -12,6 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError, IdsError
+from lightning_distrec.sharding.jagged import with_ids
 from lightning_distrec.sharding.tables import Table
 
 CheckIds = Literal["error", "warn", "ignore"]
@@ -19,10 +20,10 @@ CHECK_IDS: tuple[str, ...] = ("error", "warn", "ignore")
 
 
 class Agreement(Protocol):
-    """A number that all ranks are agreeing on."""
+    """Numbers that all ranks are agreeing on."""
 
-    def wait(self) -> int:
-        """Return the agreed number."""
+    def wait(self) -> list[int]:
+        """Return the agreed numbers."""
 
 
 class Ranks(Protocol):
@@ -30,8 +31,8 @@ class Ranks(Protocol):
 
     rank: int
 
-    def start_least(self, value: int) -> Agreement:
-        """Collective. Begin to agree on the smallest value of all ranks."""
+    def start_least(self, *values: int) -> Agreement:
+        """Collective. Begin to agree on the smallest of all ranks, for each of the values."""
 
     def everyone(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
@@ -44,17 +45,22 @@ def check_check_ids(value: str) -> None:
 
 
 class Verdict:
-    """What the ranks will know about the ids of one call once `wait` returns."""
+    """What the ranks will know about one call once `wait` returns: its ids, and the sizes of their batches."""
 
-    def __init__(self, ranks: Ranks, problem: str | None) -> None:
+    def __init__(self, ranks: Ranks, problem: str | None, examples: int) -> None:
         self._ranks = ranks
         self._problem = problem
-        self._agreement = ranks.start_least(1 if problem is None else 0)
+        self._agreement = ranks.start_least(1 if problem is None else 0, examples, -examples)
 
-    def wait(self) -> None:
-        """Collective. Raise IdsError on every rank where the ids of any rank are out of range."""
-        if self._agreement.wait() == 0:
+    def wait(self) -> tuple[int, int]:
+        """Collective. Return the least and the most examples of any rank.
+
+        Raises IdsError on every rank where the ids of any rank are out of range.
+        """
+        fine, least, most = self._agreement.wait()
+        if not fine:
             raise IdsError(next(problem for problem in self._ranks.everyone(self._problem) if problem is not None))
+        return least, -most
 
 
 class IdsCheck:
@@ -77,20 +83,23 @@ class IdsCheck:
                 if smallest is None or table.config.num_embeddings < smallest.config.num_embeddings:
                     self._table_of_feature[feature] = table
 
-    def start(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Verdict | None]:
-        """Collective in mode "error". Return the features to look up, every id in range, and what to wait for."""
+    def start(self, features: KeyedJaggedTensor, examples: int | None) -> tuple[KeyedJaggedTensor, Verdict | None]:
+        """Return the features to look up, every id in range, and what to wait for.
+
+        Collective in mode "error", and where `examples`, this rank's number of them, is given for comparison.
+        """
         bad = self._out_of_range(features)
         problem = None
         if bool(bad.any()):
             problem = self._describe(features, bad)
-            features = _with_values(features, features.values().masked_fill(bad, 0))
+            features = with_ids(features, features.values().masked_fill(bad, 0))
         if self._mode == "error":
-            return features, Verdict(self._ranks, problem)
+            return features, Verdict(self._ranks, problem, examples or 0)
         if problem is not None and self._mode == "warn" and not self._warned:
             self._warned = True
             # Not by rank zero alone: this rank has the ids.
             warnings.warn(f"{problem} Row 0 is looked up in their place. Said once.", stacklevel=2)
-        return features, None
+        return features, None if examples is None else Verdict(self._ranks, None, examples)
 
     def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor:
         values = features.values()
@@ -113,17 +122,3 @@ class IdsCheck:
             f"{self._ranks.rank}). Give the table more rows, map the ids into its range, or set check_ids='warn' or "
             "'ignore'."
         )
-
-
-def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    """Return `features` with other ids; lengths, weights and batch sizes stay."""
-    variable = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=values,
-        weights=features.weights_or_none(),
-        lengths=features.lengths(),
-        stride=None if variable else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        inverse_indices=features.inverse_indices_or_none(),
-    )

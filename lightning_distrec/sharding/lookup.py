@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat import fbgemm_iterations_kept, fbgemm_kernels, leave_mean_to_us
 from lightning_distrec.errors import OptimizerError, ShardingError
-from lightning_distrec.sharding.ids_check import IdsCheck
+from lightning_distrec.sharding.ids_check import IdsCheck, Verdict
+from lightning_distrec.sharding.jagged import Padding, without_weights
 from lightning_distrec.sharding.tables import Table, feature_names, output_names
 
 CUT_BY_ROWS = ("row_wise", "table_row_wise")
@@ -42,6 +44,7 @@ class ShardedLookup:
     check_ids: looks at the ids before they leave the rank.
     before_forward: called before every forward that may be followed by a backward.
     output_dtype: the type of what is returned; None for the kernels' own.
+    compare_examples: told this rank's number of examples, and the least and most of all ranks; None: not compared.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ShardedLookup:
         check_ids: IdsCheck,
         before_forward: Callable[[], None],
         output_dtype: torch.dtype | None = None,
+        compare_examples: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self._sharded = sharded
         self._path = tables[0].collection
@@ -62,6 +66,12 @@ class ShardedLookup:
         self._learning = [(uses[table.name].learns, set(_outputs_of(tables, table.__eq__))) for table in tables]
         self._weighted = tables[0].plain is not None or bool(getattr(tables[0].module, "is_weighted", lambda: False)())
         self._output_dtype = output_dtype
+        # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
+        self._equal_batches = (
+            self._pooled and dist.get_backend() == "gloo" and any(use.cut in CUT_BY_ROWS for use in uses.values())
+        )
+        # The ids of an nn.Embedding may have any shape: they do not tell the number of examples.
+        self._compare_examples = None if isinstance(tables[0].plain, torch.nn.Embedding) else compare_examples
         self._dense_copies = [table.full_name for table in tables if uses[table.name].cut == "data_parallel"]
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
         self._arrived: set[object] = set()
@@ -86,12 +96,15 @@ class ShardedLookup:
         frozen = self._frozen()
         with self._gradients(frozen):
             features = self._in_known_order(self._with_right_weights(features))
-            features, verdict = self._check_ids.start(features)
+            features, verdict = self._check_ids.start(features, self._examples(features))
+            padding = self._padding(features, verdict)
+            sent = features if padding is None else padding.put_on(features)
             context = self._sharded.create_context()
-            ids = self._sharded.input_dist(context, features).wait().wait()
-            if verdict is not None:
-                verdict.wait()
+            ids = self._sharded.input_dist(context, sent).wait().wait()
+            self._agree(features, verdict)
             rows = self._sharded.compute_and_output_dist(context, ids).wait()
+            if padding is not None:
+                rows = padding.take_off(rows)
         if self._pooled:
             pooled = self._keyed_tensor(rows, features, frozen)
             self._watch([pooled.values()])
@@ -99,6 +112,27 @@ class ShardedLookup:
         jagged = self._dict(rows, frozen)
         self._watch([rows.values() for rows in jagged.values()])
         return jagged
+
+    def _examples(self, features: KeyedJaggedTensor) -> int | None:
+        """Return the number of examples to compare over ranks; 0 where features have unequal batch sizes."""
+        if self._compare_examples is None and not self._equal_batches:
+            return None
+        return 0 if features.variable_stride_per_key() else features.stride()
+
+    def _padding(self, features: KeyedJaggedTensor, verdict: Verdict | None) -> Padding | None:
+        """Collective where batches must be equal. Return what makes this rank's batch as large as the largest."""
+        if not self._equal_batches or verdict is None:
+            return None
+        least, most = verdict.wait()
+        return None if least == most else Padding(features.stride(), most)
+
+    def _agree(self, features: KeyedJaggedTensor, verdict: Verdict | None) -> None:
+        """Collective. Raise on every rank what any found in its ids, and compare the sizes of batches."""
+        if verdict is None:
+            return
+        least, most = verdict.wait()
+        if self._compare_examples is not None and torch.is_grad_enabled():
+            self._compare_examples(self._examples(features) or 0, least, most)
 
     def _watch(self, outputs: list[torch.Tensor]) -> None:
         """Notice when gradients come back to more than one lookup of a step, where their updates do not add up."""
@@ -151,15 +185,7 @@ class ShardedLookup:
             )
         if weights is None or self._weighted or not self._pooled:
             return features
-        variable = features.variable_stride_per_key()
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            lengths=features.lengths(),
-            stride=None if variable else features.stride(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-            inverse_indices=features.inverse_indices_or_none(),
-        )
+        return without_weights(features)
 
     def _in_known_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Give torchrec the same keys in the same order at every call: it remembers those of its first call."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
+from lightning_distrec.optimizers.loss_weight import LossReduction
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
 from lightning_distrec.sharding.ids_check import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -31,6 +32,7 @@ class TableSettings:
     conversion: Conversion
     by_table: Mapping[str, Any]
     check_ids: CheckIds
+    loss_reduction: LossReduction
     memory_bytes_per_rank: int | None
     batch_size_per_rank: int
 

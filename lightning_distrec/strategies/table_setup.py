@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, OptimizerError, ShardingError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
 from lightning_distrec.optimizers.learning_rate import LearningRates
+from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, rewrite_groups
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
@@ -46,6 +47,7 @@ class TableSetup:
     shards: ShardedTables
     updates: dict[str, TableUpdate]
     learning_rates: LearningRates
+    loss_weight: LossWeight
     lookups: list[ShardedLookup] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[Any] = field(default_factory=list)
@@ -67,6 +69,7 @@ class TableSetup:
         """Raise where something was changed since the start that the tables' updates do not follow."""
         self.learning_rates.check()
         self.thawing.follow(self.optimizers)
+        self.loss_weight.begin_step()
         self._begin_step()
 
     def after_optimizer_step(self, *_: Any) -> None:
@@ -214,7 +217,9 @@ def _look_up(
     output_dtype: torch.dtype | None,
 ) -> TableSetup:
     """Put our lookups in the place of torchrec's forwards."""
-    setup = TableSetup(shards=shards, updates=updates, learning_rates=LearningRates(updates))
+    weight = LossWeight(settings.loss_reduction, consensus, rank_zero_info)
+    setup = TableSetup(shards=shards, updates=updates, learning_rates=LearningRates(updates), loss_weight=weight)
+    compare_examples = weight.looked_up if weight.counts_examples else None
     fused_optimizers = shards.fused_optimizers()
     for path, sharded in shards.sharded.items():
         tables = shards.tables_of(path)
@@ -228,7 +233,8 @@ def _look_up(
             for update in [updates[table.full_name]]
         }
         check = IdsCheck(tables, settings.check_ids, consensus)
-        lookup = ShardedLookup(sharded, tables, uses, check, partial(setup.learning_rates.push, kernels), output_dtype)
+        push = partial(setup.learning_rates.push, kernels)
+        lookup = ShardedLookup(sharded, tables, uses, check, push, output_dtype, compare_examples)
         sharded.forward = lookup  # type: ignore[assignment]
         setup.lookups.append(lookup)
     return setup

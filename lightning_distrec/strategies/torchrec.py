@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec._compat import (
@@ -24,6 +25,7 @@ from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_rank
 from lightning_distrec.cluster.environment import publish_local_world_size
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
@@ -56,6 +58,9 @@ class TorchRecShardedStrategy(DDPStrategy):
         tables: options for single tables by name: embedding_update, sharding_types, min_partition, pooling_factor.
         check_ids: what an id outside of its table does: "error" on every rank, "warn" or "ignore" and look up row 0.
         uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
+        loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
+            ranks are weighted by their number of examples; "sum" over it; "rank_mean": all ranks count alike, as in
+            DDP.
         memory_bytes_per_rank: memory of one rank in bytes, of which tables get 85 %; None measures it.
         batch_size_per_rank: examples per rank and step, for the planner's estimates.
         find_unused_parameters: as DDP's, for dense layers that some steps do not use.
@@ -76,6 +81,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         tables: dict[str, TableOptions] | None = None,
         check_ids: CheckIds = "error",
         uneven_inputs: UnevenInputs = "stop",
+        loss_reduction: LossReduction = "mean",
         memory_bytes_per_rank: int | None = None,
         batch_size_per_rank: int = 512,
         find_unused_parameters: bool = False,
@@ -86,6 +92,7 @@ class TorchRecShardedStrategy(DDPStrategy):
     ) -> None:
         check_check_ids(check_ids)
         check_uneven_inputs(uneven_inputs)
+        check_loss_reduction(loss_reduction)
         if timeout_seconds <= 0 or batch_size_per_rank <= 0:
             raise ConfigError(
                 f"timeout_seconds={timeout_seconds}, batch_size_per_rank={batch_size_per_rank}: must be above 0."
@@ -95,6 +102,7 @@ class TorchRecShardedStrategy(DDPStrategy):
             conversion=Conversion(convert_embeddings, min_rows),
             by_table=tables or {},
             check_ids=check_ids,
+            loss_reduction=loss_reduction,
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
         )
@@ -195,6 +203,12 @@ class TorchRecShardedStrategy(DDPStrategy):
         if self._tables is not None:
             self._tables.backward_watch.backward()
         super().pre_backward(closure_loss)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        factor = 1.0 if self._tables is None else self._tables.loss_weight.factor()
+        loss = closure_loss if factor == 1.0 else closure_loss * factor
+        return super().backward(loss, optimizer, *args, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -166,9 +166,9 @@ def seeded(make: Any, *args: Any, **options: Any) -> Any:
 
 
 def train_sharded(
-    model: ClickModel, steps: int, strategy: dict[str, Any] | None = None, **trainer_options: Any
+    model: ClickModel, steps: int | None, strategy: dict[str, Any] | None = None, **trainer_options: Any
 ) -> tuple[ClickModel, pl.Trainer]:
-    """Train `model` on this rank through Lightning, tables sharded."""
+    """Train `model` on this rank through Lightning, tables sharded. steps: None for the loaders of the model itself."""
     from lightning_distrec import TorchRecShardedStrategy
 
     rank, num_ranks = rank_and_num_ranks()
@@ -180,7 +180,7 @@ def train_sharded(
             {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0} | NO_OUTPUT | trainer_options
         ),
     )
-    trainer.fit(model, rank_loader(steps, rank))
+    trainer.fit(model, None if steps is None else rank_loader(steps, rank))
     return model, trainer
 
 

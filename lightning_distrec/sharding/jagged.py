@@ -1,0 +1,54 @@
+"""A KeyedJaggedTensor like another one, with something changed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+
+def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    """Return `features` with other ids, (num_ids,); lengths, weights and batch sizes stay."""
+    return _like(features, ids, features.weights_or_none())
+
+
+def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return `features` without the ids' weights."""
+    return _like(features, features.values(), None)
+
+
+def _like(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=ids,
+        weights=weights,
+        lengths=features.lengths(),
+        stride=None if variable else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Empty bags at the end of a batch, so that all ranks have as many."""
+
+    examples: int
+    """Without the padding."""
+    padded: int
+
+    def put_on(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return `features`, of one batch size, with empty bags up to `padded` examples."""
+        lengths = features.lengths().view(len(features.keys()), self.examples)
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=features.weights_or_none(),
+            lengths=torch.nn.functional.pad(lengths, (0, self.padded - self.examples)).flatten(),
+            stride=self.padded,
+        )
+
+    def take_off(self, bags: KeyedTensor) -> KeyedTensor:
+        """Return `bags` without those of the padding."""
+        return KeyedTensor(bags.keys(), bags.length_per_key(), bags.values()[: self.examples])
