@@ -57,6 +57,21 @@ def unscales_in_step(optimizer: Optimizer) -> bool:
     return bool(_optimizer_handles_unscaling(optimizer))
 
 
+def share_hooks(original: nn.Module, module: nn.Module) -> None:
+    """Give `module` the forward and backward hooks of `original`, those that are registered or removed later too.
+
+    Source: torch/nn/modules/module.py keeps them in dicts, which the handles of `register_...` refer to.
+    """
+    for name, value in vars(original).items():
+        if name.startswith(("_forward", "_backward", "_is_full_backward")):
+            module.__dict__[name] = value
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on `parameter`."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
     """Make a later DistributedDataParallel(module) neither broadcast nor reduce what is called `names`.
 

@@ -30,7 +30,8 @@ class LearningRates:
         handles = []
         for name, optimizer in fused_optimizers.items():
             owner = self._updates[name].owner
-            if owner is not None and id(optimizer) not in handles:
+            in_backward = self._updates[name].in_backward  # other kernels update nothing, at a rate of 0
+            if owner is not None and in_backward and id(optimizer) not in handles:
                 self._links[id(optimizer)] = (owner, optimizer)
                 handles.append(id(optimizer))
         return handles

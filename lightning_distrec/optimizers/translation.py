@@ -12,7 +12,7 @@ of Adagrad) or fill with a default of its own (eps) is never left to it.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -95,12 +95,14 @@ def translate(
     optimizers: list[optim.Optimizer],
     device_type: str,
     not_in_backward: str,
+    looked_up_often: Container[str] = (),
 ) -> dict[str, TableUpdate]:
     """Return what updates each table.
 
     parameters: full name of a table -> its unsharded weight, (num_rows, dim), possibly on meta.
     modes: full name -> "auto", "fused", "sparse", "dense" or "fused_lazy".
     not_in_backward: why an update inside of backward would come too early, for example "gradient_clip_val=1.0", or "".
+    looked_up_often: tables that a step usually looks up several times, positive and negative items for example.
     Raises OptimizerError: the table's name, the reason and the way out.
     """
     owners = _owners(parameters, optimizers)
@@ -111,6 +113,8 @@ def translate(
             updates[name] = frozen("in no optimizer" if owner is None else "requires_grad is False", owner)
         else:
             updates[name] = _update(name, owner, modes[name], device_type, not_in_backward)
+            if name in looked_up_often and modes[name] == "auto":
+                updates[name] = _for_several_lookups(updates[name])
     return updates
 
 
@@ -193,6 +197,14 @@ def _update(name: str, owner: Owner, mode: str, device_type: str, not_in_backwar
         return replace(sparse, why=not_in_backward or sparse.why)
     why = f"{not_in_backward}; {why_not_sparse}" if fused is not None else why_not_fused
     return _dense(name, owner, why, asked=False)
+
+
+def _for_several_lookups(update: TableUpdate) -> TableUpdate:
+    """FBGEMM updates once for each lookup; where that is not one update with their sum, let the gradients meet."""
+    if update.adds_up or update.owner is None:
+        return update
+    sparse, _ = sparse_form(update.owner)
+    return update if sparse is None else replace(sparse, why="a step may look it up more than once")
 
 
 def _dense(name: str, owner: Owner, why: str, asked: bool) -> TableUpdate:
@@ -294,7 +306,8 @@ def rewrite_groups(
     """Put each table's shards in the place of the unsharded weight, in place: groups keep their count and order.
 
     parameters: full name -> unsharded weight. shards: full name -> this rank's shards of the tables that the user's
-    optimizer steps on; tables that are not in it leave the groups, and so do shards without rows on this rank.
+    optimizer steps on; tables that are not in it leave the groups. Shards without rows on this rank are in the groups
+    too, so that what freezes or toggles a group's parameters reaches every rank's alike.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
@@ -305,7 +318,7 @@ def rewrite_groups(
             kept: list[int] = []
             for i, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter))
-                mine = [parameter] if name is None else [shard for shard in shards.get(name, []) if shard.numel()]
+                mine = [parameter] if name is None else shards.get(name, [])
                 replaced += mine
                 kept += [i] * len(mine)
                 fresh += mine if id(parameter) in with_state else []

@@ -20,6 +20,7 @@ from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.sharding.ids_check import IdsCheck, Verdict
 from lightning_distrec.sharding.jagged import Padding, without_weights
 from lightning_distrec.sharding.tables import Table, feature_names, output_names
+from lightning_distrec.sharding.whole_tables import HeldStill
 
 CUT_BY_ROWS = ("row_wise", "table_row_wise")
 
@@ -72,6 +73,7 @@ class ShardedLookup:
         )
         # The ids of an nn.Embedding may have any shape: they do not tell the number of examples.
         self._compare_examples = None if isinstance(tables[0].plain, torch.nn.Embedding) else compare_examples
+        self._whole = _outputs_of(tables, lambda table: uses[table.name].cut == "data_parallel")
         self._dense_copies = [table.full_name for table in tables if uses[table.name].cut == "data_parallel"]
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
         self._arrived: set[object] = set()
@@ -145,8 +147,8 @@ class ShardedLookup:
             if len(self._arrived) > 1:
                 raise OptimizerError(
                     f"gradients came to more than one lookup of '{self._path}' in a step, and table '{self._once[0]}' "
-                    "is updated inside of backward, once for each lookup, which is not one update with their sum. Look "
-                    "up once, with the ids of all lookups in one KeyedJaggedTensor, or set embedding_update='sparse'."
+                    "is updated inside of backward, once for each lookup, which is not one update with their sum. Set "
+                    "embedding_update='sparse' ('dense' for RowWiseAdagrad), or look all ids up at once."
                 )
 
         for output in outputs:
@@ -217,7 +219,7 @@ class ShardedLookup:
         if not frozen and self._output_dtype is None:
             return {name: rows[name] for name in self._outputs}
         return {
-            name: _with_values(rows[name], self._typed(values.detach() if name in frozen else values))
+            name: _with_values(rows[name], self._typed(self._held_still(name, values) if name in frozen else values))
             for name in self._outputs
             for values in [rows[name].values()]
         }
@@ -236,12 +238,18 @@ class ShardedLookup:
             for name, feature in self._summed_means.items():
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
         # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
-        columns |= {name: columns[name].detach() for name in frozen}
+        columns |= {name: self._held_still(name, columns[name]) for name in frozen}
         return KeyedTensor(
             keys=self._outputs,
             length_per_key=[widths[name] for name in self._outputs],
             values=self._typed(torch.cat([columns[name] for name in self._outputs], dim=1)),
         )
+
+    def _held_still(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if name in self._whole:
+            held: torch.Tensor = HeldStill.apply(values)
+            return held
+        return values.detach()
 
     def _typed(self, values: torch.Tensor) -> torch.Tensor:
         return values if self._output_dtype is None else values.to(self._output_dtype)

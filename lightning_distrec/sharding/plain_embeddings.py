@@ -8,6 +8,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from lightning_distrec._compat import has_gradient_hooks
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.sharding.stand_ins import FEATURE, StandIn
 
@@ -87,6 +88,10 @@ class PlainEmbeddings:
     def _why_whole(self, plain: Plain) -> str:
         if type(plain) not in (nn.Embedding, nn.EmbeddingBag):
             return f"{type(plain).__name__} is a subclass and may compute something else"
+        if not isinstance(plain.weight, nn.Parameter):
+            return "its weight is computed, not a parameter (a parametrization)"
+        if has_gradient_hooks(plain.weight):
+            return "its weight has gradient hooks, which would see a part of the gradient only"
         if plain.max_norm is not None:
             return f"max_norm={plain.max_norm} changes rows when they are looked up"
         if plain.scale_grad_by_freq:

@@ -53,7 +53,7 @@ def give_gradients(kernel: Any, shards: list[Shard]) -> None:
     layout = _layout(kernel)
 
     def looked_up(_: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled() or not any(shard.weight.requires_grad for shard in shards):
+        if not torch.is_grad_enabled():
             return None
         if arguments.get("vbe_output") is not None:
             raise ShardingError(
@@ -67,7 +67,9 @@ def give_gradients(kernel: Any, shards: list[Shard]) -> None:
             arguments.get("per_sample_weights"),
             arguments.get("batch_size_per_feature_per_rank"),
         )
-        rows: Tensor = _Lookup.apply(output.detach(), layout, ids, shards, *[shard.weight for shard in shards])
+        # Also where no shard of this rank learns: other ranks' may, and the exchange of gradients needs all of them.
+        leaf = output.detach().requires_grad_()
+        rows: Tensor = _Lookup.apply(leaf, layout, ids, shards, *[shard.weight for shard in shards])
         return rows
 
     kernel.register_forward_hook(looked_up, with_kwargs=True)

@@ -31,6 +31,7 @@ from lightning_distrec.sharding.plan import Plan, sharder_of
 from lightning_distrec.sharding.row_gradients import Shard, give_gradients, shards_of
 from lightning_distrec.sharding.stand_ins import StandIn, stand_in
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.whole_tables import make_freezable
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
 """Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group; tables
@@ -73,6 +74,17 @@ class ShardedTables:
     def parameters(self) -> dict[str, list[nn.Parameter]]:
         """Return this rank's part of every table by full name, as optimizers step on it."""
         return {name: [shard.weight for shard in shards] for name, shards in self.shards.items()}
+
+    def keys_in_tree(self) -> dict[str, str]:
+        """Return key of a table in the root's state_dict -> its full name; a module with two names has two keys."""
+        paths = self._module().named_modules(remove_duplicate=False)
+        at = {id(module): path for path, module in self.in_tree.items()}
+        return {
+            f"{path}.{table.key.removeprefix(f'{table.collection}.')}": table.full_name
+            for path, module in paths
+            if id(module) in at
+            for table in self.tables_of(at[id(module)])
+        }
 
     def keep_gradients(self, names: Iterable[str], sparse: Mapping[str, bool]) -> None:
         """Leave the gradients of these tables, by full name, on their shards, for the user's optimizer.
@@ -297,12 +309,11 @@ def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[Shard]) 
         mine = found[table.full_name]
         weight = sharded.get_parameter(table.local_key)
         if not mine and weight.numel():  # data_parallel: torchrec's DDP has its hands on this very parameter
-            mine.append(Shard(table.name, weight, sparse=False, replicated=True))
+            mine.append(Shard(table.name, make_freezable(weight), sparse=False, replicated=True))
         elif not mine:
             mine.append(Shard(table.name, nn.Parameter(torch.empty(0, device=weight.device))))
         for shard in mine:
-            if not shard.replicated:
-                shard.weight.requires_grad_(table.parameter.requires_grad)
+            shard.weight.requires_grad_(table.parameter.requires_grad)
     return found
 
 

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_distrec._compat import share_hooks
 from lightning_distrec.errors import RowsElsewhereError, ShardingError
 
 FEATURE = "ids"
@@ -32,6 +33,7 @@ class StandIn(nn.Module):
         ours = set(vars(self))
         self.__dict__.update({name: value for name, value in vars(original).items() if name not in ours})
         self.training = original.training
+        share_hooks(original, self)
         self.__dict__ |= {"sharded": sharded, "keys": keys}  # past nn.Module, so that it is no child
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -90,9 +92,9 @@ class ShardedEmbedding(StandIn, _NoWeightToRead, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Collective. Look up `input`, of any shape; returns (*input.shape, embedding_dim)."""
-        ids = input.flatten()
+        ids = _as_ids(input).flatten()
         lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
-        features = KeyedJaggedTensor(keys=[FEATURE], values=ids.long(), lengths=lengths)
+        features = KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
         rows = self.sharded(features)[FEATURE].values()
         if self.padding_idx is not None:  # its row is looked up and does not learn
             rows = torch.where((ids == self.padding_idx).unsqueeze(1), rows.detach(), rows)
@@ -109,9 +111,13 @@ class ShardedEmbeddingBag(StandIn, _NoWeightToRead, nn.EmbeddingBag):
                 f"per_sample_weights of shape {tuple(per_sample_weights.shape)} for input {tuple(input.shape)} and "
                 f"mode={self.mode!r}: they need mode='sum' and the input's shape."
             )
-        lengths = self._lengths(input, offsets)
-        ids = input.flatten()
+        lengths = self._lengths(_as_ids(input), offsets)
+        ids = _as_ids(input).flatten()
         weights = None if per_sample_weights is None else per_sample_weights.flatten()
+        if self.include_last_offset and input.dim() == 1:
+            lengths = lengths[:-1]  # the last offset is an end, not a bag; ids behind it belong to none
+            total = int(lengths.sum())
+            ids, weights = ids[:total], None if weights is None else weights[:total]
         if self.padding_idx is not None:
             keep = ids != self.padding_idx
             kept_before = torch.cat([keep.new_zeros(1, dtype=torch.long), keep.cumsum(0)])
@@ -119,7 +125,7 @@ class ShardedEmbeddingBag(StandIn, _NoWeightToRead, nn.EmbeddingBag):
             lengths = kept_before[ends].diff()
             ids, weights = ids[keep], None if weights is None else weights[keep]
         features = KeyedJaggedTensor(
-            keys=[FEATURE], values=ids.long(), lengths=lengths, weights=None if weights is None else weights.float()
+            keys=[FEATURE], values=ids, lengths=lengths, weights=None if weights is None else weights.float()
         )
         return _in_type_of(self, self.sharded(features).values())
 
@@ -132,8 +138,19 @@ class ShardedEmbeddingBag(StandIn, _NoWeightToRead, nn.EmbeddingBag):
             raise ShardingError(
                 f"input of shape {tuple(input.shape)}: it must have two dimensions, or one and offsets."
             )
-        end = [] if self.include_last_offset else [offsets.new_full((1,), input.numel())]
-        return torch.cat([offsets, *end]).long().diff()
+        ends = torch.cat([offsets[1:], offsets.new_full((1,), input.numel())]).long()
+        lengths = ends - offsets
+        if bool((lengths < 0).any()) or (len(offsets) and int(offsets[0]) != 0):
+            raise ShardingError(
+                f"offsets must begin with 0, never fall, and stay below the number of ids, {input.numel()}: {offsets}."
+            )
+        return lengths
+
+
+def _as_ids(input: Tensor) -> Tensor:
+    if input.dtype not in (torch.int32, torch.int64):
+        raise ShardingError(f"an embedding was called with ids of {input.dtype}; they must be int64 or int32.")
+    return input.long()
 
 
 def _in_type_of(module: nn.Module, looked_up: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 
+from lightning_distrec._compat import has_gradient_hooks
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.stand_ins import StandIn
@@ -199,6 +200,11 @@ def _check(tables: list[Table]) -> None:
             raise ShardingError(
                 f"tables '{other}' and '{table.full_name}' share one weight, which cannot live in two sharded tables. "
                 "Use one table and list both features in its feature_names."
+            )
+        if has_gradient_hooks(table.parameter):
+            raise ShardingError(
+                f"the weight of table '{table.full_name}' has gradient hooks, which would see a part of the gradient "
+                "only. Register them on the looked up vectors instead."
             )
         dim = table.config.embedding_dim
         if dim % 4:

@@ -37,7 +37,7 @@ def why_not_in_backward(trainer: Trainer, module: LightningModule, precision: Pr
 
 
 def refuse_what_is_not_exact(
-    trainer: Trainer, module: LightningModule, precision: Precision, kinds: Mapping[str, str]
+    trainer: Trainer, module: LightningModule, precision: Precision, kinds: Mapping[str, str], num_optimizers: int
 ) -> None:
     """Raise UnsupportedError where a setting of the Trainer would give other numbers than an unsharded run.
 
@@ -47,6 +47,12 @@ def refuse_what_is_not_exact(
     fused = [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")]
     if not fused:
         return
+    if not module.automatic_optimization and num_optimizers > 1:
+        raise UnsupportedError(
+            f"manual optimization with {num_optimizers} optimizers: table '{fused[0]}' is updated inside of every "
+            "backward, whichever optimizer it is for, because embedding_update asks for it. Set "
+            "embedding_update='auto' or 'sparse'."
+        )
     most = _most_accumulated(trainer)
     if most > 1:
         raise UnsupportedError(

@@ -72,9 +72,10 @@ def decide(
             optimizers,
             device.type,
             why_not_in_backward(trainer, module, trainer.precision_plugin),
+            {table.full_name for table in tables if table.plain is not None},
         )
         kinds = {name: update.kind for name, update in updates.items()}
-        refuse_what_is_not_exact(trainer, module, trainer.precision_plugin, kinds)
+        refuse_what_is_not_exact(trainer, module, trainer.precision_plugin, kinds, len(optimizers))
         fused = [name for name, update in updates.items() if update.in_backward]
         warnings += [
             *_warn_of_half_precision(tables, fused),

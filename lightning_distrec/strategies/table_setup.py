@@ -83,11 +83,12 @@ class TableSetup:
 
     def load_state_dict(self, module: LightningModule, state: Mapping[str, Any], strict: bool) -> None:
         """Load a plain state_dict of the unsharded module, present on every rank, into the module and the shards."""
-        keys = {table.key: table.full_name for table in self.shards.tables}
+        keys = self.shards.keys_in_tree()
         self.shards.load({keys[key]: value for key, value in state.items() if key in keys})
         rest = {key: value for key, value in state.items() if key not in keys}
         missing, unexpected = module.load_state_dict(rest, strict=False)
-        missing = [key for key in missing if key not in keys]
+        further = tuple(f"{key}_" for key in keys)  # of tables with several shards on this rank
+        missing = [key for key in missing if key not in keys and not key.startswith(further)]
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. "
@@ -119,8 +120,12 @@ def set_up_tables(
     if present is not None:
         present.step_out()
     try:
+        if present is not None:
+            consensus.all_or_none("setup", lambda: _refuse_whole_again(present, module, settings))
         look = consensus.all_or_none("setup", lambda: decide(trainer, module, settings, device, places))
         _agree_on_tables(look.tables, consensus)
+        for warning in look.warnings:
+            rank_zero_warn(warning)
         if not look.tables:
             return None
         plan = _plan(trainer, look, present.plan if present is not None else {}, settings, device, places)
@@ -149,9 +154,20 @@ def _plan(
     plan = plan_together(planned)
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
         print_plan(look.tables, plan, costs, bytes_by_rank(look.tables, plan, costs, places.num_ranks))
-    for warning in look.warnings:
-        rank_zero_warn(warning)
     return plan
+
+
+def _refuse_whole_again(present: ShardedTables, module: LightningModule, settings: TableSettings) -> None:
+    """Raise ShardingError where an embedding that an earlier run sharded would be whole now: it has no rows here."""
+    found = {id(table.original) for table in find_tables(module, settings.conversion).tables}
+    here = {id(child) for child in module.modules()}
+    for table in present.tables:
+        if id(table.original) in here and id(table.original) not in found:
+            raise ShardingError(
+                f"'{table.full_name}' was sharded in an earlier run of this module, and convert_embeddings="
+                f"{settings.conversion.which!r} would keep it whole now. Keep convert_embeddings and min_rows as they "
+                "were, or load a checkpoint into a new module."
+            )
 
 
 def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:

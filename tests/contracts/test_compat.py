@@ -117,6 +117,27 @@ def test_unscales_in_step_knows_torchs_fused_optimizers() -> None:
     assert _compat.unscales_in_step(torch.optim.Adam([weight], fused=True))
 
 
+def test_share_hooks_runs_and_removes_them_on_both() -> None:
+    called: list[str] = []
+    original, module = nn.Linear(1, 1), nn.Linear(1, 1)
+    before = original.register_forward_pre_hook(lambda *_: called.append("before"))
+    _compat.share_hooks(original, module)
+    original.register_forward_hook(lambda *_: called.append("after"))
+    original.register_full_backward_hook(lambda *_: called.append("backward"))
+    _compat.share_hooks(original, module)
+    module(torch.ones(1, 1, requires_grad=True)).sum().backward()
+    before.remove()
+    module(torch.ones(1, 1))
+    assert called == ["before", "after", "backward", "after"]
+
+
+def test_has_gradient_hooks_sees_both_kinds() -> None:
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    weights[1].register_hook(lambda gradient: None)
+    weights[2].register_post_accumulate_grad_hook(lambda weight: None)
+    assert [_compat.has_gradient_hooks(weight) for weight in weights] == [False, True, True]
+
+
 def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 

@@ -116,7 +116,7 @@ def test_groups_keep_count_order_and_options_when_shards_take_the_tables_places(
     assert [[p.shape for p in group["params"]] for group in optimizer.param_groups] == [
         [(1,), (2, 8), (2, 4), (2,)],
         [],
-        [(1,)],
+        [(0,), (1,)],
     ]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25, 0.1]
     assert torch.equal(optimizer.state[shard]["sum"], torch.full((2, 8), 0.5))

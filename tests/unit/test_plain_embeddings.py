@@ -1,0 +1,134 @@
+"""Which nn.Embedding and nn.EmbeddingBag become tables, and which stay whole and why; no ranks."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_distrec.errors import ConfigError, ShardingError
+from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.sharding.tables import FoundTables, TableOptions, find_tables, options_by_table
+
+
+class MyBag(nn.EmbeddingBag):
+    """A subclass: it may compute anything."""
+
+
+def _root(**children: nn.Module) -> nn.Module:
+    root = nn.Module()
+    for name, child in children.items():
+        root.add_module(name, child)
+    return root
+
+
+def _found(root: nn.Module, which: Any = "all", min_rows: int = 100_000) -> FoundTables:
+    return find_tables(root, Conversion(which, min_rows))
+
+
+def test_embeddings_are_found_in_nested_places_under_their_own_names() -> None:
+    root = _root(towers=nn.ModuleList([nn.ModuleDict({"item": nn.Embedding(9, 8)})]), tags=nn.EmbeddingBag(7, 4))
+    tables = _found(root).tables
+    assert [(table.full_name, table.key, table.pooled) for table in tables] == [
+        ("towers.0.item", "towers.0.item.weight", False),
+        ("tags", "tags.weight", True),
+    ]
+    assert tables[0].parameter is root.towers[0]["item"].weight
+    assert list(root.state_dict()) == ["towers.0.item.weight", "tags.weight"]
+
+
+def test_a_module_under_two_names_is_one_table_that_either_name_names() -> None:
+    root = _root(user=nn.Embedding(9, 8))
+    root.item = root.user
+    for which in ("all", ["user"], ["item"], ["user", "item"]):
+        assert [table.full_name for table in _found(root, which).tables] == ["user"]
+
+
+def test_auto_takes_tables_of_min_rows_and_says_nothing_of_smaller_ones() -> None:
+    root = _root(small=nn.Embedding(9, 8), large=nn.Embedding(10, 8), odd=nn.Embedding(9, 6))
+    found = _found(root, "auto", 10)
+    assert [table.full_name for table in found.tables] == ["large"]
+    assert found.left_alone == {}
+    assert _found(root, "auto", 9).left_alone.keys() == {"odd"}
+    assert _found(root, "auto").tables == []
+
+
+def test_none_takes_none_and_says_nothing() -> None:
+    found = _found(_root(item=nn.Embedding(9, 8), odd=nn.Embedding(9, 6)), "none")
+    assert found == FoundTables([], {})
+
+
+WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "max_norm": (lambda: nn.Embedding(9, 8, max_norm=1.0), r"max_norm=1\.0"),
+    "frequency": (lambda: nn.EmbeddingBag(9, 8, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    "max": (lambda: nn.EmbeddingBag(9, 8, mode="max"), "mode='max'"),
+    "dim": (lambda: nn.Embedding(9, 10), "embedding_dim=10.*multiples of 4"),
+    "subclass": (lambda: MyBag(9, 8), "MyBag is a subclass"),
+    "double": (lambda: nn.Embedding(9, 8).double(), r"torch\.float64"),
+    "weight_norm": (lambda: nn.utils.weight_norm(nn.Embedding(9, 8)), "weight"),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 8)), "is a subclass"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_exact_stays_whole_with_the_reason_or_is_refused_where_it_is_listed(name: str) -> None:
+    make, reason = WHOLE[name]
+    root = _root(odd=make(), item=nn.Embedding(9, 8))
+    for which in ("all", "auto"):
+        found = _found(root, which, 9)
+        assert [table.full_name for table in found.tables] == ["item"]
+        assert found.left_alone.keys() == {"odd"}
+        assert re.search(reason, found.left_alone["odd"])
+    with pytest.raises(ShardingError, match=f"convert_embeddings: 'odd' cannot be sharded: .*{reason}"):
+        _found(root, ["odd"])
+
+
+def test_a_weight_that_another_module_has_too_stays_whole_and_names_it() -> None:
+    root = _root(item=nn.Embedding(9, 8), output=nn.Linear(8, 9, bias=False), other=nn.Embedding(9, 8))
+    root.output.weight = root.item.weight
+    found = _found(root)
+    assert [table.full_name for table in found.tables] == ["other"]
+    assert found.left_alone == {"item": "its weight is also 'output.weight'"}
+    root.other.weight = root.item.weight
+    assert _found(root).tables == []
+
+
+def test_an_unknown_path_is_told_with_a_near_match_and_those_there_are() -> None:
+    root = _root(towers=nn.ModuleList([_root(item=nn.Embedding(9, 8))]), head=nn.Linear(8, 1))
+    with pytest.raises(ConfigError, match=r"'towers\.0\.itm'; did you mean 'towers\.0\.item'\?"):
+        _found(root, ["towers.0.itm"])
+    with pytest.raises(ConfigError, match=r"'head'.*The module has towers\.0\.item"):
+        _found(root, ["head"])
+    with pytest.raises(ConfigError, match="The module has none"):
+        _found(_root(head=nn.Linear(8, 1)), ["item"])
+
+
+@pytest.mark.parametrize("which", ["every", "All", ""])
+def test_an_unknown_way_to_convert_is_told(which: str) -> None:
+    with pytest.raises(ConfigError, match="convert_embeddings=.*'auto', 'all', 'none' or a list"):
+        Conversion(which)  # type: ignore[arg-type]
+
+
+def test_min_rows_must_be_above_zero() -> None:
+    with pytest.raises(ConfigError, match="min_rows=0"):
+        Conversion("auto", 0)
+
+
+def test_options_of_a_table_are_given_by_its_path() -> None:
+    tables = _found(_root(tower=_root(item=nn.Embedding(9, 8)), tags=nn.EmbeddingBag(9, 8))).tables
+    options = options_by_table(tables, TableOptions(), {"tower.item": {"sharding_types": ["row_wise"]}})
+    assert options["tower.item"].sharding_types == ["row_wise"]
+    assert options["tags"].sharding_types is None
+    with pytest.raises(ConfigError, match=r"no table 'tower\.itm'; did you mean 'tower\.item'"):
+        options_by_table(tables, TableOptions(), {"tower.itm": {}})
+
+
+def test_finding_tables_changes_nothing_in_the_module() -> None:
+    item = nn.Embedding(9, 8, padding_idx=0)
+    weight, before = item.weight, item.weight.detach().clone()
+    _found(_root(item=item))
+    assert item.weight is weight
+    assert torch.equal(item.weight, before)
