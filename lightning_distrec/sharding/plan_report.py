@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table as TextTable
 from torchrec.distributed.types import EnumerableShardingSpec
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.plan import Plan
@@ -75,14 +76,24 @@ def check_memory(totals: list[int], memory_bytes: int) -> None:
 
 
 def print_plan(
-    tables: list[Table], plan: Plan, updates: dict[str, UpdateCost], totals: list[int], console: Console | None = None
+    tables: list[Table],
+    plan: Plan,
+    updates: dict[str, UpdateCost],
+    totals: list[int],
+    output_dtype: torch.dtype | None = None,
+    console: Console | None = None,
 ) -> None:
-    """Print the start table. Call it on one rank."""
+    """Print the start table. Call it on one rank. output_dtype: the type of looked up rows; None for float32."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(width=NARROWEST_COLUMNS, file=console.file)
     num_ranks = len(totals)
-    text = TextTable(title=_title(totals), title_justify="left", caption=_caption(totals), caption_justify="left")
+    text = TextTable(
+        title=_title(totals),
+        title_justify="left",
+        caption=_caption(tables, totals, output_dtype),
+        caption_justify="left",
+    )
     for heading in ("table", "rows x dim", "cut", "on ranks", "largest shard", "update", "why"):
         text.add_column(heading, justify="right" if heading in ("rows x dim", "largest shard") else "left")
     for table in tables:
@@ -106,10 +117,29 @@ def _title(totals: list[int]) -> str:
     return f"Embedding tables over {ranks}"
 
 
-def _caption(totals: list[int]) -> str:
+def _caption(tables: list[Table], totals: list[int], output_dtype: torch.dtype | None) -> str:
     per_rank = ", ".join(f"rank {rank}: {_bytes(total)}" for rank, total in enumerate(totals[:8]))
     more = f" ... largest {_bytes(max(totals))}" if len(totals) > 8 else ""
-    return f"Memory for tables, gradients and optimizer state: {per_rank}{more}"
+    return f"Memory for tables, gradients and optimizer state: {per_rank}{more}{_types(tables, output_dtype)}"
+
+
+def _types(tables: list[Table], output_dtype: torch.dtype | None) -> str:
+    """Return a line about types where they are not all float32."""
+    rows = list(dict.fromkeys(_row_type(table) for table in tables))
+    if rows == ["float32"] and output_dtype is None:
+        return ""
+    looked_up = "" if output_dtype is None else f" and are looked up as {_short(output_dtype)}"
+    names = {kind: [t.full_name for t in tables if _row_type(t) == kind] for kind in rows}
+    of = "" if len(rows) == 1 else "; ".join(f" {kind}: {', '.join(names[kind])}" for kind in rows[1:])
+    return f"\nrows are {' or '.join(rows)}{looked_up}{f' ({of.strip()})' if of else ''}"
+
+
+def _row_type(table: Table) -> str:
+    return "float16" if table.config.data_type == DataType.FP16 else "float32"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -128,7 +128,8 @@ def set_up_tables(
             rank_zero_warn(warning)
         if not look.tables:
             return None
-        plan = _plan(trainer, look, present.plan if present is not None else {}, settings, device, places)
+        old_plan = present.plan if present is not None else {}
+        plan = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
         return _shard(module, look, plan, settings, consensus, device, held, output_dtype)
     except BaseException:
@@ -138,7 +139,13 @@ def set_up_tables(
 
 
 def _plan(
-    trainer: Trainer, look: Decisions, old_plan: Plan, settings: TableSettings, device: torch.device, places: Places
+    trainer: Trainer,
+    look: Decisions,
+    old_plan: Plan,
+    settings: TableSettings,
+    device: torch.device,
+    places: Places,
+    output_dtype: torch.dtype | None,
 ) -> Plan:
     memory = memory_bytes_per_rank(device, places.ranks_on_node, settings.memory_bytes_per_rank)
     topology = make_topology(device, places.num_ranks, places.ranks_on_node, memory)
@@ -153,7 +160,8 @@ def _plan(
 
     plan = plan_together(planned)
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
-        print_plan(look.tables, plan, costs, bytes_by_rank(look.tables, plan, costs, places.num_ranks))
+        totals = bytes_by_rank(look.tables, plan, costs, places.num_ranks)
+        print_plan(look.tables, plan, costs, totals, output_dtype)
     return plan
 
 
