@@ -115,6 +115,11 @@ class ShardedTables:
             for _, shard in parts:
                 del shard.weight.numel
 
+    def replicated(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the names and parameters of the root that every rank holds alike: all but the shards."""
+        sharded = {id(s.weight) for shards in self.shards.values() for s in shards if not s.replicated}
+        return [(name, p) for name, p in self._module().named_parameters() if id(p) not in sharded]
+
     def learns(self, name: str) -> bool:
         """Whether the table's weight needs a gradient now: freezing and unfreezing is followed at every lookup."""
         return self.shards[name][0].weight.requires_grad

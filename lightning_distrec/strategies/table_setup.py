@@ -22,6 +22,7 @@ from lightning_distrec.errors import CheckpointError, OptimizerError, ShardingEr
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
 from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
+from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, rewrite_groups
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
@@ -48,6 +49,7 @@ class TableSetup:
     updates: dict[str, TableUpdate]
     learning_rates: LearningRates
     loss_weight: LossWeight
+    replicas: ReplicaCheck
     lookups: list[ShardedLookup] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[Any] = field(default_factory=list)
@@ -68,6 +70,7 @@ class TableSetup:
     def before_training_step(self) -> None:
         """Raise where something was changed since the start that the tables' updates do not follow."""
         self.learning_rates.check()
+        self.replicas.before_step()
         self.thawing.follow(self.optimizers)
         self.loss_weight.begin_step()
         self._begin_step()
@@ -241,8 +244,11 @@ def _look_up(
     output_dtype: torch.dtype | None,
 ) -> TableSetup:
     """Put our lookups in the place of torchrec's forwards."""
+    replicas = ReplicaCheck(shards.replicated, consensus)
     weight = LossWeight(settings.loss_reduction, consensus, rank_zero_info)
-    setup = TableSetup(shards=shards, updates=updates, learning_rates=LearningRates(updates), loss_weight=weight)
+    setup = TableSetup(
+        shards=shards, updates=updates, learning_rates=LearningRates(updates), loss_weight=weight, replicas=replicas
+    )
     compare_examples = weight.looked_up if weight.counts_examples else None
     fused_optimizers = shards.fused_optimizers()
     for path, sharded in shards.sharded.items():

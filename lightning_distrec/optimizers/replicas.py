@@ -1,0 +1,61 @@
+"""Looks now and then whether what all ranks hold alike still is alike.
+
+Averaged gradients and equal steps keep replicated weights equal. What breaks it is silent otherwise: a norm that user
+code takes over its own rank's gradients, shards among them, and clips by (torch.nn.utils.clip_grad_norm_), or an
+update that depends on the rank.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_distrec.errors import OptimizerError
+
+TOLERANCE = 1e-5
+"""Largest difference of a weight's sum, relative to the sum of its elements' sizes; machines of one kind have 0."""
+
+
+class Ranks(Protocol):
+    """What this file needs of the ranks' consensus."""
+
+    rank: int
+    num_ranks: int
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's value."""
+
+
+class ReplicaCheck:
+    """Compares replicated weights between ranks after 1, 2, 4, 8 ... steps.
+
+    replicated: returns the names and parameters that every rank holds alike. ranks: the ranks' consensus.
+    """
+
+    def __init__(self, replicated: Callable[[], Iterable[tuple[str, nn.Parameter]]], ranks: Ranks) -> None:
+        self._replicated = replicated
+        self._ranks = ranks
+        self._steps = 0
+
+    def before_step(self) -> None:
+        """Collective at some steps, alike on all ranks. Raise OptimizerError where weights differ between ranks."""
+        steps, self._steps = self._steps, self._steps + 1
+        if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
+            return
+        mine = {name: _sums(parameter) for name, parameter in self._replicated()}
+        for rank, theirs in enumerate(self._ranks.everyone(mine)):
+            for name, (total, size) in theirs.items():
+                ours = mine.get(name, (float("nan"), 0.0))[0]
+                if abs(total - ours) > TOLERANCE * size:
+                    raise OptimizerError(
+                        f"'{name}' is not the same on all ranks any more after {steps} steps: its sum is {ours:.7g} on "
+                        f"rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each rank has its own part of the "
+                        "tables' gradients, so that a norm over them (torch.nn.utils.clip_grad_norm_) differs too: "
+                        "clip with gradient_clip_val or self.clip_gradients. Other causes: updates that depend on the "
+                        "rank, or loss.backward() in place of self.manual_backward."
+                    )
+
+
+def _sums(parameter: nn.Parameter) -> tuple[float, float]:
+    values = parameter.detach().double()
+    return float(values.sum()), float(values.abs().sum())

@@ -1,0 +1,50 @@
+"""What would let replicated weights drift apart is told, and what does not is left alone."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.click_model import ClickModel, seeded, train_sharded
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+ADAM = (torch.optim.Adam, {"lr": 0.001})
+SGD = (torch.optim.SGD, {"lr": 1.0})
+
+
+class ClipsByItself(ClickModel):
+    """Clips by the norm of what it finds on its own rank."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class DependsOnTheRank(ClickModel):
+    """Nudges a weight by its rank."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.mlp[2].weight += 0.001 * rank_and_num_ranks()[0]
+
+
+def _train(kind: type, optimizer: Any, strategy: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    return train_sharded(seeded(kind, *optimizer), steps, strategy)[0].final_state
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "strategy", "weight"),
+    [
+        (ClipsByItself, ADAM, {}, r"mlp.\d.weight"),
+        (ClipsByItself, SGD, {"embedding_update": "dense"}, r"mlp.\d.weight"),
+        (DependsOnTheRank, SGD, {}, "mlp.2.weight"),
+    ],
+)
+def test_weights_that_drift_apart_are_told_on_every_rank(
+    kind: type, optimizer: Any, strategy: dict[str, Any], weight: str
+) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train, 2, kind, optimizer, strategy | {"sharding_types": ["table_wise"]}, 40)
+    told = re.findall(f"^.*OptimizerError: '{weight}' is not the same on all ranks any more", str(failed.value), re.M)
+    assert len(told) == 2
