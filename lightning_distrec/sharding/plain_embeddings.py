@@ -93,7 +93,7 @@ class PlainEmbeddings:
         if has_gradient_hooks(plain.weight):
             return "its weight has gradient hooks, which would see a part of the gradient only"
         if plain.max_norm is not None:
-            return f"max_norm={plain.max_norm} changes rows when they are looked up"
+            return f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank by itself"
         if plain.scale_grad_by_freq:
             return "scale_grad_by_freq counts ids within one device's batch"
         if isinstance(plain, nn.EmbeddingBag) and plain.mode not in POOLINGS:

@@ -116,9 +116,15 @@ class ShardedTables:
                 del shard.weight.numel
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and parameters of the root that every rank holds alike: all but the shards."""
-        sharded = {id(s.weight) for shards in self.shards.values() for s in shards if not s.replicated}
-        return [(name, p) for name, p in self._module().named_parameters() if id(p) not in sharded]
+        """Return the names and parameters of the root that every rank holds alike: all but the shards.
+
+        And but embeddings with max_norm, which renorm the rows that a rank looks up, on that rank, under any DDP.
+        """
+        own = {id(s.weight) for shards in self.shards.values() for s in shards if not s.replicated}
+        for module in self._module().modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                own.add(id(module.weight))
+        return [(name, p) for name, p in self._module().named_parameters() if id(p) not in own]
 
     def learns(self, name: str) -> bool:
         """Whether the table's weight needs a gradient now: freezing and unfreezing is followed at every lookup."""

@@ -6,51 +6,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    BatchSizeFinder,
-    EarlyStopping,
-    LearningRateFinder,
-    LearningRateMonitor,
-    Timer,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, LearningRateMonitor, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
-from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torch import Tensor
 
-from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
-from tests.multiprocess.test_loops import (
-    OPTIMIZERS,
-    USUAL,
-    State,
-    assert_equal,
-    global_batches,
-    loss_of,
-    train_plain,
-)
-from tests.multiprocess.test_parity import limit_of
-from tests.support.click_model import (
-    FEATURES,
-    NO_OUTPUT,
-    ClickModel,
-    bag_configs,
-    largest_difference,
-    rank_loader,
-    seeded,
-)
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
-
-
-def make_ddp_trainer(**options: Any) -> pl.Trainer:
-    """Return the trainer of `make_trainer`, but with Lightning's own strategy."""
-    defaults = {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0, "accelerator": "cpu"}
-    return pl.Trainer(strategy="ddp", devices=rank_and_num_ranks()[1], **(NO_OUTPUT | defaults | options))
-
+from tests.support.click_model import ClickModel, EvaluatedModel, largest_difference, rank_loader, seeded
+from tests.support.plain_loop import OPTIMIZERS, USUAL, State, global_batches, limit_of, loss_of, train_plain
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import make_ddp_trainer, make_trainer
 
 BOTH = {"sharded": make_trainer, "ddp": make_ddp_trainer}
 
@@ -75,9 +41,15 @@ def _stopped_early(kind: type) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def stopped() -> list[dict[str, Any]]:
+    """What each rank found, by the kind of model."""
+    return run_each_on_ranks({kind.__name__: (_stopped_early, kind) for kind in (EvaluatedModel, OwnLosses)}, 2)
+
+
 @pytest.mark.parametrize("kind", [EvaluatedModel, OwnLosses])
-def test_all_ranks_stop_early_where_ddp_stops(kind: type) -> None:
-    found = run_on_ranks(_stopped_early, 2, kind)
+def test_all_ranks_stop_early_where_ddp_stops(stopped: list[dict[str, Any]], kind: type) -> None:
+    found = [of_rank[kind.__name__] for of_rank in stopped]
     for rank in found:
         assert rank["sharded"]["epochs"] == rank["ddp"]["epochs"] == found[0]["ddp"]["epochs"]
         assert rank["sharded"]["best"] == pytest.approx(rank["ddp"]["best"], abs=1e-6)
@@ -152,115 +124,6 @@ def test_a_timer_stops_all_ranks_at_the_same_step() -> None:
     assert max(largest_difference(found[0][2], wanted).values()) <= 1e-6
 
 
-class Unfreezes(BaseFinetuning):
-    """Lets the tables learn from epoch 1 on, at half the rate."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.ebc)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.ebc, optimizer, initial_denom_lr=2.0)
-
-
-class LearnsInPart(ClickModel):
-    """Gives its optimizer what learns at the start."""
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer([p for p in self.parameters() if p.requires_grad], **self.options)
-
-
-def _finetuned(strategy: dict[str, Any]) -> dict[str, State]:
-    rank, _ = rank_and_num_ranks()
-    states = {}
-    for name in USUAL:
-        model = seeded(LearnsInPart, *OPTIMIZERS[name])
-        make_trainer(strategy, max_epochs=3, callbacks=[Unfreezes()]).fit(model, rank_loader(4, rank))
-        states[name] = model.final_state
-    return states
-
-
-def finetune_plain(name: str) -> State:
-    """Train the dense layers for an epoch and everything for two, by a plain loop."""
-    model = seeded(LearnsInPart, *OPTIMIZERS[name])
-    model.ebc.requires_grad_(False)
-    optimizer = model.configure_optimizers()
-    for epoch in range(3):
-        if epoch == 1:
-            model.ebc.requires_grad_(True)
-            tables = list(model.ebc.parameters())
-            optimizer.add_param_group({"params": tables, "lr": OPTIMIZERS[name][1]["lr"] / 2})
-        for batch in global_batches(4):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
-def test_tables_that_a_finetuning_callback_unfreezes_learn_from_then_on(cut: str) -> None:
-    assert_equal(run_on_ranks(_finetuned, 2, {"sharding_types": [cut]})[0], finetune_plain)
-
-
-class WithBackbone(ClickModel):
-    """Has its tables in a backbone, which its optimizer does not know at the start."""
-
-    def _build(self) -> None:
-        self.ebc = None
-        self.backbone = nn.ModuleDict({"tables": EmbeddingBagCollection(tables=bag_configs())})
-
-    def configure_model(self) -> None:
-        """Everything is built."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        return self.mlp(self.backbone["tables"](features).values()).squeeze(-1)
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.mlp.parameters(), **self.options)
-
-
-def _backbone(strategy: dict[str, Any]) -> dict[str, tuple[State, list[float]]]:
-    rank, _ = rank_and_num_ranks()
-    found = {}
-    for name in USUAL:
-        model = seeded(WithBackbone, *OPTIMIZERS[name])
-        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.3)
-        trainer = make_trainer(strategy, max_epochs=4, callbacks=[callback])
-        trainer.fit(model, rank_loader(3, rank))
-        found[name] = model.final_state, [group["lr"] for group in trainer.optimizers[0].param_groups]
-    return found
-
-
-def train_backbone(name: str) -> tuple[State, list[float]]:
-    """Train the backbone from epoch 1 on, its rate doubled at every epoch until it is that of the rest."""
-    model = seeded(WithBackbone, *OPTIMIZERS[name])
-    model.backbone.requires_grad_(False)
-    optimizer = model.configure_optimizers()
-    full = OPTIMIZERS[name][1]["lr"]
-    for epoch in range(4):
-        if epoch == 1:
-            model.backbone.requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": 0.3 * full})
-        elif epoch > 1:
-            optimizer.param_groups[1]["lr"] = min(full, 2 * optimizer.param_groups[1]["lr"])
-        for batch in global_batches(3):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    return model.state_dict(), [group["lr"] for group in optimizer.param_groups]
-
-
-@pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
-def test_tables_in_a_backbone_are_finetuned_as_in_a_plain_loop(cut: str) -> None:
-    # Not compared with DDP, which never averages the gradients of what was frozen when it began.
-    found = run_on_ranks(_backbone, 2, {"sharding_types": [cut]})[0]
-    start = seeded(WithBackbone, *OPTIMIZERS["SGD"]).state_dict()
-    assert_equal({n: state for n, (state, _) in found.items()}, lambda n: train_backbone(n)[0], start)
-    for name, (_, rates) in found.items():
-        assert rates == pytest.approx(train_backbone(name)[1])
-
-
 def _profiled(folder: str) -> dict[str, State]:
     rank, _ = rank_and_num_ranks()
     states = {}
@@ -300,7 +163,10 @@ class Sized(EvaluatedModel):
 
 
 TUNERS: dict[str, tuple[type, str]] = {
-    "LearningRateFinder": (LearningRateFinder, "UnsupportedError: LearningRateFinder trains some steps"),
+    "LearningRateFinder": (
+        LearningRateFinder,
+        "UnsupportedError: LearningRateFinder trains some steps and then restores a checkpoint",
+    ),
     # Lightning's own words, before those of the strategy.
     "BatchSizeFinder": (
         BatchSizeFinder,
@@ -309,20 +175,31 @@ TUNERS: dict[str, tuple[type, str]] = {
 }
 
 
-def _tune(name: str, optimizer: str) -> None:
+def _tune(name: str, optimizer: str) -> str:
     model = seeded(Sized, *OPTIMIZERS[optimizer])
 
     def started(*_: Any) -> None:
         raise AssertionError("a step was made")
 
     model.training_step = started  # type: ignore[method-assign]
-    make_trainer(callbacks=[TUNERS[name][0]()]).fit(model)
+    try:
+        make_trainer(callbacks=[TUNERS[name][0]()]).fit(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.fixture(scope="module")
+def tuned() -> list[dict[str, str]]:
+    """What each rank raised, by callback and optimizer."""
+    calls = {f"{name} {optimizer}": (_tune, name, optimizer) for name in TUNERS for optimizer in ("SGD", "Adam")}
+    return run_each_on_ranks(calls, 2)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("name", TUNERS)
-def test_callbacks_that_restore_optimizers_are_refused_before_the_first_step(name: str, optimizer: str) -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_tune, 2, name, optimizer)
-    assert "a step was made" not in str(failed.value)
-    assert len(re.findall(f"^.*{TUNERS[name][1]}", str(failed.value), re.M)) == 2
+def test_callbacks_that_restore_optimizers_are_refused_before_the_first_step(
+    tuned: list[dict[str, str]], name: str, optimizer: str
+) -> None:
+    for found in tuned:
+        assert found[f"{name} {optimizer}"].startswith(TUNERS[name][1])

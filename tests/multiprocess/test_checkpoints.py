@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
-from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
-from tests.support.click_model import ClickModel, rank_loader, seeded, train_sharded
+from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded, train_sharded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
 
 CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise")
 PARTITIONS = {"wide": {"min_partition": 4}, "narrow": {"min_partition": 4}, "shared": {"min_partition": 4}}

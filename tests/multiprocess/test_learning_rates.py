@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 
 from lightning_distrec.errors import OptimizerError
-from tests.multiprocess.test_lifecycle import make_trainer
 from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
 
 STEPS_PER_EPOCH, EPOCHS = 5, 3
 

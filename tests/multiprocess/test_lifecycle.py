@@ -10,12 +10,11 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec._compat import fbgemm_kernels
 from tests.support.click_model import (
     FEATURES,
-    NO_OUTPUT,
     ClickModel,
+    EvaluatedModel,
     SequenceModel,
     join_batches,
     largest_difference,
@@ -26,26 +25,7 @@ from tests.support.click_model import (
     train_unsharded,
 )
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
-
-
-def make_trainer(strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
-    """Return a trainer of all ranks that prints and writes nothing."""
-    defaults = {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0, "accelerator": "cpu"}
-    chosen = NO_OUTPUT | defaults | options
-    return pl.Trainer(strategy=TorchRecShardedStrategy(**(strategy or {})), devices=rank_and_num_ranks()[1], **chosen)
-
-
-class EvaluatedModel(ClickModel):
-    """A click model with all four steps."""
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss = nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
-        self.log("val_loss", loss, sync_dist=True, batch_size=len(batch["label"]))
-
-    test_step = validation_step
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch)
+from tests.support.trainers import make_trainer
 
 
 def _losses(model: ClickModel, steps: range) -> list[float]:

@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, seeded, train_sharded, train_unsharded
+from tests.support.plain_loop import limit_of
 from tests.support.ranks import run_on_ranks
 
 STEPS = 20
@@ -35,11 +36,6 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.5, "centered": True, "eps": 1e-5}, "dense"),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}, "dense"),
 }
-
-
-def limit_of(name: str) -> float:
-    """The largest difference that is allowed: float addition in another order, and no more."""
-    return 1e-6 if name.startswith("SGD") else 1e-5
 
 
 def cuts_for(name: str) -> tuple[str, ...]:

@@ -6,14 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.multiprocess.test_lifecycle import make_trainer
 from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 ADAM = (torch.optim.Adam, {"lr": 0.1})
@@ -43,7 +43,6 @@ def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any],
         "scaler fused": (ClickModel, SGD, FUSED, {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]}),
         "scaler of its own": (ClickModel, SGD, {}, {"plugins": [_scaled(MyScaler("cpu"))]}),
         "scaler in Adam": (ClickModel, FUSED_ADAM, {}, {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]}),
-        "LR finder": (ClickModel, SGD, {}, {"callbacks": [LearningRateFinder()]}),
         "sparse Adam": (ClickModel, ADAM, {"embedding_update": "sparse"}, {}),
         "fused Adam": (ClickModel, ADAM, {"embedding_update": "fused"}, {}),
         "fused momentum": (
@@ -72,7 +71,6 @@ MESSAGES = {
     "scaler fused": "UnsupportedError: .*scales the loss and may skip steps, but table 'ebc.wide'",
     "scaler of its own": "UnsupportedError: .*the loss scaler MyScaler does not share what it finds",
     "scaler in Adam": r"UnsupportedError: .*Adam\(fused=True\) looks for overflows by itself",
-    "LR finder": "UnsupportedError: .*LearningRateFinder trains some steps and then restores a checkpoint",
     "sparse Adam": "OptimizerError: .*'ebc.wide': embedding_update='sparse', but Adam moves rows that no id touched",
     "fused Adam": "OptimizerError: .*'ebc.wide': embedding_update='fused', but Adam moves rows that no id touched",
     "fused momentum": "OptimizerError: .*'ebc.wide': .*FBGEMM's SGD has no momentum=0.9.*embedding_update='dense'",
@@ -154,30 +152,6 @@ def test_ranks_with_different_tables_are_told() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_other_tables, 2)
     assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
-
-
-def _dense_accumulates_and_clips_by_value() -> dict[str, torch.Tensor]:
-    model = seeded(ClickModel, *ADAM)
-    return train_sharded(model, 8, accumulate_grad_batches=2, gradient_clip_val=0.01, gradient_clip_algorithm="value")[
-        0
-    ].final_state
-
-
-def test_dense_updates_accumulate_and_clip_by_value_as_unsharded() -> None:
-    from tests.support.click_model import join_batches, make_batch
-
-    found = run_on_ranks(_dense_accumulates_and_clips_by_value, 2)[0]
-    model = seeded(ClickModel, *ADAM)
-    optimizer = model.configure_optimizers()
-    for step in range(8):
-        batch = join_batches([make_batch(1000 * step + rank) for rank in range(2)])
-        (model.training_step(batch, step) / 2).backward()
-        if step % 2:
-            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-    wanted = model.state_dict()
-    assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) <= 1e-5
 
 
 def _left_alone() -> list[str]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.multiprocess.test_lifecycle import EvaluatedModel, make_trainer
-from tests.support.click_model import make_batch, rank_loader, seeded, train_unsharded
+from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded, train_unsharded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
 
 
 class Stream(IterableDataset):

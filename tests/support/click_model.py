@@ -84,6 +84,26 @@ class ClickModel(pl.LightningModule):
         self.final_state = {key: value.clone() for key, value in state.items()}
 
 
+class EvaluatedModel(ClickModel):
+    """A click model with all four steps."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(batch["label"]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch)
+
+
+class LooksUpTwice(ClickModel):
+    """Calls its collection twice in a step."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + super().forward(batch | {"ids": (batch["ids"] * 7 + 1) % 11})
+
+
 class SequenceModel(ClickModel):
     """The same over an EmbeddingCollection: one vector per id, averaged by the model itself."""
 

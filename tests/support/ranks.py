@@ -49,9 +49,23 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
         return _results(processes, folder, late, timeout_seconds)
 
 
+def run_each_on_ranks(
+    calls: dict[str, tuple[Any, ...]], num_ranks: int, timeout_seconds: float = 60.0
+) -> list[dict[str, Any]]:
+    """Return what each call returns on each rank, made one after the other by the same ranks, which costs one start.
+
+    calls: of each, the function and its arguments. Otherwise as `run_on_ranks`.
+    """
+    return run_on_ranks(_call_each, num_ranks, calls, timeout_seconds=timeout_seconds)
+
+
 def rank_and_num_ranks() -> tuple[int, int]:
     """Return this rank's number and the number of ranks, inside of a function that `run_on_ranks` runs."""
     return int(os.environ["RANK"]), int(os.environ["TEST_NUM_RANKS"])
+
+
+def _call_each(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {name: function(*args) for name, (function, *args) in calls.items()}
 
 
 def _wait(processes: list[Any], folder: str, timeout_seconds: float) -> list[int]:

@@ -1,0 +1,27 @@
+"""Trainers of all ranks that print and write nothing."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_distrec import TorchRecShardedStrategy
+from tests.support.click_model import NO_OUTPUT
+from tests.support.ranks import rank_and_num_ranks
+
+DEFAULTS: dict[str, Any] = NO_OUTPUT | {
+    "max_epochs": 1,
+    "use_distributed_sampler": False,
+    "num_sanity_val_steps": 0,
+    "accelerator": "cpu",
+}
+
+
+def make_trainer(strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
+    """Return a trainer that shards tables. strategy: options of the strategy; options: those of the Trainer."""
+    chosen = DEFAULTS | options
+    return pl.Trainer(strategy=TorchRecShardedStrategy(**(strategy or {})), devices=rank_and_num_ranks()[1], **chosen)
+
+
+def make_ddp_trainer(**options: Any) -> pl.Trainer:
+    """Return the same trainer with Lightning's own strategy."""
+    return pl.Trainer(strategy="ddp", devices=rank_and_num_ranks()[1], **(DEFAULTS | options))
