@@ -7,7 +7,7 @@ Imports are inside of the functions, so that this file loads without torchrec.
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,9 +67,33 @@ def share_hooks(original: nn.Module, module: nn.Module) -> None:
             module.__dict__[name] = value
 
 
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on `parameter`."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def has_gradient_hooks(parameter: nn.Parameter, but: int = 0) -> bool:
+    """Whether `register_hook`, or `register_post_accumulate_grad_hook` more than `but` times, was called on it."""
+    after: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    return bool(parameter._backward_hooks) or len(after) > but
+
+
+def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Callable[[], None]:
+    """Call `check` with the gradients whose norm torch.nn.utils.clip_grad_norm_ is about to take; returns an undo.
+
+    Source: torch/nn/utils/clip_grad.py; the function finds `_get_total_norm` among its module's globals.
+    """
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._get_total_norm
+
+    def watched(tensors: Any, *args: Any, **options: Any) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        check(tensors)
+        return original(tensors, *args, **options)
+
+    clip_grad._get_total_norm = watched
+
+    def undo() -> None:
+        if clip_grad._get_total_norm is watched:
+            clip_grad._get_total_norm = original
+
+    return undo
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
@@ -153,10 +177,12 @@ def fbgemm_iterations_kept(kernels: list[Any]) -> Iterator[None]:
     `iter_cpu` in fbgemm_gpu/split_table_batched_embeddings_ops_training.py, _forward_impl.
     """
     before = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
-    yield
-    for kernel, iteration, iteration_cpu in before:
-        kernel.iter.copy_(iteration)
-        kernel.iter_cpu.copy_(iteration_cpu)
+    try:
+        yield
+    finally:
+        for kernel, iteration, iteration_cpu in before:
+            kernel.iter.copy_(iteration)
+            kernel.iter_cpu.copy_(iteration_cpu)
 
 
 def hide_upstream_deprecations() -> None:

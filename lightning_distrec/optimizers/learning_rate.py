@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.translation import Owner, TableUpdate, exact_form
+from lightning_distrec.optimizers.translation import Owner, TableUpdate, exact_form, sparse_form
 
 
 class LearningRates:
@@ -18,6 +18,7 @@ class LearningRates:
         self._groups = {
             u.owner.label: (name, u.owner, u) for name, u in updates.items() if u.owner and u.kind == "fused"
         }
+        self._sparse = {u.owner.label: (name, u.owner) for name, u in updates.items() if u.owner and u.kind == "sparse"}
         self._links: dict[int, tuple[Owner, Any]] = {}
         self._pushed: dict[int, float] = {}
         self._updates = updates
@@ -53,6 +54,13 @@ class LearningRates:
         """
         for name, owner, update in self._groups.values():
             _check_unchanged(name, owner, update)
+        for name, owner in self._sparse.values():
+            form, why_not = sparse_form(owner)
+            if form is None:
+                raise OptimizerError(
+                    f"table '{name}': a hyperparameter of its param group was changed while training ({why_not}), "
+                    "which gradients of touched rows do not follow. Set embedding_update='dense' for it."
+                )
 
 
 def _check_unchanged(name: str, owner: Owner, update: TableUpdate) -> None:
@@ -61,7 +69,7 @@ def _check_unchanged(name: str, owner: Owner, update: TableUpdate) -> None:
     if changed:
         raise OptimizerError(
             f"table '{name}': a hyperparameter of its param group was changed while training ({changed}), which its "
-            "fused update does not follow. Set embedding_update='sparse' for it, or 'dense'."
+            "fused update does not follow. Set embedding_update='dense' for it."
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -96,6 +97,7 @@ def translate(
     device_type: str,
     not_in_backward: str,
     looked_up_often: Container[str] = (),
+    earlier: Mapping[str, list[nn.Parameter]] | None = None,
 ) -> dict[str, TableUpdate]:
     """Return what updates each table.
 
@@ -103,9 +105,10 @@ def translate(
     modes: full name -> "auto", "fused", "sparse", "dense" or "fused_lazy".
     not_in_backward: why an update inside of backward would come too early, for example "gradient_clip_val=1.0", or "".
     looked_up_often: tables that a step usually looks up several times, positive and negative items for example.
+    earlier: full name -> the shards of an earlier fit, which an optimizer that outlived it still holds.
     Raises OptimizerError: the table's name, the reason and the way out.
     """
-    owners = _owners(parameters, optimizers)
+    owners = _owners(parameters, optimizers, earlier or {})
     updates = {}
     for name, parameter in parameters.items():
         owner = owners.get(id(parameter))
@@ -272,7 +275,13 @@ def _first_set(group: Mapping[str, Any], **neutral: Any) -> str:
     return ""
 
 
-def _owners(parameters: Mapping[str, nn.Parameter], optimizers: list[optim.Optimizer]) -> dict[int, Owner]:
+def _owners(
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: list[optim.Optimizer],
+    earlier: Mapping[str, list[nn.Parameter]],
+) -> dict[int, Owner]:
+    for optimizer in optimizers:
+        _put_back(optimizer, parameters, earlier)
     ids = {id(parameter): name for name, parameter in parameters.items()}
     owners: dict[int, Owner] = {}
     for index, optimizer in enumerate(optimizers):
@@ -289,6 +298,35 @@ def _owners(parameters: Mapping[str, nn.Parameter], optimizers: list[optim.Optim
     return owners
 
 
+def _put_back(
+    optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], earlier: Mapping[str, list[nn.Parameter]]
+) -> None:
+    """Put the unsharded weights in the places of an earlier fit's shards; refuse state that cannot come along."""
+    names = {id(shard): name for name, shards in earlier.items() if name in parameters for shard in shards}
+    for group in optimizer.param_groups:
+        kept: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            mine = parameters[names[id(parameter)]] if id(parameter) in names else parameter
+            kept += [] if any(mine is other for other in kept) else [mine]
+        group["params"] = kept
+    weights = {id(parameter): name for name, parameter in parameters.items()} | names
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in weights and _has_begun(state):
+            raise OptimizerError(
+                f"table '{weights[id(parameter)]}': configure_optimizers returned a {type(optimizer).__name__} that "
+                "has stepped before (kept from an earlier fit, or its state was loaded), and the table's state cannot "
+                "be carried over to shards yet. Return a new optimizer, and load no state into it."
+            )
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) in names]:
+        del optimizer.state[parameter]
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    if "step" in state:
+        return float(state["step"]) > 0
+    return any(isinstance(value, torch.Tensor) for value in state.values())
+
+
 def owner_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> Owner | None:
     """Return the optimizer and group that hold `parameter` now, or None."""
     for index, optimizer in enumerate(optimizers):
@@ -302,12 +340,14 @@ def rewrite_groups(
     optimizers: Iterable[optim.Optimizer],
     parameters: Mapping[str, nn.Parameter],
     shards: Mapping[str, list[nn.Parameter]],
+    without_state: Container[str],
 ) -> None:
     """Put each table's shards in the place of the unsharded weight, in place: groups keep their count and order.
 
     parameters: full name -> unsharded weight. shards: full name -> this rank's shards of the tables that the user's
-    optimizer steps on; tables that are not in it leave the groups. Shards without rows on this rank are in the groups
-    too, so that what freezes or toggles a group's parameters reaches every rank's alike.
+    optimizer steps on, or, for fused tables, finds without a gradient. Shards without rows on this rank are in the
+    groups too, so that what freezes, toggles or clamps a group's parameters reaches every rank's alike.
+    without_state: tables whose state the optimizer does not keep, because FBGEMM does.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
@@ -321,7 +361,7 @@ def rewrite_groups(
                 mine = [parameter] if name is None else shards.get(name, [])
                 replaced += mine
                 kept += [i] * len(mine)
-                fresh += mine if id(parameter) in with_state else []
+                fresh += mine if id(parameter) in with_state and name not in without_state else []
             group["params"] = replaced
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][i] for i in kept]

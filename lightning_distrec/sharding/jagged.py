@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
@@ -48,6 +48,12 @@ class Padding:
             lengths=torch.nn.functional.pad(lengths, (0, self.padded - self.examples)).flatten(),
             stride=self.padded,
         )
+
+    def take_off_rows(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Return `rows`, one for each id, without the empty bags of the padding."""
+        return {
+            name: JaggedTensor(values=of.values(), lengths=of.lengths()[: self.examples]) for name, of in rows.items()
+        }
 
     def take_off(self, bags: KeyedTensor) -> KeyedTensor:
         """Return `bags` without those of the padding."""

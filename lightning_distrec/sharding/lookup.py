@@ -7,6 +7,7 @@ what comes back has the types, the keys and the column order of the unsharded co
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class ShardedLookup:
     check_ids: looks at the ids before they leave the rank.
     before_forward: called before every forward that may be followed by a backward.
     output_dtype: the type of what is returned; None for the kernels' own.
+    note_use: told, before a lookup of an EmbeddingCollection, where the names of tables that get gradients will be.
     compare_examples: told this rank's number of examples, and the least and most of all ranks; None: not compared.
     """
 
@@ -57,6 +59,7 @@ class ShardedLookup:
         before_forward: Callable[[], None],
         output_dtype: torch.dtype | None = None,
         compare_examples: Callable[[int, int, int], None] | None = None,
+        note_use: Callable[[set[str] | None], None] | None = None,
     ) -> None:
         self._sharded = sharded
         self._path = tables[0].collection
@@ -65,7 +68,8 @@ class ShardedLookup:
         self._outputs = output_names(tables)
         self._summed_means = _summed_means(tables, uses) if self._pooled else {}
         self._learning = [(uses[table.name].learns, set(_outputs_of(tables, table.__eq__))) for table in tables]
-        self._weighted = tables[0].plain is not None or bool(getattr(tables[0].module, "is_weighted", lambda: False)())
+        self._needs_weights = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
+        self._weighted = self._needs_weights or tables[0].plain is not None
         self._output_dtype = output_dtype
         # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
         self._equal_batches = (
@@ -73,6 +77,8 @@ class ShardedLookup:
         )
         # The ids of an nn.Embedding may have any shape: they do not tell the number of examples.
         self._compare_examples = None if isinstance(tables[0].plain, torch.nn.Embedding) else compare_examples
+        self._note_use = None if self._pooled else note_use
+        self._table_of = {output: table.name for table in tables for output in _outputs_of(tables, table.__eq__)}
         self._whole = _outputs_of(tables, lambda table: uses[table.name].cut == "data_parallel")
         self._dense_copies = [table.full_name for table in tables if uses[table.name].cut == "data_parallel"]
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
@@ -104,15 +110,21 @@ class ShardedLookup:
             context = self._sharded.create_context()
             ids = self._sharded.input_dist(context, sent).wait().wait()
             self._agree(features, verdict)
+            used: set[str] = set()
+            if self._note_use is not None:
+                self._note_use(used)
             rows = self._sharded.compute_and_output_dist(context, ids).wait()
             if padding is not None:
-                rows = padding.take_off(rows)
+                rows = padding.take_off(rows) if self._pooled else padding.take_off_rows(rows)
         if self._pooled:
             pooled = self._keyed_tensor(rows, features, frozen)
             self._watch([pooled.values()])
             return pooled
         jagged = self._dict(rows, frozen)
         self._watch([rows.values() for rows in jagged.values()])
+        for name, of in jagged.items():
+            if of.values().requires_grad:
+                of.values().register_hook(partial(_add, used, self._table_of[name]))
         return jagged
 
     def _examples(self, features: KeyedJaggedTensor) -> int | None:
@@ -123,6 +135,9 @@ class ShardedLookup:
 
     def _padding(self, features: KeyedJaggedTensor, verdict: Verdict | None) -> Padding | None:
         """Collective where batches must be equal. Return what makes this rank's batch as large as the largest."""
+        if not self._pooled:
+            # torchrec cannot reshape the rows of no examples.
+            return Padding(0, 1) if not features.variable_stride_per_key() and features.stride() == 0 else None
         if not self._equal_batches or verdict is None:
             return None
         least, most = verdict.wait()
@@ -133,7 +148,7 @@ class ShardedLookup:
         if verdict is None:
             return
         least, most = verdict.wait()
-        if self._compare_examples is not None and torch.is_grad_enabled():
+        if self._compare_examples is not None:  # in any mode: a reentrant checkpoint looks up without gradients first
             self._compare_examples(self._examples(features) or 0, least, most)
 
     def _watch(self, outputs: list[torch.Tensor]) -> None:
@@ -184,6 +199,11 @@ class ShardedLookup:
             raise ShardingError(
                 f"'{self._path}' was called with ids whose weights need a gradient, which does not travel back across "
                 "ranks. Detach the weights, or multiply the looked up vectors instead."
+            )
+        if weights is None and self._needs_weights:
+            raise ShardingError(
+                f"'{self._path}' is weighted, and was called with ids that have no weights. Give the KeyedJaggedTensor "
+                "weights, of 1 for example."
             )
         if weights is None or self._weighted or not self._pooled:
             return features
@@ -269,6 +289,11 @@ def _outputs_of(tables: list[Table], chosen: Callable[[Table], bool]) -> dict[st
     outputs = iter(output_names(tables))
     pairs = [(table, feature, next(outputs)) for table in tables for feature in table.config.feature_names]
     return {output: feature for table, feature, output in pairs if chosen(table)}
+
+
+def _add(used: set[str], table: str, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:  # torch calls the hooks of all outputs of a split when any of them gets a gradient
+        used.add(table)
 
 
 def _with_values(jagged: JaggedTensor, values: torch.Tensor) -> JaggedTensor:

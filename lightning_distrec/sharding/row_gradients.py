@@ -34,6 +34,8 @@ class Shard:
     """Whether its gradient holds the rows that were looked up only."""
     replicated: bool = False
     """Whether every rank holds the table whole and gradients are averaged over the ranks."""
+    used: set[str] | None = None
+    """Names of the tables whose rows, of the lookup that is going on, get a gradient on this rank; None: all do."""
 
 
 def shards_of(kernel: Any) -> list[Shard]:
@@ -69,7 +71,7 @@ def give_gradients(kernel: Any, shards: list[Shard]) -> None:
         )
         # Also where no shard of this rank learns: other ranks' may, and the exchange of gradients needs all of them.
         leaf = output.detach().requires_grad_()
-        rows: Tensor = _Lookup.apply(leaf, layout, ids, shards, *[shard.weight for shard in shards])
+        rows: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, *[shard.weight for shard in shards])
         return rows
 
     kernel.register_forward_hook(looked_up, with_kwargs=True)
@@ -116,21 +118,35 @@ class _Lookup(torch.autograd.Function):
     """Hands a kernel's output on, and its gradient to the shards' weights."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, layout: _Layout, ids: _Ids, shards: list[Shard], *_: Tensor) -> Tensor:
-        ctx.layout, ctx.ids, ctx.shards = layout, ids, shards
+    def forward(
+        ctx: Any, output: Tensor, layout: _Layout, ids: _Ids, shards: list[Shard], used: set[str] | None, *_: Tensor
+    ) -> Tensor:
+        ctx.layout, ctx.ids, ctx.shards, ctx.used = layout, ids, shards, used
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         of_rows: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i, needed in enumerate(wanted) if needed}
         for table, rows, values in _row_gradients(ctx.layout, ctx.ids, gradient):
             if table in of_rows:
                 of_rows[table].append((rows, values))
         shards: list[Shard] = ctx.shards
+        for i in of_rows:
+            if _is_unused(shards[i], ctx.used, of_rows[i]):
+                wanted = (*wanted[:i], False, *wanted[i + 1 :])
         gradients = [_gradient(shards[i], of_rows[i]) if needed else None for i, needed in enumerate(wanted)]
-        return None, None, None, None, *gradients
+        return None, None, None, None, None, *gradients
+
+
+def _is_unused(shard: Shard, used: set[str] | None, of_rows: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the rows that were looked up went into no loss: optimizers must then pass the table over, as unsharded.
+
+    One backward serves all tables of a kernel. That a table's rows were not used shows on this rank; another rank's
+    code may have used them, and then some gradient is not 0.
+    """
+    return used is not None and shard.table not in used and not any(bool(values.any()) for _, values in of_rows)
 
 
 def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.types import ShardedModule, ShardingEnv
+from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
 
 from lightning_distrec._compat import (
     attach_fused_optimizer,
@@ -125,6 +125,12 @@ class ShardedTables:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 own.add(id(module.weight))
         return [(name, p) for name, p in self._module().named_parameters() if id(p) not in own]
+
+    def note_use(self, path: str, used: set[str] | None) -> None:
+        """The lookup of the collection at `path` that begins now will put into `used` the tables that get gradients."""
+        for table in self.tables_of(path):
+            for shard in self.shards[table.full_name]:
+                shard.used = used
 
     def learns(self, name: str) -> bool:
         """Whether the table's weight needs a gradient now: freezing and unfreezing is followed at every lookup."""
@@ -322,7 +328,8 @@ def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[Shard]) 
         if not mine and weight.numel():  # data_parallel: torchrec's DDP has its hands on this very parameter
             mine.append(Shard(table.name, make_freezable(weight), sparse=False, replicated=True))
         elif not mine:
-            mine.append(Shard(table.name, nn.Parameter(torch.empty(0, device=weight.device))))
+            empty = torch.empty(0, table.config.embedding_dim, device=weight.device)  # optimizers ask for columns
+            mine.append(Shard(table.name, nn.Parameter(empty)))
         for shard in mine:
             shard.weight.requires_grad_(table.parameter.requires_grad)
     return found
@@ -332,7 +339,28 @@ def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, 
     prefix = f"{tables[0].collection}."
     keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
     weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}
-    return stand_in(tables[0].original, sharded, keys, weights)
+    return stand_in(tables[0].original, sharded, keys, weights, partial(_load, sharded))
+
+
+@torch.no_grad()
+def _load(sharded: ShardedModule, name: str, value: Tensor) -> str:
+    """Load one table of `sharded`, by its name in the state_dict; `value` whole, or sharded in the same way."""
+    target = sharded.state_dict()[name]
+    if tuple(value.size()) != tuple(target.size()):
+        return f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into it."
+    pieces = pieces_of(target, dist.get_world_size(), dist.get_rank())
+    if not isinstance(value, ShardedTensor):
+        copy_from_whole(pieces, value)
+        return ""
+    mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+    for piece in pieces:
+        if piece.tensor is None:
+            continue
+        source = mine.get((piece.row, piece.column))
+        if source is None or source.shape != piece.tensor.shape:
+            return "the table was cut otherwise when this was saved; load a checkpoint of trainer.save_checkpoint."
+        piece.tensor.copy_(source)
+    return ""
 
 
 def _refuse_forward(path: str) -> Any:

@@ -4,7 +4,7 @@ Everything that walks the tree (optimizers, weight averages, state_dict, DDP) fi
 unsharded, and leaves that are this rank's parts. torchrec's sharded modules, which do the work, are not in the tree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,15 +26,17 @@ class StandIn(nn.Module):
     sharded: ShardedModule
     keys: dict[str, str]
     """Name of a weight in the unsharded module's state_dict -> its name in that of `sharded`."""
+    load: Callable[[str, Tensor], str]
+    """Loads a table, by its name in the state_dict of `sharded`; returns what is wrong, or ""."""
 
-    def take_place(self, original: nn.Module, sharded: ShardedModule, keys: dict[str, str]) -> None:
+    def take_place(self, original: nn.Module, sharded: ShardedModule, keys: dict[str, str], load: Any) -> None:
         """Become what is called in the place of `original`."""
         nn.Module.__init__(self)
         ours = set(vars(self))
         self.__dict__.update({name: value for name, value in vars(original).items() if name not in ours})
         self.training = original.training
         share_hooks(original, self)
-        self.__dict__ |= {"sharded": sharded, "keys": keys}  # past nn.Module, so that it is no child
+        self.__dict__ |= {"sharded": sharded, "keys": keys, "load": load}  # past nn.Module, so that it is no child
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the whole tables, as ShardedTensors, under the names that they have unsharded."""
@@ -42,6 +44,17 @@ class StandIn(nn.Module):
         state = self.sharded.state_dict()
         destination.update({f"{prefix}{key}": state[name] for key, name in self.keys.items()})
         return destination
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+    ) -> None:
+        """Take this rank's parts out of whole tables, or out of what `state_dict` returned."""
+        *_unexpected, errors = others
+        for key, name in self.keys.items():
+            if f"{prefix}{key}" not in state_dict:
+                missing.append(f"{prefix}{key}")
+            elif problem := self.load(name, state_dict[f"{prefix}{key}"]):
+                errors.append(f"{prefix}{key}: {problem}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return _WithoutRows()
@@ -69,6 +82,9 @@ class _NoWeightToRead(nn.Module):
                 "the list of those to shard."
             )
         return super().__getattr__(name)
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The stand-in around it loads its weight."""
 
 
 class ShardedBagCollection(StandIn, EmbeddingBagCollection):
@@ -167,16 +183,21 @@ KINDS: dict[type[nn.Module], type[StandIn]] = {
 
 
 def stand_in(
-    original: nn.Module, sharded: ShardedModule, keys: dict[str, str], shards: Mapping[str, list[nn.Parameter]]
+    original: nn.Module,
+    sharded: ShardedModule,
+    keys: dict[str, str],
+    shards: Mapping[str, list[nn.Parameter]],
+    load: Callable[[str, Tensor], str],
 ) -> StandIn:
     """Return the module that is called as `original` was and looks up in `sharded`.
 
     keys: name of a weight in the state_dict of `original` -> its name in that of `sharded`.
+    load: loads one table, by its name in the state_dict of `sharded`; returns what is wrong, or "".
     shards: name of a weight -> this rank's parts, which are registered as "weight", "weight_1", ...
     """
     kind = KINDS[type(original)]
     module = kind.__new__(kind)
-    module.take_place(original, sharded, keys)
+    module.take_place(original, sharded, keys, load)
     if isinstance(original, (nn.Embedding, nn.EmbeddingBag)):
         module.__dict__["weight_dtype"] = original.weight.dtype
     for key, parts in shards.items():

@@ -79,6 +79,7 @@ def _average_shards(
 
 def _count_whole_tables(callback: ModelSummary, tables: ShardedTables) -> None:
     def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
+        del callback.on_fit_start  # this once
         with tables.counted_whole():
             type(callback).on_fit_start(callback, trainer, module)
 

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightning_distrec._compat import unscales_in_step
+from lightning_distrec._compat import unscales_in_step, watch_total_norm
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
 from lightning_distrec.strategies.refusals import refuse_clip
@@ -34,14 +35,14 @@ def output_dtype(precision: str) -> torch.dtype | None:
     return OUTPUT_DTYPES[precision]
 
 
-def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> None:
-    """Make all ranks skip a step when the gradients of any of them, shards included, are not finite.
+def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> Callable[[], None]:
+    """Make all ranks skip a step when the gradients of any of them, shards included, are not finite; returns an undo.
 
     Raises UnsupportedError: a scaler or an optimizer that looks at the gradients of its own rank only.
     """
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or isinstance(scaler, ShardedGradScaler):
-        return
+        return _nothing
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         raise UnsupportedError(
             f"the loss scaler {type(scaler).__name__} does not share what it finds with the other ranks. Use "
@@ -63,31 +64,58 @@ def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> None:
         process_group=dist.group.WORLD,
     )
 
+    def give_back() -> None:
+        scaler.update(plugin.scaler.get_scale())  # type: ignore[attr-defined]
+        plugin.scaler = scaler  # type: ignore[attr-defined]
+
+    return _nothing if not scaler.is_enabled() else give_back
+
 
 class GlobalClipping:
-    """While it is on, `clip_gradients` of a precision plugin clips by the norm over the shards of all ranks."""
+    """While it is on, `clip_gradients` of a precision plugin clips by the norm over the shards of all ranks.
+
+    And torch.nn.utils.clip_grad_norm_, which knows of this rank's part only, refuses gradients of shards.
+    """
 
     def __init__(self) -> None:
         self._plugin: Precision | None = None
+        self._stop_watching: Callable[[], None] = _nothing
 
-    def put_on(self, plugin: Precision, sharded: Callable[[], set[int]], fused: list[str]) -> None:
-        """Begin. sharded: the ids of the parameters that only this rank has. fused: tables that cannot be clipped."""
+    def put_on(self, plugin: Precision, shards: Callable[[], list[nn.Parameter]], fused: list[str]) -> None:
+        """Begin. shards: returns the parameters that only this rank has. fused: tables that cannot be clipped."""
 
         def by_norm(optimizer: Any, clip_val: float) -> None:
             refuse_clip(clip_val, fused)
-            clip_by_norm(plugin.main_params(optimizer), sharded(), float(clip_val))
+            clip_by_norm(plugin.main_params(optimizer), {id(shard) for shard in shards()}, float(clip_val))
 
         def by_value(optimizer: Any, clip_val: float) -> None:
             refuse_clip(clip_val, fused)
             clip_by_value(plugin.main_params(optimizer), float(clip_val))
 
+        def refuse_parts(gradients: list[torch.Tensor]) -> None:
+            taken = {id(gradient) for gradient in gradients}
+            if any(id(shard.grad) in taken for shard in shards() if shard.grad is not None):
+                raise UnsupportedError(
+                    "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank "
+                    "has a part only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) "
+                    "or self.clip_gradients(optimizer, gradient_clip_val=...), which add up the parts of all ranks."
+                )
+
+        self.take_off()
         plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
         self._plugin = plugin
+        self._stop_watching = watch_total_norm(refuse_parts)
 
     def take_off(self) -> None:
         """Undo `put_on`."""
+        self._stop_watching()
+        self._stop_watching = _nothing
         if self._plugin is not None:
             self._plugin.__dict__.pop("clip_grad_by_norm", None)
             self._plugin.__dict__.pop("clip_grad_by_value", None)
             self._plugin = None
+
+
+def _nothing() -> None:
+    pass

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -73,7 +73,7 @@ def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
     """Return the hooks around gradients and steps that the module or a callback of the user overrides."""
     hooks = [hook for hook in GRADIENT_HOOKS if is_overridden(hook, module)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not type(callback).__module__.startswith("lightning."):
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith("lightning."):
             name = type(callback).__name__
             hooks += [
                 f"{name}.{hook}"

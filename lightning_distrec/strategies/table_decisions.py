@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_distrec._compat import init_optimizers_and_schedulers
@@ -50,10 +51,16 @@ class Decisions:
 
 
 def decide(
-    trainer: Trainer, module: LightningModule, settings: TableSettings, device: torch.device, places: Places
+    trainer: Trainer,
+    module: LightningModule,
+    settings: TableSettings,
+    device: torch.device,
+    places: Places,
+    earlier: Mapping[str, list[nn.Parameter]],
 ) -> Decisions:
     """Look at the unsharded module on this rank, without any exchange between ranks.
 
+    earlier: full name -> the shards of an earlier run of the module.
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
     """
     found = find_tables(module, settings.conversion)
@@ -73,6 +80,7 @@ def decide(
             device.type,
             why_not_in_backward(trainer, module, trainer.precision_plugin),
             {table.full_name for table in tables if table.plain is not None},
+            earlier,
         )
         kinds = {name: update.kind for name, update in updates.items()}
         refuse_what_is_not_exact(trainer, module, trainer.precision_plugin, kinds, len(optimizers))

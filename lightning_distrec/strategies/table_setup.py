@@ -6,7 +6,7 @@ shard      torchrec's modules take the collections' places, rows travel to their
 connect    param groups, learning rates and the user's calls meet the shards
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,15 +15,17 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_distrec._compat import has_gradient_hooks
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, OptimizerError, ShardingError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
 from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.replicas import ReplicaCheck
-from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, rewrite_groups
+from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, rewrite_groups, sparse_form
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup, TableUse
@@ -53,27 +55,43 @@ class TableSetup:
     lookups: list[ShardedLookup] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[Any] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """What was put on optimizers and plugins for the time of the run."""
 
     def __post_init__(self) -> None:
         self.backward_watch = BackwardWatch(self.fused_tables)
         self.thawing = Thawing(self.shards, self.updates)
+
+    def release(self) -> None:
+        """Take off what was put on for the time of the run."""
+        while self.undo:
+            self.undo.pop()()
 
     @property
     def fused_tables(self) -> list[str]:
         """Full names of the tables that are updated inside of backward."""
         return [name for name, update in self.updates.items() if update.in_backward]
 
-    def sharded_parameters(self) -> set[int]:
-        """Return the ids of the parameters that only this rank has."""
-        return {id(s.weight) for shards in self.shards.shards.values() for s in shards if not s.replicated}
+    def sharded_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that only this rank has."""
+        return [s.weight for shards in self.shards.shards.values() for s in shards if not s.replicated]
 
     def before_training_step(self) -> None:
         """Raise where something was changed since the start that the tables' updates do not follow."""
         self.learning_rates.check()
         self.replicas.before_step()
+        self._refuse_late_hooks()
         self.thawing.follow(self.optimizers)
         self.loss_weight.begin_step()
         self._begin_step()
+
+    def _refuse_late_hooks(self) -> None:
+        for name in self.fused_tables:
+            if any(has_gradient_hooks(shard.weight, but=1) for shard in self.shards.shards[name]):
+                raise OptimizerError(
+                    f"a gradient hook was registered on the weight of '{name}', which has no gradient: it is updated "
+                    "inside of backward. Set embedding_update='sparse' or 'dense' for it."
+                )
 
     def after_optimizer_step(self, *_: Any) -> None:
         """The gradients of the lookups so far are used up. Called by the optimizers themselves."""
@@ -120,12 +138,13 @@ def set_up_tables(
         updates = {table.full_name: frozen("evaluation only") for table in present.tables}
         return _look_up(present, updates, settings, consensus, output_dtype)
     places = Places(consensus.num_ranks, ranks_on_node)
+    earlier = {} if present is None else present.parameters()
     if present is not None:
         present.step_out()
     try:
         if present is not None:
             consensus.all_or_none("setup", lambda: _refuse_whole_again(present, module, settings))
-        look = consensus.all_or_none("setup", lambda: decide(trainer, module, settings, device, places))
+        look = consensus.all_or_none("setup", lambda: decide(trainer, module, settings, device, places, earlier))
         _agree_on_tables(look.tables, consensus)
         for warning in look.warnings:
             rank_zero_warn(warning)
@@ -223,17 +242,25 @@ def _shard(
     seed = consensus.everyone(torch.initial_seed())[0]
     shards = shard_tables(module, look.tables, plan, fused, device, held, seed)
     shards.fill_optimizer_state({n: u.initial_state for n, u in look.updates.items() if u.in_backward})
-    kept = {name: update.kind != "dense" for name, update in look.updates.items() if not update.in_backward}
+    kept = {name: _rows_only(update) for name, update in look.updates.items() if not update.in_backward}
     shards.keep_gradients(kept, kept)
-    rewrite_groups(look.optimizers, unsharded, {n: ps for n, ps in shards.parameters().items() if n in kept})
+    fused_names = {name for name, update in look.updates.items() if update.in_backward}
+    rewrite_groups(look.optimizers, unsharded, shards.parameters(), fused_names)
     setup = _look_up(shards, look.updates, settings, consensus, output_dtype)
     setup.optimizers, setup.lr_scheduler_configs = look.optimizers, look.lr_scheduler_configs
     for optimizer in setup.optimizers:
-        optimizer.register_step_post_hook(setup.after_optimizer_step)
+        setup.undo.append(optimizer.register_step_post_hook(setup.after_optimizer_step).remove)
     for name in setup.fused_tables:
         for shard in shards.shards[name]:
             shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
     return setup
+
+
+def _rows_only(update: TableUpdate) -> bool:
+    """Whether gradients hold touched rows only; those of a frozen table suit its optimizer, if it is unfrozen later."""
+    if update.kind == "frozen" and update.owner is not None:
+        return sparse_form(update.owner)[0] is not None
+    return update.kind != "dense"
 
 
 def _look_up(
@@ -264,7 +291,9 @@ def _look_up(
         }
         check = IdsCheck(tables, settings.check_ids, consensus)
         push = partial(setup.learning_rates.push, kernels)
-        lookup = ShardedLookup(sharded, tables, uses, check, push, output_dtype, compare_examples)
+        lookup = ShardedLookup(
+            sharded, tables, uses, check, push, output_dtype, compare_examples, partial(shards.note_use, path)
+        )
         sharded.forward = lookup  # type: ignore[assignment]
         setup.lookups.append(lookup)
     return setup
@@ -274,5 +303,6 @@ def _refuse_direct_gradient(name: str, weight: torch.Tensor) -> None:
     weight.grad = None
     raise OptimizerError(
         f"the loss uses the weight of '{name}' itself, not only rows that were looked up (an L2 term, say). Fused "
-        "updates do not follow that. Set embedding_update='sparse', or build the term from the looked up vectors."
+        "updates do not follow that. With embedding_update='sparse' a sum over elements (of squares, say) is exact, a "
+        "norm is not, for each rank has a part of the table. Or build the term from the looked up vectors."
     )

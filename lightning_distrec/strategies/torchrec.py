@@ -177,7 +177,7 @@ class TorchRecShardedStrategy(DDPStrategy):
             self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
             self._wrap_dense(module, tables)
             self._clipping.put_on(self.precision_plugin, tables.sharded_parameters, tables.fused_tables)
-            agree_on_overflows(self.precision_plugin, self.optimizers)
+            tables.undo.append(agree_on_overflows(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, tables.shards, self.lightning_module_state_dict)
         else:
             send_module_states(module, _names_below(module, tables.shards.sharded))
@@ -251,6 +251,8 @@ class TorchRecShardedStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._clipping.take_off()
+        if self._tables is not None:
+            self._tables.release()
         self._tables = None
         if not self._has_tables():
             super().teardown()

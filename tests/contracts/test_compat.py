@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 
@@ -136,6 +137,18 @@ def test_has_gradient_hooks_sees_both_kinds() -> None:
     weights[1].register_hook(lambda gradient: None)
     weights[2].register_post_accumulate_grad_hook(lambda weight: None)
     assert [_compat.has_gradient_hooks(weight) for weight in weights] == [False, True, True]
+    assert [_compat.has_gradient_hooks(weight, but=1) for weight in weights] == [False, True, False]
+
+
+def test_watch_total_norm_sees_what_clip_grad_norm_takes_and_can_be_undone() -> None:
+    weight, seen = nn.Parameter(torch.zeros(2)), []
+    weight.grad = torch.full((2,), 3.0)
+    undo = _compat.watch_total_norm(seen.extend)
+    assert clip_grad_norm_([weight], 1.0) == pytest.approx(3.0 * 2**0.5)
+    assert seen[0] is weight.grad
+    undo()
+    clip_grad_norm_([weight], 1.0)
+    assert len(seen) == 1
 
 
 def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:

@@ -112,7 +112,7 @@ def test_groups_keep_count_order_and_options_when_shards_take_the_tables_places(
         nn.Parameter(torch.ones(2, 4)),
         nn.Parameter(torch.zeros(0)),
     )
-    rewrite_groups([optimizer], tables, {"dense": [shard, second], "elsewhere": [empty]})
+    rewrite_groups([optimizer], tables, {"dense": [shard, second], "elsewhere": [empty]}, ())
     assert [[p.shape for p in group["params"]] for group in optimizer.param_groups] == [
         [(1,), (2, 8), (2, 4), (2,)],
         [],

@@ -1,0 +1,263 @@
+"""Optimizers that outlive a fit, gradient code that is not the Trainer's, and what a review found."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
+
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    SequenceModel,
+    join_batches,
+    largest_difference,
+    make_batch,
+    seeded,
+    train_sharded,
+    train_unsharded,
+)
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+SGD = (torch.optim.SGD, {"lr": 1.0})
+ADAM = (torch.optim.Adam, {"lr": 0.001})
+ADAGRAD = (torch.optim.Adagrad, {"lr": 0.02})
+STEPS = 5
+
+
+class KeepsItsOptimizer(ClickModel):
+    """Makes its optimizer once."""
+
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        if self.kept is None:
+            self.kept = super().configure_optimizers()
+        return self.kept
+
+
+class LoadsState(ClickModel):
+    """Restores an optimizer state of its own."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+
+class HooksLate(ClickModel):
+    """Registers gradient hooks once training has begun."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+class ClipsTables(ClickModel):
+    """Clips the tables' gradients by itself."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.ebc.parameters(), 0.01)
+
+
+class NotWeighted(ClickModel):
+    """Forgets the weights of a weighted collection."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.weighted = False
+        return super().forward(batch)
+
+
+class ChecksAgain(ClickModel):
+    """Recomputes its lookup in backward, by the older kind of checkpoint."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        anchor = torch.zeros(1, requires_grad=True)
+        return torch.utils.checkpoint.checkpoint(
+            lambda _: super(ChecksAgain, self).forward(batch), anchor, use_reentrant=True
+        )
+
+
+class ThawsInTheStep(ClickModel):
+    """Unfreezes its tables inside of a step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.ebc.requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+def _fits(kind: type, optimizer: Any, fits: int, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    model = seeded(kind, *optimizer, **(options or {}))
+    if kind is ThawsInTheStep:
+        model.ebc.requires_grad_(False)
+    for _ in range(fits):
+        train_sharded(model, STEPS)
+    return model.final_state
+
+
+@pytest.mark.parametrize("optimizer", [SGD, (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.05})])
+def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
+    found = run_on_ranks(_fits, 2, KeepsItsOptimizer, optimizer, 2)[0]
+    wanted = train_unsharded(train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2), STEPS, 2).final_state
+    assert max(largest_difference(found, wanted).values()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "fits", "options", "said"),
+    [
+        (KeepsItsOptimizer, ADAM, 2, {}, "OptimizerError: .*returned a Adam that has stepped before"),
+        (LoadsState, ADAM, 1, {}, "OptimizerError: .*returned a Adam that has stepped before"),
+        (HooksLate, SGD, 1, {}, "OptimizerError: a gradient hook was registered on the weight of 'ebc.wide'"),
+        (ClipsTables, ADAM, 1, {}, "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of"),
+        (ClipsTables, SGD, 1, {}, "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of"),
+        (
+            NotWeighted,
+            SGD,
+            1,
+            {"weighted": True},
+            "ShardingError: 'ebc' is weighted, and was called with ids that have",
+        ),
+    ],
+)
+def test_is_told_on_every_rank(kind: type, optimizer: Any, fits: int, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RankFailed, match=said) as failed:
+        run_on_ranks(_fits, 2, kind, optimizer, fits, options)
+    assert str(failed.value).count("raised:") == 2
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ADAM])
+def test_tables_that_are_unfrozen_inside_of_a_step_learn_from_then_on(optimizer: Any) -> None:
+    found = run_on_ranks(_fits, 2, ThawsInTheStep, optimizer, 1)[0]
+    model = seeded(ThawsInTheStep, *optimizer)
+    model.ebc.requires_grad_(False)
+    wanted = train_unsharded(model, STEPS, 2).final_state
+    assert max(largest_difference(found, wanted).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+
+
+class UsesSomeRows(SequenceModel):
+    """Looks all features up, and uses two of them in every second step only."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        rows = self.ebc(features)
+        names = FEATURES if batch_idx % 2 == 0 else FEATURES[:2]
+        loss = sum(rows[name].values().pow(2).sum() for name in names) / 8
+        return loss + 0.0 * self.mlp(self.first(torch.zeros(1, 32))).sum()
+
+
+@pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
+def test_rows_that_go_into_no_loss_leave_their_table_to_rest(cut: str) -> None:
+    found = run_on_ranks(_uses_some, 2, cut)[0]
+    model = seeded(UsesSomeRows, *ADAM)
+    optimizer = model.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [make_batch(1000 * step + rank) for rank in range(2)]
+        (sum(model.training_step(batch, step) for batch in batches) / 2).backward()
+        optimizer.step()
+    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-5
+
+
+def _uses_some(cut: str) -> dict[str, Tensor]:
+    return train_sharded(seeded(UsesSomeRows, *ADAM), STEPS, {"sharding_types": [cut]})[0].final_state
+
+
+class Restores(ClickModel):
+    """Puts its first weights back at the end, from a plain state_dict, and what it has from its own."""
+
+    def on_train_start(self) -> None:
+        self.first_weights = seeded(ClickModel, *SGD).state_dict()
+
+    def on_train_end(self) -> None:
+        self.load_state_dict(self.state_dict())
+        self.load_state_dict(self.first_weights, strict=True)
+        super().on_train_end()
+
+
+@pytest.mark.parametrize("cut", ["row_wise", "table_wise", "column_wise"])
+def test_a_sharded_module_loads_a_plain_state_dict(cut: str) -> None:
+    found = run_on_ranks(_restored, 2, cut)[0]
+    wanted = seeded(ClickModel, *SGD).state_dict()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def _restored(cut: str) -> dict[str, Tensor]:
+    model = train_sharded(seeded(Restores, *SGD), STEPS, {"sharding_types": [cut]})[0]
+    wrong = seeded(ClickModel, *SGD).state_dict()
+    wrong["ebc.embedding_bags.wide.weight"] = torch.zeros(3, 16)
+    with pytest.raises(RuntimeError, match=r"wide.weight: the table is \(60, 16\), but there is \(3, 16\)"):
+        model.load_state_dict(wrong)
+    return model.final_state
+
+
+def _scaled_by_a_lambda() -> dict[str, Tensor]:
+    model = seeded(ClickModel, *ADAGRAD)
+
+    def halve(trainer: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+
+    train_sharded(model, STEPS, callbacks=[LambdaCallback(on_after_backward=halve)])
+    return model.final_state
+
+
+def test_a_lambda_callback_reaches_the_gradients_of_tables() -> None:
+    found = run_on_ranks(_scaled_by_a_lambda, 2)[0]
+    model = seeded(ClickModel, *ADAGRAD)
+    optimizer = model.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = join_batches([make_batch(1000 * step + rank) for rank in range(2)])
+        (0.5 * model.training_step(batch, step)).backward()
+        optimizer.step()
+    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-5
+
+
+def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
+    rank, _ = rank_and_num_ranks()
+    batches = [make_batch(1000 * step + rank, sizes[rank]) for step in range(STEPS)]
+    model = seeded(kind, *optimizer)
+    model.train_dataloader = lambda: DataLoader(batches, batch_size=None)  # type: ignore[method-assign]
+    if 0 in sizes:
+
+        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            logits = model(batch)
+            return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum") / 8
+
+        model.training_step = training_step
+    train_sharded(model, None, {"loss_reduction": "rank_mean" if 0 in sizes else "mean"})
+    return model.final_state
+
+
+def test_a_reentrant_checkpoint_counts_examples_too() -> None:
+    found = run_on_ranks(_unequal, 2, ChecksAgain, SGD, [3, 8])[0]
+    model = seeded(ClickModel, *SGD)
+    optimizer = model.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = join_batches([make_batch(1000 * step, 3), make_batch(1000 * step + 1, 8)])
+        model.training_step(batch, step).backward()
+        optimizer.step()
+    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", [ClickModel, SequenceModel])
+def test_a_rank_may_have_a_batch_of_no_examples(kind: type) -> None:
+    found = run_on_ranks(_unequal, 2, kind, SGD, [0, 8])[0]
+    model = seeded(kind, *SGD)
+    optimizer = model.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = make_batch(1000 * step + 1, 8)
+        (model.training_step(batch, step) / 2).backward()  # the other rank adds a loss of 0
+        optimizer.step()
+    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
