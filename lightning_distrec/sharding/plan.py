@@ -86,7 +86,9 @@ def allowed_types(table: Table, options: TableOptions, places: Places, whole_row
     """
     possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
     wanted = tuple(options.sharding_types or (t for t in default_types(places.num_nodes) if t in possible))
-    reasons = {cut: _why_not(table, cut, places, whole_rows_for) for cut in wanted}
+    reasons = {
+        cut: _why_not(table, cut, places, whole_rows_for) or _why_not_columns(table, cut, options) for cut in wanted
+    }
     types = tuple(cut for cut, reason in reasons.items() if not reason)
     if not types:
         raise PlanError(f"table '{table.full_name}': {'; '.join(f'{cut}: {why}' for cut, why in reasons.items())}.")
@@ -108,11 +110,40 @@ def _why_not(table: Table, cut: str, places: Places, whole_rows_for: str) -> str
     return ""
 
 
+def _why_not_columns(table: Table, cut: str, options: TableOptions) -> str:
+    width, dim = options.min_partition, table.config.embedding_dim
+    if table.pooled or cut != "column_wise" or width is None or dim <= width or dim % width == 0:
+        return ""
+    return (
+        f"min_partition={width} cuts {dim} columns into unequal shards, and torchrec needs one width for all of an "
+        f"EmbeddingCollection; choose a divisor of {dim}"
+    )
+
+
+def check_sequence_widths(tables: list[Table], demands: Mapping[str, Demand]) -> None:
+    """Raise PlanError where column-wise tables of one EmbeddingCollection would be cut into shards of unequal width."""
+    for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):
+        mine = [table for table in tables if table.collection == collection]
+        widths = {
+            table.full_name: min(demand.options.min_partition or 0, table.config.embedding_dim)
+            for table in mine
+            for demand in [demands[table.full_name]]
+            if "column_wise" in demand.sharding_types
+        }
+        if len(set(widths.values())) > 1:
+            raise PlanError(
+                f"tables of '{collection}' may be cut column_wise with unequal min_partition ({widths}), and torchrec "
+                "needs one width for all of an EmbeddingCollection. Set the same min_partition for them, or leave "
+                "column_wise out of their sharding_types."
+            )
+
+
 def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topology, batch_size: int) -> Plan:
     """Return a place for every table. Runs on one rank; see `plan_together`.
 
     Raises PlanError: the tables do not fit the topology's memory, with the largest table and the numbers.
     """
+    check_sequence_widths(tables, demands)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,

@@ -277,6 +277,12 @@ def _look_up(
         shards=shards, updates=updates, learning_rates=LearningRates(updates), loss_weight=weight, replicas=replicas
     )
     compare_examples = weight.looked_up if weight.counts_examples else None
+    learning = any(update.kind != "frozen" for update in updates.values())
+    if learning and weight.counts_examples and all(isinstance(t.plain, nn.Embedding) for t in shards.tables):
+        rank_zero_info(
+            "torchrec_sharded: lookups of nn.Embedding do not tell how many examples a batch has. Where ranks have "
+            "batches of unequal size, gradients are the mean of the ranks' means, as under DDP."
+        )
     fused_optimizers = shards.fused_optimizers()
     for path, sharded in shards.sharded.items():
         tables = shards.tables_of(path)

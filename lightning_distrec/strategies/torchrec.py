@@ -59,8 +59,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         check_ids: what an id outside of its table does: "error" on every rank, "warn" or "ignore" and look up row 0.
         uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
-            ranks are weighted by their number of examples; "sum" over it; "rank_mean": all ranks count alike, as in
-            DDP.
+            ranks are weighted by their number of examples, where lookups tell it (not those of nn.Embedding); "sum"
+            over it; "rank_mean": all ranks count alike, as in DDP.
         memory_bytes_per_rank: memory of one rank in bytes, of which tables get 85 %; None measures it.
         batch_size_per_rank: examples per rank and step, for the planner's estimates.
         find_unused_parameters: as DDP's, for dense layers that some steps do not use.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
@@ -222,3 +222,36 @@ def _alone() -> str:
 
 def test_one_device_works_and_says_that_nothing_is_shared_out() -> None:
     assert "1 rank: nothing is shared out" in run_on_ranks(_alone, 1)[0]
+
+
+def _widths() -> list[str]:
+    said = []
+    for tables in (
+        {"wide": {"min_partition": 4}, "narrow": {"min_partition": 8}},
+        {"wide": {"min_partition": 12}},
+    ):
+        model = seeded(Wide, *SGD)
+        try:
+            train_sharded(model, 1, {"sharding_types": ["column_wise"], "tables": tables})
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+class Wide(SequenceModel):
+    """Has rows of 16 columns, which 12 do not divide."""
+
+    def _build(self) -> None:
+        super()._build()
+        configs = [
+            EmbeddingConfig(name=name, embedding_dim=16, num_embeddings=60, feature_names=features)
+            for name, features in (("wide", ["a", "b"]), ("narrow", ["c", "d"]))
+        ]
+        self.ebc = EmbeddingCollection(tables=configs)
+        self.first = torch.nn.Linear(64, 56, bias=False)
+
+
+def test_shards_of_unequal_width_in_an_embedding_collection_are_refused() -> None:
+    for unequal, no_divisor in run_on_ranks(_widths, 2):
+        assert unequal.startswith("PlanError: tables of 'ebc' may be cut column_wise with unequal min_partition")
+        assert no_divisor.startswith("PlanError: table 'ebc.wide': column_wise: min_partition=12 cuts 16 columns")

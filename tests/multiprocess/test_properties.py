@@ -1,0 +1,122 @@
+"""Any small training job, drawn at random, gives sharded the weights that one unsharded process gives, or is refused.
+
+DISTREC_PROPERTY_JOBS is the number of jobs for each number of ranks, DISTREC_PROPERTY_SEED where drawing starts. A job
+that fails is printed as Python; `check([Job(...)])` runs it again, alone.
+"""
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.drawn_jobs import jobs_of
+from tests.support.job_runs import Outcome, start, train_sharded, train_unsharded
+from tests.support.jobs import Collection, Feature, Job, Table
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+JOBS = int(os.environ.get("DISTREC_PROPERTY_JOBS", "20"))
+SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
+AT_ONCE = 12
+"""Jobs that run one after the other in the same ranks."""
+
+
+def _train_all(jobs: list[Job], folder: str) -> None:
+    """Train one job after the other; rank 0 leaves each outcome in the folder, for what comes after may fail."""
+    for index, job in enumerate(jobs):
+        outcome = train_sharded(job)
+        if rank_and_num_ranks()[0] == 0:
+            torch.save(outcome, f"{folder}/unfinished")
+            os.replace(f"{folder}/unfinished", f"{folder}/{index}.pt")
+
+
+def outcomes_of(jobs: list[Job]) -> list[Outcome]:
+    """Return what became of each job; where a rank raised or hung, the jobs after go on in new ranks."""
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(jobs):
+        todo = jobs[len(outcomes) :][:AT_ONCE]
+        with tempfile.TemporaryDirectory() as folder:
+            failed = ""
+            try:
+                run_on_ranks(_train_all, todo[0].num_ranks, todo, folder, timeout_seconds=30 + 3 * len(todo))
+            except RankFailed as error:
+                failed = str(error)
+            done = len(list(Path(folder).glob("*.pt")))
+            outcomes += [torch.load(f"{folder}/{i}.pt", weights_only=False) for i in range(done)]
+        if failed and done < len(todo):
+            outcomes.append(Outcome(failed=failed))
+        elif failed:
+            outcomes[-1] = Outcome(failed=f"when all {done} jobs before and this one were done: {failed}")
+    return outcomes
+
+
+def problem_of(job: Job, outcome: Outcome) -> str:
+    """Return what is wrong with the outcome, or "" where it is that of one unsharded process, or a refusal."""
+    if outcome.failed or outcome.refused:
+        return outcome.failed
+    with _one_thread():
+        wanted, begun = train_unsharded(job), start(job).state_dict()
+    if outcome.state.keys() != wanted.keys():
+        return f"the state has {sorted(outcome.state)}, not {sorted(wanted)}"
+    frozen = {name for name, table in job.tables().items() if table.frozen}
+    limit = 1e-3 if job.precision == "bf16-mixed" else 1e-6 if job.optimizer.startswith("SGD") else 1e-5
+    problems = []
+    for key, value in wanted.items():
+        path = key.replace("embedding_bags.", "").replace("embeddings.", "").removesuffix(".weight")
+        allowed = 0.0 if path in frozen else limit * max(1.0, float(value.abs().max()))
+        found = outcome.state[key]
+        if found.shape != value.shape or not float((found - value).abs().max()) <= allowed:
+            moved = float((value - begun[key]).abs().max())
+            off = float((found - value).abs().max()) if found.shape == value.shape else tuple(found.shape)
+            problems.append(f"{path} is off by {off}, where {allowed:.1e} is allowed and it moved by {moved:.1e}")
+    return "\n".join(problems)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As the ranks have: on a busy machine, threads that wait for each other take many times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(jobs: list[Job]) -> Counter[str]:
+    """Run the jobs and return how many there were of each kind of update and cut. Raises AssertionError: one fails."""
+    seen: Counter[str] = Counter()
+    problems = []
+    for job, outcome in zip(jobs, outcomes_of(jobs), strict=True):
+        seen.update(outcome.updates or [outcome.refused.split(":")[0] or "failed"])
+        seen.update(["refused" if outcome.refused else "trained"])
+        if problem := problem_of(job, outcome):
+            problems.append(f"{job}\n{outcome.updates}\n{problem}")
+    if problems:
+        raise AssertionError(f"{len(problems)} of {len(jobs)} jobs are wrong:\n\n" + "\n\n".join(problems))
+    return seen
+
+
+def test_wrong_weights_and_failed_ranks_are_told() -> None:
+    job = Job(((2,),), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),))
+    broken = replace(job, optimizer="an optimizer that does not exist")
+    failed, right = outcomes_of([broken, job])
+    assert "KeyError: 'an optimizer that does not exist'" in problem_of(broken, failed)
+    assert not problem_of(job, right)
+    for weight in right.state.values():
+        weight[0, 0] += 1e-4
+        assert "where 1.0e-06 is allowed" in problem_of(job, right)
+        weight[0, 0] -= 1e-4
+    with pytest.raises(AssertionError, match="1 of 2 jobs are wrong:\n\nJob\\(sizes=.*does not exist"):
+        check([job, broken])
+
+
+@pytest.mark.timeout(100 + 5 * JOBS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_any_job_trains_to_the_weights_of_one_unsharded_process(num_ranks: int) -> None:
+    seen = check(jobs_of(num_ranks, JOBS, SEED))
+    print(num_ranks, "ranks:", ", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+    assert seen["trained"] > seen["refused"]
