@@ -65,7 +65,7 @@ def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> Callab
     )
 
     def give_back() -> None:
-        scaler.update(plugin.scaler.get_scale())  # type: ignore[attr-defined]
+        scaler.load_state_dict(plugin.scaler.state_dict())  # type: ignore[attr-defined]
         plugin.scaler = scaler  # type: ignore[attr-defined]
 
     return _nothing if not scaler.is_enabled() else give_back
