@@ -62,7 +62,7 @@ class Reference:
             for step in range(STEPS):
                 train_step(self.model, stepper, step)
                 self.averaged.update_parameters(self.model)
-            self.validated.append([float(self.averaged.module(make_batch(rank)).sum()) for rank in range(2)])
+            self.validated.append([float(self.averaged.module(make_batch(rank)).sum().detach()) for rank in range(2)])
             if epoch == 1:
                 self.after_two_epochs = copy.deepcopy(self.state)
 
