@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import (
     FEATURES,
@@ -261,3 +262,14 @@ def test_a_rank_may_have_a_batch_of_no_examples(kind: type) -> None:
         (model.training_step(batch, step) / 2).backward()  # the other rank adds a loss of 0
         optimizer.step()
     assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+
+
+def _keeps_whole_rows() -> dict[str, Tensor]:
+    strategy = {"sharding_types": ["table_wise"], "embedding_update": "dense"}
+    return train_sharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, strategy)[0].final_state
+
+
+def test_row_wise_adagrad_steps_on_shards_where_a_rank_has_no_rows() -> None:
+    found = run_on_ranks(_keeps_whole_rows, 2)[0]
+    wanted = train_unsharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, 2).final_state
+    assert max(largest_difference(found, wanted).values()) <= 1e-5
