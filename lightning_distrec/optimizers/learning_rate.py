@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.translation import Owner, TableUpdate, exact_form, sparse_form
+from lightning_distrec.optimizers.param_groups import Owner
+from lightning_distrec.optimizers.translation import TableUpdate, exact_form, sparse_form
 
 
 class LearningRates:

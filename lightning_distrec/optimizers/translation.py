@@ -11,17 +11,16 @@ What is fused is a whitelist by exact class and hyperparameters, each entry meas
 of Adagrad) or fill with a default of its own (eps) is never left to it.
 """
 
-import inspect
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
+from lightning_distrec.optimizers.param_groups import Owner, owners_of
 
 Kind = Literal["fused", "sparse", "dense", "fused_lazy", "frozen"]
 
@@ -40,25 +39,6 @@ ELEMENTWISE: dict[type[optim.Optimizer], int] = {
 }
 """Optimizers that treat every element alone, so that stepping on a shard is stepping on the table. Value: the most
 state they keep by default, in tensors of the table's size."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The optimizer and param group that a table belongs to."""
-
-    optimizer: optim.Optimizer
-    optimizer_index: int
-    group_index: int
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The param group, live: schedulers write to it."""
-        return self.optimizer.param_groups[self.group_index]
-
-    @property
-    def label(self) -> str:
-        """A name that no other group has."""
-        return f"{self.optimizer_index}.{self.group_index}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +88,7 @@ def translate(
     earlier: full name -> the shards of an earlier fit, which an optimizer that outlived it still holds.
     Raises OptimizerError: the table's name, the reason and the way out.
     """
-    owners = _owners(parameters, optimizers, earlier or {})
+    owners = owners_of(parameters, optimizers, earlier or {})
     updates = {}
     for name, parameter in parameters.items():
         owner = owners.get(id(parameter))
@@ -273,114 +253,3 @@ def _first_set(group: Mapping[str, Any], **neutral: Any) -> str:
         if name in group and group[name] != value:
             return f"{name}={group[name]}"
     return ""
-
-
-def _owners(
-    parameters: Mapping[str, nn.Parameter],
-    optimizers: list[optim.Optimizer],
-    earlier: Mapping[str, list[nn.Parameter]],
-) -> dict[int, Owner]:
-    for optimizer in optimizers:
-        _put_back(optimizer, parameters, earlier)
-    ids = {id(parameter): name for name, parameter in parameters.items()}
-    owners: dict[int, Owner] = {}
-    for index, optimizer in enumerate(optimizers):
-        for group_index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in ids:
-                    continue
-                if id(parameter) in owners:
-                    raise OptimizerError(
-                        f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both update it exactly. "
-                        "Give it to one."
-                    )
-                owners[id(parameter)] = Owner(optimizer, index, group_index)
-    return owners
-
-
-def _put_back(
-    optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], earlier: Mapping[str, list[nn.Parameter]]
-) -> None:
-    """Put the unsharded weights in the places of an earlier fit's shards; refuse state that cannot come along."""
-    names = {id(shard): name for name, shards in earlier.items() if name in parameters for shard in shards}
-    for group in optimizer.param_groups:
-        kept: list[nn.Parameter] = []
-        for parameter in group["params"]:
-            mine = parameters[names[id(parameter)]] if id(parameter) in names else parameter
-            kept += [] if any(mine is other for other in kept) else [mine]
-        group["params"] = kept
-    weights = {id(parameter): name for name, parameter in parameters.items()} | names
-    for parameter, state in optimizer.state.items():
-        if id(parameter) in weights and _has_begun(state):
-            raise OptimizerError(
-                f"table '{weights[id(parameter)]}': configure_optimizers returned a {type(optimizer).__name__} that "
-                "has stepped before (kept from an earlier fit, or its state was loaded), and the table's state cannot "
-                "be carried over to shards yet. Return a new optimizer, and load no state into it."
-            )
-    for parameter in [parameter for parameter in optimizer.state if id(parameter) in names]:
-        del optimizer.state[parameter]
-
-
-def _has_begun(state: Mapping[str, Any]) -> bool:
-    if "step" in state:
-        return float(state["step"]) > 0
-    return any(isinstance(value, torch.Tensor) for value in state.values())
-
-
-def owner_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> Owner | None:
-    """Return the optimizer and group that hold `parameter` now, or None."""
-    for index, optimizer in enumerate(optimizers):
-        for group_index, group in enumerate(optimizer.param_groups):
-            if any(held is parameter for held in group["params"]):
-                return Owner(optimizer, index, group_index)
-    return None
-
-
-def rewrite_groups(
-    optimizers: Iterable[optim.Optimizer],
-    parameters: Mapping[str, nn.Parameter],
-    shards: Mapping[str, list[nn.Parameter]],
-    without_state: Container[str],
-) -> None:
-    """Put each table's shards in the place of the unsharded weight, in place: groups keep their count and order.
-
-    parameters: full name -> unsharded weight. shards: full name -> this rank's shards of the tables that the user's
-    optimizer steps on, or, for fused tables, finds without a gradient. Shards without rows on this rank are in the
-    groups too, so that what freezes, toggles or clamps a group's parameters reaches every rank's alike.
-    without_state: tables whose state the optimizer does not keep, because FBGEMM does.
-    """
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for optimizer in optimizers:
-        with_state = {id(p) for p in parameters.values() if optimizer.state.pop(p, None) is not None}
-        for group in optimizer.param_groups:
-            replaced: list[nn.Parameter] = []
-            fresh: list[nn.Parameter] = []
-            kept: list[int] = []
-            for i, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter))
-                mine = [parameter] if name is None else shards.get(name, [])
-                replaced += mine
-                kept += [i] * len(mine)
-                fresh += mine if id(parameter) in with_state and name not in without_state else []
-            group["params"] = replaced
-            if "param_names" in group:
-                group["param_names"] = [group["param_names"][i] for i in kept]
-            if fresh:
-                optimizer.state.update(_fresh_state(optimizer, group, fresh))
-
-
-def _fresh_state(
-    optimizer: optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
-) -> dict[Any, Any]:
-    """Return the state that the optimizer's constructor makes for `parameters` (Adagrad makes its sums there)."""
-
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    options = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
-    try:
-        return dict(kind(parameters, **options).state)
-    except TypeError as error:
-        raise OptimizerError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be made for a part of a table from its own param_groups: "
-            f"{error}. Keep its constructor's arguments in `defaults`, as torch's optimizers do."
-        ) from error

@@ -24,8 +24,9 @@ from lightning_distrec.errors import CheckpointError, OptimizerError, ShardingEr
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
 from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
+from lightning_distrec.optimizers.param_groups import rewrite_groups
 from lightning_distrec.optimizers.replicas import ReplicaCheck
-from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, rewrite_groups, sparse_form
+from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup, TableUse

@@ -6,7 +6,8 @@ from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.translation import ELEMENTWISE, TableUpdate, owner_of, sparse_form
+from lightning_distrec.optimizers.param_groups import owner_of
+from lightning_distrec.optimizers.translation import ELEMENTWISE, TableUpdate, sparse_form
 from lightning_distrec.sharding.shard_tables import ShardedTables
 
 

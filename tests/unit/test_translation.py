@@ -8,7 +8,8 @@ from torch import nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.translation import rewrite_groups, translate
+from lightning_distrec.optimizers.param_groups import rewrite_groups
+from lightning_distrec.optimizers.translation import translate
 
 
 def decide(optimizer: type, mode: str = "auto", device: str = "cpu", later: str = "", **options: Any) -> Any:

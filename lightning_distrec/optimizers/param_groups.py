@@ -1,0 +1,149 @@
+"""Tables and their shards in the param groups of the user's optimizers."""
+
+import inspect
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lightning_distrec.errors import OptimizerError
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The optimizer and param group that a table belongs to."""
+
+    optimizer: optim.Optimizer
+    optimizer_index: int
+    group_index: int
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The param group, live: schedulers write to it."""
+        return self.optimizer.param_groups[self.group_index]
+
+    @property
+    def label(self) -> str:
+        """A name that no other group has."""
+        return f"{self.optimizer_index}.{self.group_index}"
+
+
+def owners_of(
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: list[optim.Optimizer],
+    earlier: Mapping[str, list[nn.Parameter]],
+) -> dict[int, Owner]:
+    """Return id of an unsharded weight -> the optimizer and group that hold it, or held its shards in an earlier fit.
+
+    parameters: full name of a table -> its unsharded weight. earlier: full name -> the shards of an earlier fit; the
+    weights are put back in their places.
+    Raises OptimizerError: a table in two optimizers; an optimizer whose state for a table would be lost.
+    """
+    for optimizer in optimizers:
+        _put_back(optimizer, parameters, earlier)
+    ids = {id(parameter): name for name, parameter in parameters.items()}
+    owners: dict[int, Owner] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in ids:
+                    continue
+                if id(parameter) in owners:
+                    raise OptimizerError(
+                        f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both update it exactly. "
+                        "Give it to one."
+                    )
+                owners[id(parameter)] = Owner(optimizer, index, group_index)
+    return owners
+
+
+def _put_back(
+    optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], earlier: Mapping[str, list[nn.Parameter]]
+) -> None:
+    """Put the unsharded weights in the places of an earlier fit's shards; refuse state that cannot come along."""
+    names = {id(shard): name for name, shards in earlier.items() if name in parameters for shard in shards}
+    weights = {id(parameter): name for name, parameter in parameters.items()} | names
+    lost = [weights[id(p)] for p, state in optimizer.state.items() if id(p) in weights and _has_begun(state)]
+    if type(optimizer) is not optim.SGD:  # what FBGEMM kept for it in an earlier fit is in nobody's state
+        lost += [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    if lost:
+        raise OptimizerError(
+            f"table '{lost[0]}': configure_optimizers returned a {type(optimizer).__name__} that has stepped before "
+            "(kept from an earlier fit, or its state was loaded), and the table's state cannot be carried over to "
+            "shards yet. Return a new optimizer, and load no state into it."
+        )
+    for group in optimizer.param_groups:
+        kept: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            mine = parameters[names[id(parameter)]] if id(parameter) in names else parameter
+            kept += [] if any(mine is other for other in kept) else [mine]
+        group["params"] = kept
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) in names]:
+        del optimizer.state[parameter]
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    if "step" in state:
+        return float(state["step"]) > 0
+    return any(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def owner_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> Owner | None:
+    """Return the optimizer and group that hold `parameter` now, or None."""
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            if any(held is parameter for held in group["params"]):
+                return Owner(optimizer, index, group_index)
+    return None
+
+
+def rewrite_groups(
+    optimizers: Iterable[optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, list[nn.Parameter]],
+    without_state: Container[str],
+) -> None:
+    """Put each table's shards in the place of the unsharded weight, in place: groups keep their count and order.
+
+    parameters: full name -> unsharded weight. shards: full name -> this rank's shards of the tables that the user's
+    optimizer steps on, or, for fused tables, finds without a gradient. Shards without rows on this rank are in the
+    groups too, so that what freezes, toggles or clamps a group's parameters reaches every rank's alike.
+    without_state: tables whose state the optimizer does not keep, because FBGEMM does.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for optimizer in optimizers:
+        with_state = {id(p) for p in parameters.values() if optimizer.state.pop(p, None) is not None}
+        for group in optimizer.param_groups:
+            replaced: list[nn.Parameter] = []
+            fresh: list[nn.Parameter] = []
+            kept: list[int] = []
+            for i, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter))
+                mine = [parameter] if name is None else shards.get(name, [])
+                replaced += mine
+                kept += [i] * len(mine)
+                fresh += mine if id(parameter) in with_state and name not in without_state else []
+            group["params"] = replaced
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][i] for i in kept]
+            if fresh:
+                optimizer.state.update(_fresh_state(optimizer, group, fresh))
+
+
+def _fresh_state(
+    optimizer: optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
+) -> dict[Any, Any]:
+    """Return the state that the optimizer's constructor makes for `parameters` (Adagrad makes its sums there)."""
+
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    options = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
+    try:
+        return dict(kind(parameters, **options).state)
+    except TypeError as error:
+        raise OptimizerError(
+            f"{kind.__module__}.{kind.__qualname__} cannot be made for a part of a table from its own param_groups: "
+            f"{error}. Keep its constructor's arguments in `defaults`, as torch's optimizers do."
+        ) from error
