@@ -67,7 +67,8 @@ class ShardedLookup:
         self._features = feature_names(tables)
         self._outputs = output_names(tables)
         self._summed_means = _summed_means(tables, uses) if self._pooled else {}
-        self._learning = [(uses[table.name].learns, set(_outputs_of(tables, table.__eq__))) for table in tables]
+        self._uses = uses
+        self._table_of = _tables_of_outputs(tables)
         self._needs_weights = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
         self._weighted = self._needs_weights or tables[0].plain is not None
         self._output_dtype = output_dtype
@@ -78,7 +79,6 @@ class ShardedLookup:
         # The ids of an nn.Embedding may have any shape: they do not tell the number of examples.
         self._compare_examples = None if isinstance(tables[0].plain, torch.nn.Embedding) else compare_examples
         self._note_use = None if self._pooled else note_use
-        self._table_of = {output: table.name for table in tables for output in _outputs_of(tables, table.__eq__)}
         self._whole = _outputs_of(tables, lambda table: uses[table.name].cut == "data_parallel")
         self._dense_copies = [table.full_name for table in tables if uses[table.name].cut == "data_parallel"]
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
@@ -176,7 +176,8 @@ class ShardedLookup:
 
     def _frozen(self) -> set[str]:
         """Return the outputs of the tables that do not learn now."""
-        return {output for learns, outputs in self._learning if not learns() for output in outputs}
+        tables = {name for name, use in self._uses.items() if not use.learns()}
+        return {output for output, table in self._table_of.items() if table in tables}
 
     @contextmanager
     def _gradients(self, frozen: set[str]) -> Iterator[None]:
@@ -282,6 +283,12 @@ def _summed_means(tables: list[Table], uses: Mapping[str, TableUse]) -> dict[str
         return table.config.pooling == PoolingType.MEAN and uses[table.name].cut in CUT_BY_ROWS
 
     return _outputs_of(tables, summed)
+
+
+def _tables_of_outputs(tables: list[Table]) -> dict[str, str]:
+    """Return output -> name of its table."""
+    names = [table.name for table in tables for _ in table.config.feature_names]
+    return dict(zip(output_names(tables), names, strict=True))
 
 
 def _outputs_of(tables: list[Table], chosen: Callable[[Table], bool]) -> dict[str, str]:

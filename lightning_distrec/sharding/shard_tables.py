@@ -1,6 +1,6 @@
 """Puts sharded collections in the place of unsharded ones, and back."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -86,15 +86,23 @@ class ShardedTables:
             for table in self.tables_of(at[id(module)])
         }
 
-    def keep_gradients(self, names: Iterable[str], sparse: Mapping[str, bool]) -> None:
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that only this rank has."""
+        return [shard.weight for shards in self.shards.values() for shard in shards if not shard.replicated]
+
+    def keep_rows_only(self, name: str, rows_only: bool) -> None:
+        """Choose whether a table's gradient, where it is kept, holds the touched rows only."""
+        for shard in self.shards[name]:
+            shard.sparse = rows_only
+
+    def keep_gradients(self, rows_only: Mapping[str, bool]) -> None:
         """Leave the gradients of these tables, by full name, on their shards, for the user's optimizer.
 
-        All tables of a kernel are kept, or none. sparse: full name -> whether only the touched rows' are kept.
+        All tables of a kernel are kept, or none. rows_only: full name -> whether only the touched rows' are kept.
         """
-        kept = {id(shard) for name in names for shard in self.shards[name]}
-        for name, rows_only in sparse.items():
-            for shard in self.shards[name]:
-                shard.sparse = rows_only
+        for name, only in rows_only.items():
+            self.keep_rows_only(name, only)
+        kept = {id(shard) for name in rows_only for shard in self.shards[name]}
         for kernel, shards in self.kernels:
             if any(id(shard) in kept for shard in shards):
                 assert all(id(shard) in kept for shard in shards)
@@ -120,7 +128,7 @@ class ShardedTables:
 
         And but embeddings with max_norm, which renorm the rows that a rank looks up, on that rank, under any DDP.
         """
-        own = {id(s.weight) for shards in self.shards.values() for s in shards if not s.replicated}
+        own = {id(weight) for weight in self.own_parameters()}
         for module in self._module().modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 own.add(id(module.weight))

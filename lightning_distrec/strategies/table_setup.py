@@ -73,10 +73,6 @@ class TableSetup:
         """Full names of the tables that are updated inside of backward."""
         return [name for name, update in self.updates.items() if update.in_backward]
 
-    def sharded_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that only this rank has."""
-        return [s.weight for shards in self.shards.shards.values() for s in shards if not s.replicated]
-
     def before_training_step(self) -> None:
         """Raise where something was changed since the start that the tables' updates do not follow."""
         self.learning_rates.check()
@@ -244,9 +240,8 @@ def _shard(
     shards = shard_tables(module, look.tables, plan, fused, device, held, seed)
     shards.fill_optimizer_state({n: u.initial_state for n, u in look.updates.items() if u.in_backward})
     kept = {name: _rows_only(update) for name, update in look.updates.items() if not update.in_backward}
-    shards.keep_gradients(kept, kept)
-    fused_names = {name for name, update in look.updates.items() if update.in_backward}
-    rewrite_groups(look.optimizers, unsharded, shards.parameters(), fused_names)
+    shards.keep_gradients(kept)
+    rewrite_groups(look.optimizers, unsharded, shards.parameters(), look.updates.keys() - kept.keys())
     setup = _look_up(shards, look.updates, settings, consensus, output_dtype)
     setup.optimizers, setup.lr_scheduler_configs = look.optimizers, look.lr_scheduler_configs
     for optimizer in setup.optimizers:

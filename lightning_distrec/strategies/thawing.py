@@ -54,4 +54,4 @@ class Thawing:
                 f"table '{name}', cut {sharding.sharding_type}, was unfrozen and given to {kind.__name__}: {reason}. "
                 "Let it learn from the start of fit, or call fit again with it unfrozen."
             )
-        self._shards.keep_gradients([], {name: sparse is not None})
+        self._shards.keep_rows_only(name, sparse is not None)

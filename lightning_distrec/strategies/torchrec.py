@@ -176,7 +176,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         if fitting:
             self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
             self._wrap_dense(module, tables)
-            self._clipping.put_on(self.precision_plugin, tables.sharded_parameters, tables.fused_tables)
+            self._clipping.put_on(self.precision_plugin, tables.shards.own_parameters, tables.fused_tables)
             tables.undo.append(agree_on_overflows(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, tables.shards, self.lightning_module_state_dict)
         else:
