@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
+    from lightning_distrec.callbacks.communication import Communication
+    from lightning_distrec.callbacks.throughput import Throughput
+    from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.sharding.tables import TableOptions
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["TableOptions", "TorchRecShardedStrategy"]
+__all__ = ["Communication", "TableOptions", "Throughput", "Timeline", "TorchRecShardedStrategy"]
 
 _HOMES = {
+    "Communication": "lightning_distrec.callbacks.communication",
     "TableOptions": "lightning_distrec.sharding.tables",
+    "Throughput": "lightning_distrec.callbacks.throughput",
+    "Timeline": "lightning_distrec.callbacks.timeline",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
 }
 

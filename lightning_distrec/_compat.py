@@ -5,9 +5,11 @@ Imports are inside of the functions, so that this file loads without torchrec.
 """
 
 import contextlib
+import functools
+import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -185,6 +187,25 @@ def fbgemm_iterations_kept(kernels: list[Any]) -> Iterator[None]:
             kernel.iter_cpu.copy_(iteration_cpu)
 
 
+KEYED_TENSOR_VALUES = "_values"
+"""Where torchrec's KeyedTensor keeps its values, and reads them. Source: torchrec/sparse/jagged_tensor.py."""
+
+JAGGED_TENSOR_PARTS = ("_values", "_weights", "_lengths", "_offsets")
+"""The same of JaggedTensor and KeyedJaggedTensor, which compute lengths and offsets when they are first asked for."""
+
+
+def register_container(
+    kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Iterable[Any], Any], Any]
+) -> None:
+    """Tell torch how to take a container apart; it knows containers by their exact type.
+
+    Source: torch/utils/_pytree.py, which torchrec registers its own containers with.
+    """
+    from torch.utils._pytree import register_pytree_node
+
+    register_pytree_node(kind, flatten, unflatten)
+
+
 def hide_upstream_deprecations() -> None:
     """Hide what torchrec, torch and lightning say about their own use of each other; users cannot act on it.
 
@@ -221,3 +242,73 @@ def torchrec_quiet() -> Iterator[None]:
     finally:
         logger.setLevel(levels[0])
         root.setLevel(levels[1])
+
+
+def batches_that_stepped(trainer: Any) -> int:
+    """Return the number that Lightning gives its loggers as the step of the batch in progress, counted from 0.
+
+    Source: lightning/pytorch/loops/training_epoch_loop.py; LearningRateMonitor uses it in the same way.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def show_in_progress_bar(trainer: Any, name: str, value: str) -> None:
+    """Show `value` beside the other metrics of the progress bar.
+
+    `LightningModule.log(prog_bar=True)` would make a tensor on the device and read it back, which waits for a GPU.
+    Source: lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py, progress_bar_metrics.
+    """
+    trainer._logger_connector._progress_bar_metrics[name] = value
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward. Source: torch/csrc/autograd/python_autograd.cpp."""
+    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+
+
+def ddp_of_whole_tables(sharded: Any) -> list[Any]:
+    """Return the DDPs in which torchrec wraps a sharded collection's data_parallel tables.
+
+    Source: init_data_parallel in torchrec/distributed/embeddingbag.py and embedding.py; `_lookups` is a plain list.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    return [lookup for lookup in sharded._lookups if isinstance(lookup, DistributedDataParallel)]
+
+
+def watch_collectives(names: tuple[str, ...], told: Callable[[str, dict[str, Any], str], None]) -> Callable[[], None]:
+    """Call `told` before each call of torch.distributed's functions of these names; returns an undo.
+
+    told: gets the function's name, its arguments by name, and the module that called it.
+    Names that this torch lacks are passed over. Calls are seen that read the function from torch.distributed when they
+    make them, as torchrec's and Lightning's do; those of torch's own C++ are not.
+    """
+    import torch.distributed as dist
+
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    watched = {name: _watched_collective(name, original, told) for name, original in originals.items()}
+    for name, function in watched.items():
+        setattr(dist, name, function)
+
+    def undo() -> None:
+        for name, function in watched.items():
+            if getattr(dist, name) is function:
+                setattr(dist, name, originals[name])
+
+    return undo
+
+
+def _watched_collective(
+    name: str, original: Callable[..., Any], told: Callable[[str, dict[str, Any], str], None]
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **options: Any) -> Any:
+        frame = inspect.currentframe()
+        caller = "" if frame is None or frame.f_back is None else str(frame.f_back.f_globals.get("__name__", ""))
+        del frame  # it would keep itself alive
+        told(name, dict(signature.bind(*args, **options).arguments), caller)
+        return original(*args, **options)
+
+    return watched

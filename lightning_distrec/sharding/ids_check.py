@@ -83,33 +83,41 @@ class IdsCheck:
                 if smallest is None or table.config.num_embeddings < smallest.config.num_embeddings:
                     self._table_of_feature[feature] = table
 
-    def start(self, features: KeyedJaggedTensor, examples: int | None) -> tuple[KeyedJaggedTensor, Verdict | None]:
-        """Return the features to look up, every id in range, and what to wait for.
-
-        Collective in mode "error", and where `examples`, this rank's number of them, is given for comparison.
-        """
+    def look(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, str | None]:
+        """Return the features to look up, every id in range, and what all ranks are to raise."""
         bad = self._out_of_range(features)
-        problem = None
-        if bool(bad.any()):
-            problem = self._describe(features, bad)
-            features = with_ids(features, features.values().masked_fill(bad, 0))
+        if bad is None:
+            return features, None
+        problem = self._describe(features, bad)
+        features = with_ids(features, features.values().masked_fill(bad, 0))
         if self._mode == "error":
-            return features, Verdict(self._ranks, problem, examples or 0)
-        if problem is not None and self._mode == "warn" and not self._warned:
+            return features, problem
+        if self._mode == "warn" and not self._warned:
             self._warned = True
             # Not by rank zero alone: this rank has the ids.
             warnings.warn(f"{problem} Row 0 is looked up in their place. Said once.", stacklevel=2)
-        return features, None if examples is None else Verdict(self._ranks, None, examples)
+        return features, None
 
-    def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor:
+    def agree(self, problem: str | None, examples: int, compare: bool) -> Verdict | None:
+        """Collective in mode "error", and where the ranks' examples are to be compared. Return what to wait for."""
+        if self._mode == "error" or compare:
+            return Verdict(self._ranks, problem, examples)
+        return None
+
+    def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
+        """Return which ids, (num_ids,), are out of range; None where none is."""
         values = features.values()
+        if not values.numel():
+            return None
         keys = features.keys()
         limits = [self._table_of_feature[key].config.num_embeddings for key in keys]
-        if len(set(limits)) == 1:
-            return (values < 0) | (values >= limits[0])
+        least, most = torch.stack(torch.aminmax(values)).tolist()
+        if least >= 0 and most < min(limits):
+            return None
         counts = torch.tensor(features.length_per_key(), device=values.device)
         limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(counts, output_size=values.numel())
-        return (values < 0) | (values >= limit_of_id)
+        bad = (values < 0) | (values >= limit_of_id)
+        return bad if bool(bad.any()) else None
 
     def _describe(self, features: KeyedJaggedTensor, bad: torch.Tensor) -> str:
         first = int(bad.nonzero()[0])

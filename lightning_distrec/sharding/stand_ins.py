@@ -28,6 +28,8 @@ class StandIn(nn.Module):
     """Name of a weight in the unsharded module's state_dict -> its name in that of `sharded`."""
     load: Callable[[str, Tensor], str]
     """Loads a table, by its name in the state_dict of `sharded`; returns what is wrong, or ""."""
+    foreseen: Callable[[tuple[Any, ...]], Any]
+    """Returns what was looked up ahead for the arguments of a call, or None."""
 
     def take_place(self, original: nn.Module, sharded: ShardedModule, keys: dict[str, str], load: Any) -> None:
         """Become what is called in the place of `original`."""
@@ -36,7 +38,22 @@ class StandIn(nn.Module):
         self.__dict__.update({name: value for name, value in vars(original).items() if name not in ours})
         self.training = original.training
         share_hooks(original, self)
-        self.__dict__ |= {"sharded": sharded, "keys": keys, "load": load}  # past nn.Module, so that it is no child
+        # Past nn.Module, so that it is no child.
+        self.__dict__ |= {"sharded": sharded, "keys": keys, "load": load, "foreseen": _nothing_foreseen}
+
+    def features(self, *args: Any) -> Any:
+        """Return the KeyedJaggedTensor that a call with these arguments looks up."""
+        return args[0]
+
+    def answer(self, looked_up: Any, *args: Any) -> Any:
+        """Return what a call with these arguments returns, of what torchrec looked up for them."""
+        return looked_up
+
+    def _call(self, *args: Any) -> Any:
+        looked_up = self.foreseen(args)
+        if looked_up is None:
+            looked_up = self.sharded(self.features(*args))
+        return self.answer(looked_up, *args)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the whole tables, as ShardedTensors, under the names that they have unsharded."""
@@ -92,7 +109,7 @@ class ShardedBagCollection(StandIn, EmbeddingBagCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Collective. Return the bags of `features` as the unsharded collection does."""
-        return self.sharded(features)  # type: ignore[no-any-return]
+        return self._call(features)  # type: ignore[no-any-return]
 
 
 class ShardedCollection(StandIn, EmbeddingCollection):
@@ -100,7 +117,7 @@ class ShardedCollection(StandIn, EmbeddingCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Collective. Return the rows of `features` as the unsharded collection does."""
-        return self.sharded(features)  # type: ignore[no-any-return]
+        return self._call(features)  # type: ignore[no-any-return]
 
 
 class ShardedEmbedding(StandIn, _NoWeightToRead, nn.Embedding):
@@ -108,12 +125,19 @@ class ShardedEmbedding(StandIn, _NoWeightToRead, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Collective. Look up `input`, of any shape; returns (*input.shape, embedding_dim)."""
+        return self._call(input)  # type: ignore[no-any-return]
+
+    def features(self, input: Tensor) -> KeyedJaggedTensor:
+        """Return the ids as one bag."""
         ids = _as_ids(input).flatten()
         lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
-        features = KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
-        rows = self.sharded(features)[FEATURE].values()
+        return KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
+
+    def answer(self, looked_up: dict[str, JaggedTensor], input: Tensor) -> Tensor:
+        """Return the rows in the shape of the ids."""
+        rows = looked_up[FEATURE].values()
         if self.padding_idx is not None:  # its row is looked up and does not learn
-            rows = torch.where((ids == self.padding_idx).unsqueeze(1), rows.detach(), rows)
+            rows = torch.where((input.flatten() == self.padding_idx).unsqueeze(1), rows.detach(), rows)
         return _in_type_of(self, rows.view(*input.shape, self.embedding_dim))
 
 
@@ -122,6 +146,12 @@ class ShardedEmbeddingBag(StandIn, _NoWeightToRead, nn.EmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Collective. Look up bags: `input` (num_bags, bag_size), or (num_ids,) with `offsets`; (num_bags, dim)."""
+        return self._call(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
+
+    def features(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """Return the bags without ids that are padding. Raises ShardingError: shapes or offsets do not fit."""
         if per_sample_weights is not None and (self.mode != "sum" or per_sample_weights.shape != input.shape):
             raise ShardingError(
                 f"per_sample_weights of shape {tuple(per_sample_weights.shape)} for input {tuple(input.shape)} and "
@@ -140,10 +170,13 @@ class ShardedEmbeddingBag(StandIn, _NoWeightToRead, nn.EmbeddingBag):
             ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             lengths = kept_before[ends].diff()
             ids, weights = ids[keep], None if weights is None else weights[keep]
-        features = KeyedJaggedTensor(
+        return KeyedJaggedTensor(
             keys=[FEATURE], values=ids, lengths=lengths, weights=None if weights is None else weights.float()
         )
-        return _in_type_of(self, self.sharded(features).values())
+
+    def answer(self, looked_up: KeyedTensor, *_: Tensor | None) -> Tensor:
+        """Return the bags, (num_bags, dim)."""
+        return _in_type_of(self, looked_up.values())
 
     def _lengths(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         if input.dim() == 2:
@@ -161,6 +194,10 @@ class ShardedEmbeddingBag(StandIn, _NoWeightToRead, nn.EmbeddingBag):
                 f"offsets must begin with 0, never fall, and stay below the number of ids, {input.numel()}: {offsets}."
             )
         return lengths
+
+
+def _nothing_foreseen(_: tuple[Any, ...]) -> None:
+    return None
 
 
 def _as_ids(input: Tensor) -> Tensor:

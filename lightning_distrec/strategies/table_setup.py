@@ -29,7 +29,8 @@ from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
-from lightning_distrec.sharding.lookup import ShardedLookup, TableUse
+from lightning_distrec.sharding.lookup import ShardedLookup
+from lightning_distrec.sharding.outgoing import TableUse
 from lightning_distrec.sharding.plan import Places, Plan, make_plan, plan_together
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
 from lightning_distrec.sharding.shard_tables import (
