@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch.loops import fetchers
 from torch import nn
 from torch.optim import Optimizer
+
+DataFetcher = fetchers._DataFetcher
+"""What Lightning's loops draw their batches from."""
 
 
 def init_optimizers_and_schedulers(module: Any) -> tuple[list[Optimizer], list[Any]]:
@@ -119,6 +123,122 @@ def send_module_states(module: nn.Module, ignore: list[str]) -> None:
     _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
 
 
+def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
+    """Return the states of the loaders that have one. Source: lightning/pytorch/utilities/combined_loader.py."""
+    states: list[dict[str, Any]] = type(combined_loader)._state_dicts(combined_loader)
+    return states
+
+
+def keep_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
+    """Make checkpoints hold these states of the loaders, in place of those that they have themselves; None undoes it.
+
+    Source: lightning/pytorch/loops/fit_loop.py asks for them when a checkpoint is saved.
+    """
+    if states is not None:
+        combined_loader._state_dicts = states
+    else:
+        combined_loader.__dict__.pop("_state_dicts", None)
+
+
+def use_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let `make`, called with a stage, give the trainer's loops the fetchers of their data; returns an undo.
+
+    It returns None where the loop is to choose its own, and is not asked about steps that take a dataloader_iter.
+    Source: lightning/pytorch/loops/utilities.py; the loops find `_select_data_fetcher` among their modules' globals.
+    """
+    from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+
+    original = fit_loop._select_data_fetcher
+
+    def select(of: Any, stage: Any) -> Any:
+        chosen = original(of, stage)
+        if of is not trainer or isinstance(chosen, _DataLoaderIterDataFetcher):
+            return chosen
+        ours = make(stage)
+        return chosen if ours is None else ours
+
+    namespaces = [vars(module) for module in (evaluation_loop, fit_loop, prediction_loop)]
+    for namespace in namespaces:
+        namespace["_select_data_fetcher"] = select
+
+    def undo() -> None:
+        for namespace in namespaces:
+            if namespace["_select_data_fetcher"] is select:
+                namespace["_select_data_fetcher"] = original
+
+    return undo
+
+
+def transfer_hook_once(module: Any, is_done: Callable[[Any], bool]) -> Callable[[], None]:
+    """Do not call the user's on_before_batch_transfer for batches that are done with it; returns an undo.
+
+    Source: lightning/pytorch/core/module.py; every loop calls it just before Strategy.batch_to_device.
+    """
+    hook = module._on_before_batch_transfer
+
+    def once(batch: Any, dataloader_idx: int = 0) -> Any:
+        return batch if is_done(batch) else hook(batch, dataloader_idx)
+
+    module.__dict__["_on_before_batch_transfer"] = once
+
+    def undo() -> None:
+        module.__dict__.pop("_on_before_batch_transfer", None)
+
+    return undo
+
+
+def call_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
+    """Call the user's on_before_batch_transfer, of the module or its data module."""
+    return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+
+
+def pin_memory(batch: Any) -> Any:
+    """Return the batch with its tensors in pinned memory. Source: torch/utils/data/_utils/pin_memory.py."""
+    from torch.utils.data._utils.pin_memory import pin_memory as pin
+
+    return pin(batch)
+
+
+def mark_stop(trainer: Any) -> None:
+    """Let Lightning's loops know that all ranks stop."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def agree_on_stop(trainer: Any, asked: Callable[[], None], agreed: Callable[[], bool]) -> Callable[[], None]:
+    """Let SIGTERM only be noted, with `asked`, and stop the trainer's steps once `agreed`; returns an undo.
+
+    Lightning's handler broadcasts from inside of the signal, wherever the rank is, and its training loop broadcasts
+    rank 0's flag at every step and waits for it. Source: lightning/pytorch/trainer/connectors/signal_connector.py and
+    lightning/pytorch/loops/training_epoch_loop.py, `_broadcast_sigterm_tensor`.
+    """
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+
+    def note(signum: int, frame: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        asked()
+        if trainer.world_size == 1:
+            mark_stop(trainer)
+
+    def look() -> None:
+        if agreed():
+            mark_stop(trainer)
+            raise SIGTERMException
+
+    connector.__dict__["_sigterm_notifier_fn"] = note
+    loop.__dict__["_broadcast_sigterm_tensor"] = look
+
+    def undo() -> None:
+        connector.__dict__.pop("_sigterm_notifier_fn", None)
+        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
 def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], group: str) -> None:
     """Tell torchrec which in-backward optimizer a table gets when it is sharded.
 
@@ -187,11 +307,86 @@ def fbgemm_iterations_kept(kernels: list[Any]) -> Iterator[None]:
             kernel.iter_cpu.copy_(iteration_cpu)
 
 
+class FusedSplits:
+    """Collective. The sizes of several lookups' ids on their way, in one exchange.
+
+    splits: what each sharded module's input_dist returned inside of `sizes_only`. contexts: torchrec's, of each.
+    Source: torchrec/distributed/train_pipeline/utils.py, which reads and fills a TrainPipelineContext by name.
+    """
+
+    def __init__(self, splits: list[Any], contexts: list[Any]) -> None:
+        from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
+        from torchrec.distributed.train_pipeline.utils import _fuse_input_dist_splits
+
+        context = TrainPipelineContext(version=1)
+        context.input_dist_splits_requests = {str(i): request for i, request in enumerate(splits)}
+        context.module_contexts = {str(i): context for i, context in enumerate(contexts)}
+        _fuse_input_dist_splits(context)
+        self._fused = context.fused_splits_awaitables
+
+    def wait(self) -> list[Any]:
+        """Collective. Let the ids travel; returns what to wait for, for each lookup."""
+        awaitables: dict[str, Any] = {}
+        for names, fused in self._fused:
+            awaitables |= dict(zip(names, fused.wait(), strict=True))
+        return [awaitables[str(i)] for i in range(len(awaitables))]
+
+    def drop(self) -> None:
+        """Wait for the exchange of sizes and send no ids."""
+        for _, fused in self._fused:
+            sizes = fused._splits_awaitable  # SplitsAllToAllAwaitable, or None where nothing is exchanged
+            if sizes is not None:
+                sizes.wait()
+
+
+@contextlib.contextmanager
+def sizes_only(sharded: Any) -> Iterator[None]:
+    """Inside of the context input_dist of `sharded` prepares the exchange of ids and starts none.
+
+    Source: KJTAllToAllForward, in torchrec/distributed/train_pipeline/runtime_forwards.py, which torchrec's pipelines
+    put in the place of KJTAllToAll.forward for good; here only for the call, so that other calls stay what they are.
+    """
+    from torchrec.distributed.dist_data import KJTAllToAll
+    from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
+
+    exchanges = [dist._dist for dist in sharded._input_dists if isinstance(getattr(dist, "_dist", None), KJTAllToAll)]
+    for exchange in exchanges:
+        if "_sizes_only" not in exchange.__dict__:
+            exchange.__dict__["_sizes_only"] = KJTAllToAllForward(
+                pg=exchange._pg, splits=exchange._splits, stagger=exchange._stagger
+            )
+        exchange.__dict__["forward"] = exchange.__dict__["_sizes_only"]
+    try:
+        yield
+    finally:
+        for exchange in exchanges:
+            del exchange.__dict__["forward"]
+
+
+def record_stream(ids: Any, context: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of a lookup's ids and of its context until `stream` has used them.
+
+    Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
+    """
+    ids.record_stream(stream)
+    context.record_stream(stream)
+
+
 KEYED_TENSOR_VALUES = "_values"
 """Where torchrec's KeyedTensor keeps its values, and reads them. Source: torchrec/sparse/jagged_tensor.py."""
 
 JAGGED_TENSOR_PARTS = ("_values", "_weights", "_lengths", "_offsets")
 """The same of JaggedTensor and KeyedJaggedTensor, which compute lengths and offsets when they are first asked for."""
+
+
+def jagged_parts(jagged: Any) -> dict[str, torch.Tensor | None]:
+    """Return what a KeyedJaggedTensor was made of, and computed since: values, weights, lengths, offsets."""
+    return {name.removeprefix("_"): getattr(jagged, name) for name in JAGGED_TENSOR_PARTS}
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the number that every write in place raises; None for tensors of inference mode, which have none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def register_container(

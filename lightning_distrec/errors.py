@@ -10,6 +10,7 @@ DistRecError
 ├── OptimizerError     an optimizer's update cannot be carried over to a table
 ├── IdsError           an id is outside of its table
 ├── DataError          a dataset or a dataloader is not what it must be
+├── ProvenanceError    a lookup that was sent ahead is called with something else
 ├── CheckpointError    something cannot be saved or loaded exactly
 └── RankError          another rank failed; its message is repeated here
 """
@@ -56,6 +57,10 @@ class IdsError(DistRecError, IndexError):
 
 class DataError(DistRecError):
     """A dataset or a dataloader is not what it must be."""
+
+
+class ProvenanceError(DistRecError):
+    """A table is called with another input than the one that was sent ahead for this call."""
 
 
 class CheckpointError(DistRecError):

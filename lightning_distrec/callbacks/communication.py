@@ -14,23 +14,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_distrec._compat import ddp_of_whole_tables, in_backward, watch_collectives
-from lightning_distrec.callbacks.steps import LogTimes, log
-
-IDS = "ids"
-ROWS = "rows"
-ROW_GRADIENTS = "gradients of rows"
-DENSE_GRADIENTS = "dense gradients"
-OTHER = "agreements and other"
-KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, OTHER)
-
-EXCHANGES = ("all_to_all_single", "all_to_all")
-"""Each rank's part has a rank that it goes to, so that every byte is counted where it goes."""
-RINGS = (
-    *("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
-    *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
+from lightning_distrec._compat import ddp_of_whole_tables, watch_collectives
+from lightning_distrec.callbacks.sent_bytes import (
+    DENSE_GRADIENTS,
+    EXCHANGES,
+    KINDS,
+    RINGS,
+    dtype_sent,
+    exchanged_bytes,
+    kind_of,
+    reduced_bytes,
+    ring_bytes,
 )
-"""What leaves a rank depends on how the backend goes about it; counted as in a ring of all ranks."""
+from lightning_distrec.callbacks.steps import LogTimes, log
 
 
 @dataclass
@@ -67,6 +63,7 @@ class Communication(Callback):
         self._evaluating = False
         self._fit = Traffic()
         self._since_log = Traffic()
+        self._of_ranks: Tensor | None = None
 
     @property
     def bytes_per_step(self) -> dict[str, float]:
@@ -113,11 +110,20 @@ class Communication(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collective. Rank 0 prints what all ranks have sent."""
+        """Collective. Gather what all ranks have sent."""
         watched = self._unwatch is not None
         self._stop()
-        if watched and self._fit.steps:
-            print_table(self._of_all_ranks(trainer), self._ranks_on_node, self._fit.steps, trainer.is_global_zero)
+        self._of_ranks = self._gather(trainer) if watched and self._fit.steps else None
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rank 0 prints what all ranks have sent."""
+        if self._of_ranks is None or not trainer.is_global_zero:
+            return
+        if trainer.progress_bar_callback is not None:
+            # A living bar redraws itself below whatever is printed.
+            trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
+        print_table(self._of_ranks, self._ranks_on_node, self._fit.steps)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -141,7 +147,7 @@ class Communication(Callback):
             sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._ranks_on_node)
         else:
             sent, across = ring_bytes(name, arguments, ranks, self._ranks_on_node)
-        self._count(kind_of(name, _dtype_sent(name, arguments), caller), sent, across)
+        self._count(kind_of(name, dtype_sent(arguments), caller), sent, across)
 
     def _count(self, kind: str, sent: float, across_nodes: float) -> None:
         if not self._evaluating:
@@ -155,75 +161,13 @@ class Communication(Callback):
             numbers["communication/across_nodes_bytes"] = sum(traffic.across_nodes.values())
         return {name: number / max(traffic.steps, 1) for name, number in numbers.items()}
 
-    def _of_all_ranks(self, trainer: Trainer) -> Tensor:
+    def _gather(self, trainer: Trainer) -> Tensor:
         """Collective. Return bytes per step, (ranks, 2, kinds): sent, and of those across nodes."""
         mine = [list(counts.values()) for counts in (self._fit.sent, self._fit.across_nodes)]
-        device = trainer.strategy.root_device
-        gathered = trainer.strategy.all_gather(torch.tensor(mine, dtype=torch.float64, device=device) / self._fit.steps)
-        return gathered.reshape(-1, 2, len(KINDS)).cpu()
-
-
-def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
-    """Return what a call sends. caller: the module that makes it; torchrec's are told apart by it."""
-    if caller == "torchrec.distributed.dist_data":
-        return IDS  # weights of ids too, which are floats
-    if name in EXCHANGES and dtype in (torch.int32, torch.int64):
-        return IDS
-    if name in EXCHANGES or caller.startswith("torchrec.distributed.comm_ops"):
-        return ROW_GRADIENTS if in_backward() else ROWS
-    return OTHER
-
-
-def exchanged_bytes(
-    arguments: dict[str, Any], ranks: list[int], rank: int, ranks_on_node: int | None
-) -> tuple[float, float]:
-    """Return the bytes of an all-to-all that leave `rank`, and those that leave its node.
-
-    arguments: of all_to_all_single or all_to_all, by name. ranks: the group's, as numbers in the world.
-    """
-    if "input_tensor_list" in arguments:
-        parts = [_bytes(tensor) for tensor in arguments["input_tensor_list"]]
-    else:
-        sent = arguments["input"]
-        splits = arguments.get("input_split_sizes")
-        rows = len(sent) or 1
-        parts = [_bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)]
-    to = [(other, part) for other, part in zip(ranks, parts, strict=True) if other != rank]
-    away = [part for other, part in to if ranks_on_node and other // ranks_on_node != rank // ranks_on_node]
-    return float(sum(part for _, part in to)), float(sum(away))
-
-
-def ring_bytes(
-    name: str, arguments: dict[str, Any], ranks: list[int], ranks_on_node: int | None
-) -> tuple[float, float]:
-    """Return the bytes that leave each rank in a ring of `ranks`, and those that leave its node, in the mean of ranks.
-
-    Each rank hands pieces on to the next, so as many links cross nodes as there are nodes.
-    """
-    others = len(ranks) - 1
-    if name == "all_reduce":
-        sent = 2 * _bytes(arguments["tensor"]) * others / len(ranks)
-    elif name == "broadcast":
-        sent = _bytes(arguments["tensor"]) * others / len(ranks)
-    elif name == "reduce_scatter":
-        sent = sum(map(_bytes, arguments["input_list"])) * others / len(ranks)
-    elif name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        sent = _bytes(arguments["input"]) * others / len(ranks)
-    else:
-        sent = _bytes(arguments["tensor" if name == "all_gather" else "input_tensor"]) * others
-    return float(sent), float(sent) * _share_across_nodes(ranks, ranks_on_node)
-
-
-def reduced_bytes(ddp: DistributedDataParallel, ranks_on_node: int | None) -> tuple[float, float]:
-    """Return what `ring_bytes` would for the gradients that DDP averages in one backward."""
-    gradients = sum(
-        _bytes(parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
-    )
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    sent = 2 * gradients * (len(ranks) - 1) / len(ranks)
-    return sent, sent * _share_across_nodes(ranks, ranks_on_node)
+        numbers = torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
+        gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, numbers)
+        return torch.stack(gathered).cpu()
 
 
 def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
@@ -237,18 +181,14 @@ def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
     return found
 
 
-def print_table(
-    bytes_per_step: Tensor, ranks_on_node: int | None, steps: int, here: bool, console: Console | None = None
-) -> None:
-    """Print what the ranks send, where `here`. bytes_per_step: (ranks, 2, kinds), see `_of_all_ranks`."""
-    if not here:
-        return
+def print_table(bytes_per_step: Tensor, ranks_on_node: int | None, steps: int, console: Console | None = None) -> None:
+    """Print what the ranks send. bytes_per_step: (ranks, 2, kinds), sent, and of those across nodes."""
     ranks = len(bytes_per_step)
     several_nodes = ranks_on_node is not None and ranks_on_node < ranks
     text = TextTable(
         title=f"Sent by a rank per step, {ranks} ranks, {steps} steps",
         title_justify="left",
-        caption="Exchanges of ids and rows are counted, all else is what a ring would send.",
+        caption="All-to-alls are counted byte by byte, other calls as rings. Gradients under DDP are computed.",
         caption_justify="left",
     )
     headings = ["what", "mean of ranks", "most", "by rank", *(["across nodes"] if several_nodes else []), "how"]
@@ -270,28 +210,9 @@ def print_table(
 
 
 def in_bytes(number: float) -> str:
-    """Return a number of bytes in words: 950 B, 12.3 kB, 1.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5 or unit == "GB":
-            break
-        number /= 1000
-    return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.1f} {unit}"
-
-
-def _dtype_sent(name: str, arguments: dict[str, Any]) -> torch.dtype:
-    for key in ("input", "tensor", "input_tensor"):
-        if key in arguments:
-            dtype: torch.dtype = arguments[key].dtype
-            return dtype
-    return next(tensor.dtype for key in ("input_tensor_list", "input_list") for tensor in arguments.get(key, []))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _share_across_nodes(ranks: list[int], ranks_on_node: int | None) -> float:
-    if not ranks_on_node:
-        return 0.0
-    nodes = len({rank // ranks_on_node for rank in ranks})
-    return nodes / len(ranks) if nodes > 1 else 0.0
+    """Return a number of bytes in words: 950 B, 12.3 KiB, 1.2 MiB."""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while number >= 1023.5 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    return f"{number:.0f} B" if units[0] == "B" else f"{number:.1f} {units[0]}"

@@ -135,7 +135,7 @@ def short(number: float) -> str:
     while number >= 999.5 and len(units) > 1:
         number /= 1000
         units.pop(0)
-    digits = 0 if number >= 99.95 or units[0] == "" else 1 if number >= 9.995 else 2
+    digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
     return f"{number:.{digits}f}{units[0]}"
 
 

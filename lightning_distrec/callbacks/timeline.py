@@ -34,6 +34,7 @@ GROUPS = {
     "waits": (WAITS, ("#c8553d",) * len(WAITS)),
 }
 """Group of lanes -> its lanes from top to bottom and their colours."""
+KNOWN = [name for names, _ in GROUPS.values() for name in names]
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -132,12 +133,14 @@ class Timeline(Callback):
                 "strategy='torchrec_sharded'."
             )
         else:
-            draw(steps, self._first_step, self._path, [span for step in later for span in step.spans])
+            picture = draw(steps, self._first_step, [span for step in later for span in step.spans])
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            picture.savefig(self._path, dpi=130, facecolor="white")
             rank_zero_info(f"Timeline: steps {self._first_step} to {self._first_step + len(steps) - 1}: {self._path}")
 
 
-def draw(steps: list[Step], first_step: int, path: Path, later: Sequence[Span] = ()) -> None:
-    """Write a picture of `steps`, which follow one another.
+def draw(steps: list[Step], first_step: int, later: Sequence[Span] = ()) -> Any:
+    """Return a matplotlib Figure of `steps`, which follow one another.
 
     first_step: the number of the first of them. later: spans that ended after them, and may have begun before.
     """
@@ -151,6 +154,7 @@ def draw(steps: list[Step], first_step: int, path: Path, later: Sequence[Span] =
         for name, colour in zip(names, colours, strict=True)
         if any(span.name == name for span in spans)
     ]
+    lanes += [("other", name, "#8a8a8a") for name in dict.fromkeys(s.name for s in spans) if name not in KNOWN]
     tops = _tops([group for group, _, _ in lanes])
     figure = Figure(figsize=(11, 1.7 + 0.36 * (tops[-1] + 1)), layout="constrained")
     axes = figure.subplots()
@@ -170,8 +174,7 @@ def draw(steps: list[Step], first_step: int, path: Path, later: Sequence[Span] =
         )
     _frame(axes, steps, first_step, lanes, tops)
     axes.set_title(_title(steps, first_step, spans), loc="left", size=12, color="#111111", pad=24)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, facecolor="white")
+    return figure
 
 
 def _frame(axes: Any, steps: list[Step], first_step: int, lanes: list[tuple[str, str, str]], tops: list[float]) -> None:
@@ -229,7 +232,7 @@ def _tops(groups: list[str]) -> list[float]:
     """Return the top of each lane; lanes are 1 high, and groups stand apart."""
     tops: list[float] = []
     for i, group in enumerate(groups):
-        gap = 0.35 if i and group != groups[i - 1] else 0.0
+        gap = 0.35 if group != groups[i - 1] else 0.0
         tops.append(tops[-1] + 1 + gap if tops else 0.0)
     return tops
 

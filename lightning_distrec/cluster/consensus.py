@@ -4,6 +4,7 @@ Every rank calls the same method in the same order; in return no rank goes on al
 group of their own, so that they neither queue behind gradients nor make a GPU wait.
 """
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -81,6 +82,13 @@ class Agreement:
             self._work = None
         numbers: list[int] = self._values.tolist()
         return numbers
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Wait for the other ranks for some time; whether they came is not told."""
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):  # what gloo raises when time is up, or when a rank is gone
+                self._work.wait(timedelta(seconds=seconds))
+            self._work = None
 
 
 _current: tuple[Any, Consensus] | None = None

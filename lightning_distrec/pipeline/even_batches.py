@@ -16,7 +16,8 @@ from lightning_distrec.errors import ConfigError, DataError
 UnevenInputs = Literal["stop", "error"]
 UNEVEN_INPUTS: tuple[str, ...] = ("stop", "error")
 
-_FAILED, _ENDED, _HAS_BATCH = 0, 1, 2
+FAILED, ENDED, HAS_BATCH = 0, 1, 2
+"""What a loader gives when it is asked for a batch, the least first."""
 
 
 class Ranks(Protocol):
@@ -49,9 +50,9 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     answers = ranks.everyone((sized_len(loader), trusted))
     lengths = [length for length, _ in answers]
     if any(length is None for length in lengths):
-        return EvenLoader(loader, ranks, mode, warn)
+        return EvenLoader(loader, ranks, End(ranks, mode, warn))
     if not all(is_trusted for _, is_trusted in answers):
-        return SizedEvenLoader(loader, ranks, mode, warn, min(lengths))
+        return SizedEvenLoader(loader, ranks, End(ranks, mode, warn), min(lengths))
     if len(set(lengths)) == 1:
         return loader
     said = f"the ranks have {', '.join(map(str, lengths))} batches of {type(loader).__name__}"
@@ -66,7 +67,7 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
 class _Wrapper:
     """A loader that passes on what it does not do itself: samplers, datasets, state for resuming."""
 
-    _own = ("ranks", "mode", "warn", "length")
+    _own = ("ranks", "end", "agrees", "length")
     """Attributes of the wrappers; all others are the loader's."""
 
     def __init__(self, loader: Any) -> None:
@@ -98,6 +99,40 @@ class ShortenedLoader(_Wrapper):
         return islice(iter(self._loader), self.length)
 
 
+class End:
+    """What becomes of ranks whose batches end, or whose loader fails, at different places.
+
+    warn: says, where ranks have more, that they stop.
+    """
+
+    def __init__(self, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._mode = mode
+        self._warn = warn
+
+    def together(self, count: int, state: int, failure: Exception | None) -> None:
+        """Collective, once not every rank has another batch. Return where all have ended after `count` batches.
+
+        Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
+        differ and mode is "error", or a rank has none.
+        """
+        states = self._ranks.everyone((state, failure and f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        for rank, (other, said) in enumerate(states):
+            if other == FAILED:
+                raise DataError(f"the dataloader of rank {rank} failed at batch {count}: {said}")
+        longer = [rank for rank, (other, _) in enumerate(states) if other == HAS_BATCH]
+        if not longer:
+            return
+        said = f"after {count} batches ranks {longer} have more, the others none"
+        if self._mode == "error":
+            raise DataError(f"{said}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+        if count == 0:
+            raise DataError(f"{said}: there is no batch that all ranks have. Give every rank at least one batch.")
+        self._warn(f"{said}; all stop here (uneven_inputs='stop').")
+
+
 class EvenLoader(_Wrapper):
     """A loader of unknown length; the ranks agree before each batch that all of them have one.
 
@@ -105,53 +140,34 @@ class EvenLoader(_Wrapper):
     own datamodule instead.
     """
 
-    def __init__(self, loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> None:
+    def __init__(self, loader: Any, ranks: Ranks, end: End) -> None:
         super().__init__(loader)
         self.ranks = ranks
-        self.mode = mode
-        self.warn = warn
+        self.end = end
+        self.agrees = True
+        """Whether iterators that begin now agree; false where whoever fetches the batches does."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Collective. Yield batches while every rank has one.
+        """Collective. Return batches while every rank has one. Raises DataError as `End` does."""
+        batches = _started(self._loader)
+        return self._agreed(batches) if self.agrees else batches
 
-        Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
-        differ and mode is "error".
-        """
-        batches: Iterator[Any] = _started(self._loader)
+    def _agreed(self, batches: Iterator[Any]) -> Iterator[Any]:
         count = 0
         while True:
-            state, batch, failure = _next(batches)
-            agreed = self.ranks.least(state)
-            if agreed == _HAS_BATCH:
-                count += 1
-                yield batch
-                continue
-            states = self.ranks.everyone((state, failure and f"{type(failure).__name__}: {failure}"))
-            if failure is not None:
-                raise failure
-            if agreed == _FAILED:
-                rank, said = next((r, text) for r, (s, text) in enumerate(states) if s == _FAILED)
-                raise DataError(f"the dataloader of rank {rank} failed at batch {count}: {said}")
-            self._check_ends(count, [s for s, _ in states])
-            return
-
-    def _check_ends(self, count: int, states: list[int]) -> None:
-        longer = [rank for rank, state in enumerate(states) if state == _HAS_BATCH]
-        if not longer:
-            return
-        said = f"after {count} batches ranks {longer} have more, the others none"
-        if self.mode == "error":
-            raise DataError(f"{said}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
-        if count == 0:
-            raise DataError(f"{said}: there is no batch that all ranks have. Give every rank at least one batch.")
-        self.warn(f"{said}; all stop here (uneven_inputs='stop').")
+            state, batch, failure = next_of(batches)
+            if self.ranks.least(state) < HAS_BATCH:
+                self.end.together(count, state, failure)
+                return
+            count += 1
+            yield batch
 
 
 class SizedEvenLoader(EvenLoader):
     """The same over loaders that say how long they are, though it may not be exact; `length` is the least of them."""
 
-    def __init__(self, loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None], length: int) -> None:
-        super().__init__(loader, ranks, mode, warn)
+    def __init__(self, loader: Any, ranks: Ranks, end: End, length: int) -> None:
+        super().__init__(loader, ranks, end)
         self.length = length
 
     def __len__(self) -> int:
@@ -163,10 +179,11 @@ def _started(loader: Any) -> Iterator[Any]:
     yield from loader
 
 
-def _next(batches: Iterator[Any]) -> tuple[int, Any, Exception | None]:
+def next_of(batches: Iterator[Any]) -> tuple[int, Any, Exception | None]:
+    """Return what a loader gives next: FAILED, ENDED or HAS_BATCH, the batch, the failure."""
     try:
-        return _HAS_BATCH, next(batches), None
+        return HAS_BATCH, next(batches), None
     except StopIteration:
-        return _ENDED, None, None
+        return ENDED, None, None
     except Exception as failure:
-        return _FAILED, None, failure
+        return FAILED, None, failure

@@ -29,19 +29,6 @@ class Arrival:
         self._with_gradient = torch.is_grad_enabled()
         self._begin = time.perf_counter()
         self._rows: Any = None
-        self._then: list[Callable[[], None]] = []
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the exchange has been waited for."""
-        return self._wait is None
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Run `action` once the rows are here."""
-        if self.is_here:
-            action()
-        else:
-            self._then.append(action)
 
     @torch.compiler.disable
     def get(self) -> Any:
@@ -51,17 +38,7 @@ class Arrival:
             spans.tell(spans.ROWS_TRAVEL, self._begin, time.perf_counter())
             with torch.set_grad_enabled(self._with_gradient), spans.span(spans.WAIT_ROWS):
                 self._rows = wait()
-            for action in self._then:
-                action()
-            self._then.clear()
         return self._rows
-
-    def drop(self) -> None:
-        """Wait for an exchange whose rows nobody has touched, so that it does not outlive its step."""
-        if self._wait is not None:
-            with torch.no_grad():
-                self._wait()
-            self._wait = None
 
 
 class ArrivingKeyedTensor(KeyedTensor):

@@ -100,6 +100,8 @@ class ShardedLookup:
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
         self._arrived: set[object] = set()
         self._arrivals: list[Arrival] = []
+        self.rows_arrived: Callable[[Request], None] | None = None
+        """Told when the rows of a lookup are here."""
         self._check_ids = check_ids
         self._before_forward = before_forward
         self._kernels = fbgemm_kernels(sharded)
@@ -176,17 +178,23 @@ class ShardedLookup:
         """Return what a lookup depends on beside its ids, rows and learning rates."""
         return frozenset(self._frozen()), torch.is_grad_enabled()
 
-    def begin_step(self) -> None:
-        """Forget the gradients of the step before, and the rows that nobody touched."""
+    def forget_gradients(self) -> None:
+        """The gradients that have come so far are used up."""
         self._arrived.clear()
-        for arrival in self._arrivals:
-            arrival.drop()
-        self._arrivals.clear()
+
+    def begin_step(self) -> None:
+        """Forget the step before; the exchange of rows that nobody touched must not outlive it."""
+        self._arrived.clear()
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            arrival.get()
 
     def _arrive(
         self, request: Request, exchange: Any, frozen: set[str], used: set[str]
     ) -> Tensor | dict[str, JaggedTensor]:
         rows = exchange.wait()
+        if self.rows_arrived is not None:
+            self.rows_arrived(request)
         if request.padding is not None:
             rows = request.padding.take_off(rows) if self._pooled else request.padding.take_off_rows(rows)
         if self._pooled:

@@ -1,11 +1,12 @@
 """`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_distrec import spans
 from lightning_distrec._compat import (
+    agree_on_stop,
     hide_upstream_deprecations,
     ignore_in_ddp,
+    mark_stop,
     move_optimizers_to_device,
     send_module_states,
 )
@@ -24,15 +28,20 @@ from lightning_distrec.checkpoint.plain_state import gather_plain_state
 from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import publish_local_world_size
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
+from lightning_distrec.cluster.stop import Stop
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
-from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
+from lightning_distrec.pipeline.even_batches import End, UnevenInputs, check_uneven_inputs, even
+from lightning_distrec.pipeline.fetcher import Handed
+from lightning_distrec.pipeline.look_ahead import Count
+from lightning_distrec.pipeline.options import PipelineOptions, pipeline_options
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
+from lightning_distrec.strategies.pipelining import Pipelining
 from lightning_distrec.strategies.precision import GlobalClipping, agree_on_overflows, output_dtype
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
@@ -58,6 +67,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         tables: options for single tables by name: embedding_update, sharding_types, min_partition, pooling_factor.
         check_ids: what an id outside of its table does: "error" on every rank, "warn" or "ignore" and look up row 0.
         uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
+        pipeline: depth, how many batches are in flight: 1 looks tables up as they are called; from 2 on the next
+            batch's ids travel while this one computes; 3 if None.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
             ranks are weighted by their number of examples, where lookups tell it (not those of nn.Embedding); "sum"
             over it; "rank_mean": all ranks count alike, as in DDP.
@@ -81,6 +92,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         tables: dict[str, TableOptions] | None = None,
         check_ids: CheckIds = "error",
         uneven_inputs: UnevenInputs = "stop",
+        pipeline: PipelineOptions | dict[str, int] | None = None,
         loss_reduction: LossReduction = "mean",
         memory_bytes_per_rank: int | None = None,
         batch_size_per_rank: int = 512,
@@ -107,11 +119,16 @@ class TorchRecShardedStrategy(DDPStrategy):
             batch_size_per_rank=batch_size_per_rank,
         )
         self._uneven_inputs: UnevenInputs = uneven_inputs
+        self._pipeline_options = pipeline_options(pipeline)
+        self._pipelining: Pipelining | None = None
+        self._stop: Stop | None = None
         self._timeout_seconds = timeout_seconds
         self._ranks_on_node = 1
         self._consensus: Consensus | None = None
         self._tables: TableSetup | None = None
         self._clipping = GlobalClipping()
+        self._undo: list[Callable[[], None]] = []
+        self._failed = False
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
@@ -127,6 +144,11 @@ class TorchRecShardedStrategy(DDPStrategy):
     def table_setup(self) -> TableSetup | None:
         """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
         return self._tables
+
+    @property
+    def lookups_ahead(self) -> dict[str, Count]:
+        """Kind of step -> its lookups so far, and how many had their ids sent before the step began."""
+        return {} if self._pipelining is None else self._pipelining.look_ahead.counts
 
     @override
     def setup_environment(self) -> None:
@@ -145,6 +167,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         assert self._consensus is not None
+        self._stop = Stop(self._consensus)
+        self._undo.append(agree_on_stop(trainer, self._stop.ask, self._stop_is_agreed))
         self._tables = set_up_tables(
             trainer,
             module,
@@ -159,6 +183,27 @@ class TorchRecShardedStrategy(DDPStrategy):
             super().setup(trainer)
             return
         self._setup_around_tables(trainer, self._tables)
+        if self._pipeline_options.depth > 1:
+            self._pipelining = Pipelining(
+                trainer,
+                module,
+                self._tables,
+                self._pipeline_options.depth,
+                self._consensus,
+                End(self._consensus, self._uneven_inputs, _warn),
+                self._stop,
+                lambda batch, dataloader_idx: super(DDPStrategy, self).batch_to_device(
+                    batch, dataloader_idx=dataloader_idx
+                ),
+                self.root_device,
+            )
+
+    def _stop_is_agreed(self) -> bool:
+        """Collective, before each training step: whether all ranks know that one was asked to stop."""
+        assert self._stop is not None
+        if self._pipelining is None:
+            self._stop.step()
+        return self._stop.agreed
 
     def _setup_around_tables(self, trainer: Trainer, tables: TableSetup) -> None:
         """The rest of DDPStrategy.setup, with the shards left out of DDP's broadcast and averaging."""
@@ -193,22 +238,78 @@ class TorchRecShardedStrategy(DDPStrategy):
             send_module_states(module, list(shards))
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, Handed):
+            assert self._pipelining is not None
+            return self._pipelining.take(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
         if self._tables is not None:
             self._tables.before_training_step()
-        return super().training_step(*args, **kwargs)
+        with spans.span(spans.FORWARD), self._step(args, self.lightning_module.automatic_optimization):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation_step(args):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation_step(args):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation_step(args):
+            return super().predict_step(*args, **kwargs)
+
+    def _step(self, args: tuple[Any, ...], has_backward: bool) -> AbstractContextManager[None]:
+        if self._pipelining is None or not args:
+            return nullcontext()
+        return self._pipelining.step(args[0], has_backward)
+
+    @contextmanager
+    def _evaluation_step(self, args: tuple[Any, ...]) -> Generator[None, None, None]:
+        assert self._stop is not None
+        if self._tables is not None:
+            self._tables.begin_step()
+        if self._pipelining is None:
+            self._stop.step()
+        with self._step(args, has_backward=False):
+            yield
+        if self._stop.agreed:
+            assert self.lightning_module is not None
+            mark_stop(self.lightning_module.trainer)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._tables is not None:
             self._tables.backward_watch.backward()
+        if self._pipelining is not None:
+            self._pipelining.before_backward()
         super().pre_backward(closure_loss)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         factor = 1.0 if self._tables is None else self._tables.loss_weight.factor()
         loss = closure_loss if factor == 1.0 else closure_loss * factor
-        return super().backward(loss, optimizer, *args, **kwargs)
+        with spans.span(spans.BACKWARD):
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with spans.span(spans.OPTIMIZER):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -246,10 +347,16 @@ class TorchRecShardedStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         note_failure()
+        self._failed = True
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
+        if self._pipelining is not None:
+            self._pipelining.release(self._failed)
+            self._pipelining = None
+        while self._undo:
+            self._undo.pop()()
         self._clipping.take_off()
         if self._tables is not None:
             self._tables.release()

@@ -226,3 +226,81 @@ def test_torchrec_quiet_is_needed_and_restores_the_levels(caplog: pytest.LogCapt
         Topology(world_size=2, compute_device="cpu")
     assert "the job will fail" not in caplog.text
     assert logging.getLogger("torchrec").level == logging.NOTSET
+
+
+class CountsSteps(pl.LightningModule):
+    """Steps with every second batch, and shows a word in the progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.steps: list[int] = []
+        self.bar: list[Any] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        _compat.show_in_progress_bar(self.trainer, "speed", f"{batch_idx}x")
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append(_compat.batches_that_stepped(self.trainer))
+        self.bar.append(self.trainer.progress_bar_metrics["speed"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_batches_that_stepped_and_the_progress_bar_are_what_lightning_uses() -> None:
+    model = CountsSteps()
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(max_epochs=1, accumulate_grad_batches=2, accelerator="cpu", **options)
+    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(4, 1)))
+    assert model.steps == [0, 0, 1, 1]
+    assert model.bar == ["0x", "1x", "2x", "3x"]
+
+
+def test_in_backward_is_true_in_backward_only() -> None:
+    seen: list[bool] = []
+    weight = nn.Parameter(torch.zeros(2))
+    weight.register_hook(lambda gradient: seen.append(_compat.in_backward()))
+    loss = weight.sum()
+    assert not _compat.in_backward()
+    loss.backward()
+    assert seen == [True]
+    assert not _compat.in_backward()
+
+
+def test_watch_collectives_sees_calls_by_torchrec_and_can_be_undone() -> None:
+    from torchrec.distributed import comm_ops, dist_data
+
+    original = torch.distributed.all_to_all_single
+    seen: list[Any] = []
+    undo = _compat.watch_collectives(("all_to_all_single", "no_such_function"), lambda *told: seen.append(told))
+    for module in (comm_ops, dist_data):
+        assert module.dist.all_to_all_single is not original
+        assert "dist.all_to_all_single(" in inspect.getsource(module)
+    with pytest.raises(TypeError, match="output"):  # the watched function itself says what is wrong
+        torch.distributed.all_to_all_single(1, 2, input_split_sizes=[3])
+    undo()
+    assert torch.distributed.all_to_all_single is original
+    assert seen == [("all_to_all_single", {"output": 1, "input": 2, "input_split_sizes": [3]}, __name__)]
+    assert not hasattr(torch.distributed, "no_such_function")
+
+
+def _ddps_around_whole_tables() -> int:
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    model = seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1})
+    found: list[Any] = []
+
+    def look() -> None:
+        found.extend(_compat.ddp_of_whole_tables(model.trainer.strategy.table_setup.shards.sharded["ebc"]))
+
+    model.on_train_start = look  # type: ignore[method-assign]
+    train_sharded(model, 1, {"sharding_types": ["data_parallel"]})
+    assert all(isinstance(ddp, DistributedDataParallel) for ddp in found)
+    return sum(p.numel() for ddp in found for p in ddp.parameters())
+
+
+def test_ddp_of_whole_tables_holds_all_their_rows() -> None:
+    rows = sum(config.num_embeddings * config.embedding_dim for config in bag_configs())
+    assert run_on_ranks(_ddps_around_whole_tables, 2) == [rows, rows]

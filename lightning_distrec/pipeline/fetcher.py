@@ -1,0 +1,136 @@
+"""Draws batches ahead of their steps, in the place of Lightning's own fetcher.
+
+What Lightning does to a batch between loader and step (precision, transfer hooks, device) is done here, once, when the
+batch is drawn; Lightning's loop then gets it `Handed`, and takes it out where it would have moved it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_distrec import spans
+from lightning_distrec._compat import DataFetcher, keep_loader_states, loader_states
+from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, End, EvenLoader, next_of
+from lightning_distrec.pipeline.in_flight import Flight
+from lightning_distrec.pipeline.look_ahead import LookAhead
+
+
+class Handed:
+    """A batch that is ready for its step. No container, so that what Lightning does to batches leaves it alone."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+class LookAheadFetcher(DataFetcher):
+    """Holds `look_ahead.depth` batches, the one of this step among them.
+
+    kind: what the steps are called: "training", "validation", ...
+    make_ready: from the loader's batch and its dataloader_idx to a Flight's batch, roots and leaves.
+    """
+
+    def __init__(
+        self, kind: str, look_ahead: LookAhead, end: End, make_ready: Callable[[Flight, Any, int], None]
+    ) -> None:
+        super().__init__()
+        self._kind = kind
+        self._look_ahead = look_ahead
+        self._end = end
+        self._make_ready = make_ready
+        self._queue: deque[Flight] = deque()
+        self._count = 0
+        self._loader_states: Any = None
+
+    @override
+    def __iter__(self) -> "LookAheadFetcher":
+        self.drop()
+        with self._ends_agreed_here():
+            super().__iter__()
+        self._count = 0
+        self._loader_states = loader_states(self.combined_loader)
+        keep_loader_states(self.combined_loader, lambda: self._loader_states)
+        return self
+
+    @contextmanager
+    def _ends_agreed_here(self) -> Iterator[None]:
+        """Let loaders of unknown length not agree on their ends themselves, but where each has an end of its own."""
+        loaders = [loader for loader in self.combined_loader.flattened if isinstance(loader, EvenLoader)]
+        if self._kind != "training" and len(self.combined_loader.flattened) > 1:
+            loaders = []
+        for loader in loaders:
+            loader.agrees = False
+        try:
+            yield
+        finally:
+            for loader in loaders:
+                loader.agrees = True
+
+    @override
+    def __next__(self) -> Any:
+        """Collective. Return the next batch, its index and its loader's.
+
+        Raises StopIteration where not every rank has another one, or DataError as `End` says.
+        """
+        self._look_ahead.finish_step()
+        if self.length is not None and self.fetched >= self.length:
+            self.done = True
+            raise StopIteration
+        self._start_profiler()
+        try:
+            flight = self._next_flight()
+        finally:
+            self._stop_profiler()
+        self.fetched += 1
+        self._count += 1
+        self._loader_states = flight.loader_states
+        counted = self.length is not None and self.fetched >= self.length
+        self.done = counted or (bool(self._queue) and self._look_ahead.settle(self._queue[0]).state == ENDED)
+        self._look_ahead.arm(flight, list(self._queue))
+        return Handed(flight.batch), *flight.handed_out
+
+    def _next_flight(self) -> Flight:
+        with spans.span(spans.FETCH):
+            self._fill(1)
+        if self._look_ahead.settle(self._queue[0]).state < HAS_BATCH:
+            self.done = True
+            self._end.together(self._count, self._queue[0].state, self._queue[0].failure)
+            raise StopIteration
+        flight = self._queue.popleft()
+        with spans.span(spans.FETCH):
+            self._fill(self._look_ahead.depth - 1)
+        return flight
+
+    def _fill(self, size: int) -> None:
+        while len(self._queue) < size and (not self._queue or self._queue[-1].state == HAS_BATCH):
+            flight = self._draw()
+            self._queue.append(flight)
+            self._look_ahead.prepare(flight)
+
+    def _draw(self) -> Flight:
+        assert self.iterator is not None
+        state, drawn, failure = next_of(self.iterator)
+        batch, batch_idx, dataloader_idx = drawn if state == HAS_BATCH else (None, 0, 0)
+        flight = Flight(f"{self._kind} {dataloader_idx}", state, failure)
+        flight.handed_out = (batch_idx, dataloader_idx)
+        flight.loader_states = loader_states(self.combined_loader)
+        if state == HAS_BATCH:
+            try:
+                self._make_ready(flight, batch, dataloader_idx)
+            except Exception as error:
+                flight.state, flight.failure = FAILED, error
+        return flight
+
+    def drop(self) -> None:
+        """Forget the batches that were drawn ahead."""
+        self._look_ahead.drop(list(self._queue))
+        self._queue.clear()
+
+    @override
+    def teardown(self) -> None:
+        self.drop()
+        if self._combined_loader is not None:
+            keep_loader_states(self._combined_loader, None)
+        super().teardown()

@@ -1,0 +1,31 @@
+"""What may be said about the pipeline."""
+
+from dataclasses import dataclass, fields
+
+from lightning_distrec.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How far batches are fetched ahead of their steps."""
+
+    depth: int = 3
+    """Batches in flight on this rank. 1: none ahead; tables are looked up as they are called. 2: the next batch's ids
+    travel during this step. 3: the batch after it is on the device too, so that what the ranks must agree on before
+    ids travel is known when they are due. More hide a slower loader."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
+            raise ConfigError(f"pipeline: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")
+
+
+def pipeline_options(given: PipelineOptions | dict[str, int] | None) -> PipelineOptions:
+    """Return the options. Raises ConfigError: one of them is not known."""
+    if given is None:
+        return PipelineOptions()
+    if isinstance(given, PipelineOptions):
+        return given
+    unknown = set(given) - {field.name for field in fields(PipelineOptions)}
+    if unknown:
+        raise ConfigError(f"pipeline: {', '.join(sorted(unknown))} is not known. It takes depth.")
+    return PipelineOptions(**given)

@@ -1,0 +1,262 @@
+"""What ranks send is counted: byte for byte where a test sends it, and as sharding implies where torchrec does."""
+
+import csv
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_distrec import Communication, Throughput, Timeline
+from lightning_distrec.callbacks.communication import in_bytes, print_table
+from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS, IDS, KINDS, OTHER, ROW_GRADIENTS, ROWS
+from lightning_distrec.errors import ConfigError
+from tests.support.click_model import FEATURES, ClickModel, make_batch, seeded
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import DEFAULTS, make_ddp_trainer, make_trainer
+
+WORD = 8
+"""Bytes of an int64."""
+
+
+class Exchange(torch.autograd.Function):
+    """Sends rows to the other ranks in forward, and their gradients back in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return _exchanged(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> Tensor:  # type: ignore[override]
+        return _exchanged(gradients)
+
+
+def _exchanged(rows: Tensor) -> Tensor:
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows.contiguous())
+    return received
+
+
+class Sends(pl.LightningModule):
+    """A model under plain DDP that sends known numbers of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 10, bias=False)
+        self.frozen = nn.Linear(50, 50)
+        self.frozen.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        # To rank r: r + 1 ids, of which each rank keeps its own.
+        ids = torch.zeros(sum(r + 1 for r in range(num_ranks)), dtype=torch.int64)
+        received = torch.empty(num_ranks * (rank + 1), dtype=torch.int64)
+        splits = [r + 1 for r in range(num_ranks)]
+        dist.all_to_all_single(received, ids, [rank + 1] * num_ranks, splits, async_op=True).wait()
+        rows = Exchange.apply(self.layer(batch))  # (12, 10) float32
+        dist.all_reduce(torch.zeros(7))
+        time.sleep(0.02)
+        return rows.sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        _exchanged(torch.ones(1000))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _loader(steps: int) -> DataLoader:
+    return DataLoader([torch.ones(12, 6) for _ in range(steps)], batch_size=None)
+
+
+def _fit(folder: str = "", accumulate: int = 1, validate: bool = False, local: int = 0) -> dict[str, Any]:
+    original = dist.all_to_all_single
+    callbacks: list[Any] = [Communication(every_n_steps=2), Throughput()]
+    options: dict[str, Any] = {"logger": CSVLogger(folder)} if folder else {}
+    trainer = make_ddp_trainer(callbacks=callbacks, accumulate_grad_batches=accumulate, **options)
+    if local:
+        os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    trainer.fit(Sends(), _loader(4), *([_loader(2)] if validate else []))
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    assert dist.all_to_all_single is original
+    across = {kind: sent / callbacks[0]._fit.steps for kind, sent in callbacks[0]._fit.across_nodes.items()}
+    return {"sent": callbacks[0].bytes_per_step, "across": across, "speed": callbacks[1].numbers}
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks counted, by the kind of fit, and where the loggers of one wrote."""
+    folder = tmp_path_factory.mktemp("logs")
+    calls = {
+        "logged": (_fit, str(folder)),
+        "accumulated": (_fit, "", 2),
+        "validated": (_fit, "", 1, True),
+    }
+    return {"folder": folder, "ranks": run_each_on_ranks(calls, 2)}
+
+
+def test_bytes_of_each_kind_are_those_that_left_the_rank(on_two: dict[str, Any]) -> None:
+    for rank, found in enumerate(on_two["ranks"]):
+        sent = found["logged"]["sent"]
+        assert sent[IDS] == [2, 1][rank] * WORD
+        assert sent[ROWS] == sent[ROW_GRADIENTS] == 12 * 10 * 4 / 2
+        assert sent[DENSE_GRADIENTS] == 6 * 10 * 4  # 2 (W - 1) / W is 1; what is frozen is not averaged
+        sigterm = WORD / 2  # Lightning broadcasts one number with every batch
+        assert sent[OTHER] == pytest.approx(7 * 4 + sigterm)
+
+
+def test_dense_gradients_are_sent_once_for_all_accumulated_batches(on_two: dict[str, Any]) -> None:
+    for found in on_two["ranks"]:
+        assert found["accumulated"]["sent"][DENSE_GRADIENTS] == 6 * 10 * 4 / 2
+        assert found["accumulated"]["sent"][ROWS] == found["logged"]["sent"][ROWS]
+
+
+def test_what_validation_sends_is_not_counted(on_two: dict[str, Any]) -> None:
+    for found in on_two["ranks"]:
+        assert found["validated"]["sent"] == found["logged"]["sent"]
+
+
+def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
+    with open(next(Path(on_two["folder"]).rglob("metrics.csv"))) as file:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    sent = on_two["ranks"][0]["logged"]["sent"]
+    assert [row["step"] for row in rows] == [1, 3]
+    for row in rows:
+        assert {kind: row[f"communication/{kind.replace(' ', '_')}_bytes"] for kind in KINDS} == sent
+        assert row["communication/all_bytes"] == sum(sent.values())
+        assert "communication/across_nodes_bytes" not in row
+
+
+def test_samples_per_second_are_those_of_all_ranks(on_two: dict[str, Any]) -> None:
+    first, second = (found["logged"]["speed"] for found in on_two["ranks"])
+    seconds = first["throughput/step_ms"] / 1000
+    assert first["throughput/samples_per_second"] == pytest.approx(2 * 12 / seconds)
+    assert seconds >= 0.02
+    assert second == {}  # only rank 0 measures
+
+
+def test_bytes_across_nodes_follow_local_world_size() -> None:
+    for rank, found in enumerate(run_on_ranks(_fit, 4, "", 1, False, 2)):
+        sent, across = found["sent"], found["across"]
+        away = [(3 + 4), (3 + 4), (1 + 2), (1 + 2)][rank]
+        assert across[IDS] == away * WORD
+        assert sent[IDS] == (1 + 2 + 3 + 4 - (rank + 1)) * WORD
+        assert across[ROWS] == sent[ROWS] * 2 / 3 == 12 * 10 * 4 / 2
+        assert across[DENSE_GRADIENTS] == sent[DENSE_GRADIENTS] / 2  # two of a ring's four links
+        assert sent[DENSE_GRADIENTS] == 2 * 3 / 4 * 6 * 10 * 4
+
+
+def _sharded(cut: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
+    callback = Communication()
+    trainer = make_trainer({"sharding_types": [cut]} | (strategy or {}), callbacks=callback)
+    held: dict[str, Any] = {}
+
+    def look() -> None:
+        shards = trainer.strategy.table_setup.shards  # type: ignore[attr-defined]
+        held["here"] = sorted(name.rpartition(".")[2] for name, of in shards.shards.items() if of[0].weight.numel())
+        held["updates"] = {update.kind for update in trainer.strategy.table_setup.updates.values()}  # type: ignore[attr-defined]
+
+    model.on_train_start = look  # type: ignore[method-assign]
+    trainer.fit(model, DataLoader([make_batch(rank)] * 3, batch_size=None))
+    return held | {"sent": callback.bytes_per_step}
+
+
+FEATURES_OF = {"wide": ["a", "b"], "narrow": ["c"], "shared": ["b", "d"]}
+DIMS = {"wide": 16, "narrow": 8, "shared": 8}
+EXAMPLES = 8
+DENSE_BYTES = (56 * 16 + 16) * 4
+
+
+@pytest.fixture(scope="module")
+def sharded() -> list[dict[str, Any]]:
+    """What each of two ranks found, by the cut of its tables."""
+    return run_each_on_ranks({cut: (_sharded, cut) for cut in ("table_wise", "row_wise", "data_parallel")}, 2)
+
+
+def test_rows_of_whole_tables_are_sent_by_the_rank_that_holds_them(sharded: list[dict[str, Any]]) -> None:
+    assert sorted(sharded[0]["table_wise"]["here"] + sharded[1]["table_wise"]["here"]) == sorted(DIMS)
+    for rank, found in enumerate(of_rank["table_wise"] for of_rank in sharded):
+        other = sharded[1 - rank]["table_wise"]["here"]
+        columns = {name: len(FEATURES_OF[name]) * DIMS[name] for name in DIMS}
+        assert found["sent"][ROWS] == sum(columns[name] for name in found["here"]) * EXAMPLES * 4
+        assert found["sent"][ROW_GRADIENTS] == sum(columns[name] for name in other) * EXAMPLES * 4
+        assert found["sent"][DENSE_GRADIENTS] == DENSE_BYTES
+
+
+def test_ids_are_sent_to_the_rank_that_holds_their_table(sharded: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(of_rank["table_wise"] for of_rank in sharded):
+        lengths = make_batch(rank)["lengths"].view(len(FEATURES), EXAMPLES).sum(1)
+        sent = [f for name in sharded[1 - rank]["table_wise"]["here"] for f in FEATURES_OF[name]]
+        ids = sum(int(lengths[FEATURES.index(feature)]) for feature in sent)
+        splits = found["sent"][IDS] / WORD - ids - len(sent) * EXAMPLES  # beside ids and lengths: how many of each
+        assert 0 < splits <= 4
+
+
+def test_rows_cut_over_all_ranks_are_sent_for_all_examples_of_the_others(sharded: list[dict[str, Any]]) -> None:
+    columns = sum(len(FEATURES_OF[name]) * DIMS[name] for name in DIMS)
+    for found in (of_rank["row_wise"] for of_rank in sharded):
+        assert found["sent"][ROWS] == found["sent"][ROW_GRADIENTS] == columns * EXAMPLES * 4
+
+
+def test_tables_that_all_ranks_hold_send_no_rows_and_dense_gradients(sharded: list[dict[str, Any]]) -> None:
+    elements = 60 * 16 + 37 * 8 + 11 * 8
+    for found in (of_rank["data_parallel"] for of_rank in sharded):
+        assert found["sent"][IDS] == found["sent"][ROWS] == found["sent"][ROW_GRADIENTS] == 0
+        assert found["sent"][DENSE_GRADIENTS] == DENSE_BYTES + elements * 4
+
+
+def test_watching_leaves_updates_inside_of_backward(sharded: list[dict[str, Any]]) -> None:
+    assert sharded[0]["row_wise"]["updates"] == {"fused"}
+
+
+@pytest.mark.parametrize("callback", [Throughput, Communication, Timeline])
+def test_no_callback_of_ours_makes_updates_wait_for_the_step(callback: type) -> None:
+    assert not {"on_after_backward", "on_before_optimizer_step"} & set(vars(callback))
+
+
+def test_one_process_sends_nothing_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    class Alone(Sends):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.layer(batch).sum()
+
+    callback = Communication()
+    pl.Trainer(**DEFAULTS, callbacks=callback).fit(Alone(), _loader(2))
+    assert callback.bytes_per_step == dict.fromkeys(KINDS, 0.0)
+    assert "Sent by" not in capsys.readouterr().out
+
+
+def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    of_ranks = torch.zeros(2, 2, len(KINDS))
+    of_ranks[0, 0], of_ranks[1, 0] = torch.tensor([8.0, 2000, 0, 5, 0]), torch.tensor([8.0, 4000, 0, 5, 0])
+    of_ranks[:, 1] = of_ranks[:, 0] / 2
+    print_table(of_ranks, 1, 7, console)
+    lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
+    assert "Sent by a rank per step, 2 ranks, 7 steps" in lines
+    assert "ids 8 B 8 B all alike 4 B counted" in lines
+    assert "rows 2.9 KiB 3.9 KiB 1 1.5 KiB counted" in lines
+    assert "dense gradients 5 B 5 B all alike 2 B computed" in lines
+    assert "all 2.9 KiB 3.9 KiB 1 1.5 KiB" in lines
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Communication: every_n_steps=0 must be at least 1"):
+        Communication(every_n_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 B"), (950, "950 B"), (1023.7, "1.0 KiB"), (123456, "120.6 KiB"), (2**45, "32768.0 GiB")]
+)
+def test_bytes_are_told_with_their_unit(number: float, text: str) -> None:
+    assert in_bytes(number) == text

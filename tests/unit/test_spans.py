@@ -1,0 +1,133 @@
+"""Spans are told to those who listen, and cut so that every moment of a step belongs to one of them."""
+
+import random
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_distrec import spans
+from lightning_distrec.callbacks import steps
+from lightning_distrec.callbacks.steps import Step, StepClock, pieces, seconds_by_span
+from lightning_distrec.spans import BACKWARD, FORWARD, IDS_TRAVEL, OPTIMIZER, WAIT_ROWS, Span, listen, span, tell
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that stands still but where the test sets `now`, in seconds."""
+    clock = SimpleNamespace(now=100.0)
+    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr(spans, "time", time)
+    monkeypatch.setattr(steps, "time", time)
+    return clock
+
+
+@pytest.fixture
+def heard() -> Iterator[list[Span]]:
+    """What a listener hears during the test."""
+    heard: list[Span] = []
+    stop = listen(heard.append)
+    yield heard
+    stop()
+
+
+def test_a_span_is_told_with_its_begin_and_end(clock: SimpleNamespace, heard: list[Span]) -> None:
+    with span(FORWARD):
+        clock.now += 2.0
+    tell(IDS_TRAVEL, 90.0, 101.0)
+    assert heard == [Span(FORWARD, 100.0, 102.0), Span(IDS_TRAVEL, 90.0, 101.0)]
+    assert [s.seconds for s in heard] == [2.0, 11.0]
+
+
+def test_inner_spans_are_told_before_outer_ones_also_where_they_raise(heard: list[Span]) -> None:
+    with pytest.raises(KeyError), span(FORWARD), span(WAIT_ROWS):
+        raise KeyError
+    assert [s.name for s in heard] == [WAIT_ROWS, FORWARD]
+
+
+def test_nothing_is_told_after_stop_and_stop_may_be_called_twice() -> None:
+    heard: list[Span] = []
+    stop = listen(heard.append)
+    stop()
+    stop()
+    with span(FORWARD):
+        pass
+    assert heard == []
+
+
+def test_a_span_that_began_without_a_listener_is_not_told() -> None:
+    heard: list[Span] = []
+    outer = span(FORWARD)
+    outer.__enter__()
+    stop = listen(heard.append)
+    outer.__exit__(None, None, None)
+    stop()
+    assert heard == []
+
+
+def test_spans_of_other_threads_are_heard(heard: list[Span]) -> None:
+    thread = threading.Thread(target=tell, args=(WAIT_ROWS, 1.0, 2.0))
+    thread.start()
+    thread.join()
+    assert heard == [Span(WAIT_ROWS, 1.0, 2.0)]
+
+
+def test_a_wait_inside_of_forward_is_cut_out_of_it() -> None:
+    cut = pieces([Span(WAIT_ROWS, 3.0, 5.0), Span(FORWARD, 1.0, 8.0), Span(BACKWARD, 8.0, 9.0)])
+    assert cut == [
+        Span(FORWARD, 1.0, 3.0),
+        Span(WAIT_ROWS, 3.0, 5.0),
+        Span(FORWARD, 5.0, 8.0),
+        Span(BACKWARD, 8.0, 9.0),
+    ]
+
+
+def test_travels_take_no_time_from_others() -> None:
+    assert pieces([Span(IDS_TRAVEL, 0.0, 9.0), Span(FORWARD, 1.0, 8.0)]) == [Span(FORWARD, 1.0, 8.0)]
+
+
+def _owner(told: list[Span], moment: float) -> str | None:
+    """Return, by trying them all, the name of the span that began last of those that hold `moment`."""
+    holding = [s for s in told if s.begin < moment < s.end and s.name != IDS_TRAVEL]
+    return max(holding, key=lambda s: s.begin).name if holding else None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_moment_belongs_to_the_span_that_began_last(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [FORWARD, BACKWARD, OPTIMIZER, WAIT_ROWS, IDS_TRAVEL]
+    begins = draw.sample(range(100), 12)
+    told = [Span(draw.choice(names), float(begin), float(begin + draw.randint(1, 40))) for begin in begins]
+    cut = pieces(told)
+    for moment in (0.5 + i for i in range(150)):
+        owners = [piece.name for piece in cut if piece.begin < moment < piece.end]
+        assert owners == [name for name in [_owner(told, moment)] if name is not None]
+
+
+def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clock: SimpleNamespace) -> None:
+    steps_of = StepClock()
+    steps_of.start()
+    clock.now = 101.0
+    tell(FORWARD, 100.5, 101.0)
+    first = steps_of.end()
+    clock.now = 102.0
+    steps_of.pause()
+    tell(BACKWARD, 101.0, 102.0)
+    clock.now = 110.0
+    steps_of.resume()
+    clock.now = 110.5
+    second = steps_of.end()
+    steps_of.stop()
+    tell(FORWARD, 110.0, 110.5)
+    clock.now = 120.0
+    steps_of.begin()
+    clock.now = 121.0
+    assert first == Step(100.0, 101.0, 1.0, [Span(FORWARD, 100.5, 101.0)])
+    assert second == Step(101.0, 110.5, 1.5, [])
+    assert steps_of.end() == Step(120.0, 121.0, 1.0, [])
+
+
+def test_what_began_before_the_step_counts_from_its_begin() -> None:
+    step = Step(10.0, 12.0, 2.0, [Span(FORWARD, 8.0, 11.0), Span(WAIT_ROWS, 8.5, 9.0), Span(FORWARD, 11.0, 11.5)])
+    assert seconds_by_span(step) == {FORWARD: 1.5, WAIT_ROWS: 0.0}
