@@ -14,16 +14,26 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.pipeline.options import PipelineOptions
+    from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.tables import TableOptions
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["Communication", "PipelineOptions", "TableOptions", "Throughput", "Timeline", "TorchRecShardedStrategy"]
+__all__ = [
+    "Communication",
+    "PipelineOptions",
+    "QuantizedComms",
+    "TableOptions",
+    "Throughput",
+    "Timeline",
+    "TorchRecShardedStrategy",
+]
 
 _HOMES = {
     "Communication": "lightning_distrec.callbacks.communication",
     "PipelineOptions": "lightning_distrec.pipeline.options",
+    "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "TableOptions": "lightning_distrec.sharding.tables",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",

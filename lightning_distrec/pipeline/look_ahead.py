@@ -138,7 +138,7 @@ class LookAhead:
         if following is not None and following.kind in self._calls:
             self.settle(following)
             following.start(self._exchange)
-        if flight.foreseen is None:
+        if not flight.foreseen:
             return
         was_sent = flight.exchange is not None
         flight.start(self._exchange)

@@ -17,6 +17,7 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding
 from lightning_distrec import errors
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions
 from lightning_distrec.sharding.topology import RESERVED_SHARE
 
@@ -50,9 +51,10 @@ def sharders() -> list[ModuleSharder[nn.Module]]:
     return [_PooledSharder(), EmbeddingCollectionSharder()]  # type: ignore[list-item]
 
 
-def sharder_of(table: Table) -> BaseEmbeddingSharder:
-    """Return the sharder of `table`'s collection."""
-    return _PooledSharder() if table.pooled else EmbeddingCollectionSharder()
+def sharder_of(table: Table, comms: QuantizedComms) -> BaseEmbeddingSharder:
+    """Return the sharder of `table`'s collection, whose rows and gradients travel in these types."""
+    registry = comms.registry()
+    return _PooledSharder(qcomm_codecs_registry=registry) if table.pooled else EmbeddingCollectionSharder(registry)
 
 
 def default_types(num_nodes: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.plan import Plan
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.topology import RESERVED_SHARE
 
@@ -81,9 +82,13 @@ def print_plan(
     updates: dict[str, UpdateCost],
     totals: list[int],
     output_dtype: torch.dtype | None = None,
+    comms: QuantizedComms | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print the start table. Call it on one rank. output_dtype: the type of looked up rows; None for float32."""
+    """Print the start table. Call it on one rank.
+
+    output_dtype: the type of looked up rows; None for float32. comms: the types in which they travel.
+    """
     console = console or Console()
     if not console.is_terminal:
         console = Console(width=NARROWEST_COLUMNS, file=console.file)
@@ -91,7 +96,7 @@ def print_plan(
     text = TextTable(
         title=_title(totals),
         title_justify="left",
-        caption=_caption(tables, totals, output_dtype),
+        caption=_caption(tables, totals, output_dtype) + _travel(comms),
         caption_justify="left",
     )
     for heading in ("table", "rows x dim", "cut", "on ranks", "largest shard", "update", "why"):
@@ -121,6 +126,14 @@ def _caption(tables: list[Table], totals: list[int], output_dtype: torch.dtype |
     per_rank = ", ".join(f"rank {rank}: {_bytes(total)}" for rank, total in enumerate(totals[:8]))
     more = f" ... largest {_bytes(max(totals))}" if len(totals) > 8 else ""
     return f"Memory for tables, gradients and optimizer state: {per_rank}{more}{_types(tables, output_dtype)}"
+
+
+def _travel(comms: QuantizedComms | None) -> str:
+    """Return a line about how rows travel, where they are rounded for it."""
+    if comms is None or comms.is_exact:
+        return ""
+    ways = f"rows travel as {comms.forward}, their gradients as {comms.backward}"
+    return f"\nquantized_comms: {ways}: not the same numbers"
 
 
 def _types(tables: list[Table], output_dtype: torch.dtype | None) -> str:

@@ -28,6 +28,7 @@ from lightning_distrec.sharding.initial_weights import (
     table_weights,
 )
 from lightning_distrec.sharding.plan import Plan, sharder_of
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import Shard, give_gradients, shards_of
 from lightning_distrec.sharding.stand_ins import StandIn, stand_in
 from lightning_distrec.sharding.tables import Table
@@ -246,17 +247,19 @@ def shard_tables(
     device: torch.device,
     held: Mapping[str, list[Piece]],
     seed: int,
+    comms: QuantizedComms,
 ) -> ShardedTables:
     """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
 
     fused: for every table that is not data_parallel.
     held: rows of an earlier sharding by full name; other tables keep the rows of rank 0's unsharded weight, as DDP
     would, or get new ones by `seed` where they were built on meta.
+    comms: the types in which rows and gradients travel.
     """
     env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        sharded = _make_shards(tables, plan, fused, env, device)
+        sharded = _make_shards(tables, plan, fused, env, device, comms)
         result = ShardedTables(root, tables, plan, sharded)
         _bring_rows(result, device, held, seed)
     for path, module in sharded.items():
@@ -275,7 +278,12 @@ def shard_tables(
 
 
 def _make_shards(
-    tables: list[Table], plan: Plan, fused: FusedArguments, env: ShardingEnv, device: torch.device
+    tables: list[Table],
+    plan: Plan,
+    fused: FusedArguments,
+    env: ShardingEnv,
+    device: torch.device,
+    comms: QuantizedComms,
 ) -> dict[str, ShardedModule]:
     sharded: dict[str, ShardedModule] = {}
     for path in dict.fromkeys(table.collection for table in tables):
@@ -285,7 +293,7 @@ def _make_shards(
                 attach_fused_optimizer(table.parameter, *fused[table.full_name])
         parameter_sharding = {table.name: plan[table.full_name] for table in mine}
         with torchrec_quiet():
-            sharded[path] = sharder_of(mine[0]).shard(mine[0].module, parameter_sharding, env, device, path)
+            sharded[path] = sharder_of(mine[0], comms).shard(mine[0].module, parameter_sharding, env, device, path)
         for table in mine:
             detach_fused_optimizer(table.parameter)
     return sharded

@@ -115,7 +115,7 @@ class Pipelining:
     def _connect(self, tables: TableSetup, lookups: dict[str, ShardedLookup]) -> None:
         for path, stand_in in tables.shards.in_tree.items():
             self._put(stand_in, "foreseen", lambda arguments, path=path: self.look_ahead.call(path, arguments))
-            lookups[path].rows_arrived = self.look_ahead.rows_are_here
+            self._put(lookups[path], "rows_arrived", self.look_ahead.rows_are_here)
         declare = getattr(self._module, "sparse_inputs", None)
         self._declare: Callable[[Any], Any] | None = declare
         if declare is not None:
@@ -126,7 +126,7 @@ class Pipelining:
         on.__dict__[name] = value
 
         def undo() -> None:
-            on.__dict__.pop(name, None)
+            del on.__dict__[name]
             if before is not None:
                 on.__dict__[name] = before
 

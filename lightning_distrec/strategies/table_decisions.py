@@ -17,6 +17,7 @@ from lightning_distrec.optimizers.translation import TableUpdate, frozen, transl
 from lightning_distrec.sharding.ids_check import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.plan import Demand, Places, allowed_types
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import FoundTables, Table, TableOptions, find_tables, options_by_table
 from lightning_distrec.strategies.refusals import (
     hooks_without_gradients,
@@ -33,6 +34,7 @@ class TableSettings:
     conversion: Conversion
     by_table: Mapping[str, Any]
     check_ids: CheckIds
+    comms: QuantizedComms
     loss_reduction: LossReduction
     memory_bytes_per_rank: int | None
     batch_size_per_rank: int

@@ -189,7 +189,7 @@ def _plan(
     plan = plan_together(planned)
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
         totals = bytes_by_rank(look.tables, plan, costs, places.num_ranks)
-        print_plan(look.tables, plan, costs, totals, output_dtype)
+        print_plan(look.tables, plan, costs, totals, output_dtype, settings.comms)
     return plan
 
 
@@ -246,7 +246,7 @@ def _shard(
         if plan[name].sharding_type != "data_parallel"
     }
     seed = consensus.everyone(torch.initial_seed())[0]
-    shards = shard_tables(module, look.tables, plan, fused, device, held, seed)
+    shards = shard_tables(module, look.tables, plan, fused, device, held, seed, settings.comms)
     shards.fill_optimizer_state({n: u.initial_state for n, u in look.updates.items() if u.in_backward})
     kept = {name: _rows_only(update) for name, update in look.updates.items() if not update.in_backward}
     shards.keep_gradients(kept)

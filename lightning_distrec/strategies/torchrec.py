@@ -38,6 +38,8 @@ from lightning_distrec.pipeline.options import PipelineOptions, pipeline_options
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.quantized_comms import quantized_comms as chosen_comms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
@@ -69,6 +71,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
         pipeline: depth, how many batches are in flight: 1 looks tables up as they are called; from 2 on the next
             batch's ids travel while this one computes; 3 if None.
+        quantized_comms: forward and backward, the types in which rows and their gradients travel: "fp32", "fp16" or
+            "bf16". Fewer bytes, and not the same numbers; None: float32.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
             ranks are weighted by their number of examples, where lookups tell it (not those of nn.Embedding); "sum"
             over it; "rank_mean": all ranks count alike, as in DDP.
@@ -93,6 +97,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         check_ids: CheckIds = "error",
         uneven_inputs: UnevenInputs = "stop",
         pipeline: PipelineOptions | dict[str, int] | None = None,
+        quantized_comms: QuantizedComms | dict[str, str] | None = None,
         loss_reduction: LossReduction = "mean",
         memory_bytes_per_rank: int | None = None,
         batch_size_per_rank: int = 512,
@@ -114,6 +119,7 @@ class TorchRecShardedStrategy(DDPStrategy):
             conversion=Conversion(convert_embeddings, min_rows),
             by_table=tables or {},
             check_ids=check_ids,
+            comms=chosen_comms(quantized_comms),
             loss_reduction=loss_reduction,
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
