@@ -26,11 +26,12 @@ class Consensus:
     def __init__(self, timeout_seconds: float) -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
+        self.stop = Stop()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def start_least(self, *values: int) -> "Agreement":
         """Collective. Begin to agree on the smallest of all ranks, for each of `values`; `Agreement` has them."""
-        return Agreement(values, dist.ReduceOp.MIN, None if self.num_ranks == 1 else self._group)
+        return Agreement(values, self.stop, None if self.num_ranks == 1 else self._group)
 
     def least(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
@@ -68,12 +69,36 @@ class Consensus:
         return result  # type: ignore[return-value]
 
 
-class Agreement:
-    """Numbers on their way to all ranks."""
+class Stop:
+    """Whether to stop: a rank that is asked to tells the others with their next agreement, whatever it is about."""
 
-    def __init__(self, values: tuple[int, ...], reduction: Any, group: Any) -> None:
-        self._values = torch.tensor(values)
-        self._work = None if group is None else dist.all_reduce(self._values, reduction, group=group, async_op=True)
+    def __init__(self) -> None:
+        self.is_asked = False
+        """Whether this rank was asked; the others may not know yet."""
+        self.is_agreed = False
+        """Whether all ranks know that one was asked."""
+        self.num_agreements = 0
+        """Agreements so far that have carried it."""
+
+    def ask(self) -> None:
+        """This rank is asked to stop. A signal's handler may call it, wherever the rank is."""
+        self.is_asked = True
+
+    def forget(self) -> None:
+        """Begin anew, with another run."""
+        self.is_asked = self.is_agreed = False
+
+
+class Agreement:
+    """Numbers on their way to all ranks: the least of each."""
+
+    def __init__(self, values: tuple[int, ...], stop: Stop, group: Any) -> None:
+        self._stop = stop
+        stop.num_agreements += 1
+        self._values = torch.tensor((*values, int(not stop.is_asked)))
+        self._work = None
+        if group is not None:
+            self._work = dist.all_reduce(self._values, dist.ReduceOp.MIN, group=group, async_op=True)
 
     def wait(self) -> list[int]:
         """Return the agreed numbers; may be called once or more."""
@@ -81,6 +106,8 @@ class Agreement:
             self._work.wait()
             self._work = None
         numbers: list[int] = self._values.tolist()
+        if not numbers.pop():
+            self._stop.is_agreed = True
         return numbers
 
     def wait_at_most(self, seconds: float) -> None:

@@ -43,7 +43,7 @@ class LookAhead:
 
     depth: batches in flight, at least 2; with 3, the ranks agree about a batch a whole step before its ids travel.
     tables: path -> module whose calls can be foreseen. exchange: starts the exchange of ids.
-    tell: says why a table is looked up as it is called. stop: whether this rank was asked to stop.
+    tell: says why a table is looked up as it is called.
     """
 
     def __init__(
@@ -53,14 +53,12 @@ class LookAhead:
         tables: dict[str, Table],
         exchange: Callable[[list[Any]], Exchange],
         tell: Callable[[str], None],
-        stop: Callable[[], bool],
     ) -> None:
         self.depth = depth
         self.ranks = ranks
         self._tables = tables
         self._exchange = exchange
         self._tell = tell
-        self._stop = stop
         self._calls: dict[str, list[Call]] = {}
         """Kind of step -> its calls that are foreseen, alike on all ranks."""
         self._current: Flight | None = None
@@ -74,8 +72,6 @@ class LookAhead:
         self._count = Count()
         self.failed = False
         """Whether a step has failed on this rank: what is on its way must not be waited for."""
-        self.stop_agreed = False
-        """Whether all ranks know that one was asked to stop."""
         self.counts: dict[str, Count] = {}
         """Kind of step -> its lookups so far."""
 
@@ -112,7 +108,7 @@ class LookAhead:
         news = News() if flight is None else flight.news
         width = max((len(calls) for calls in self._calls.values()), default=0)
         sizes = (*news.sizes, *((0, 0),) * (width - len(news.sizes)))
-        return Message(self.ranks, replace(news, sizes=sizes, trouble=trouble, stop=self._stop()))
+        return Message(self.ranks, replace(news, sizes=sizes, trouble=trouble))
 
     def arm(self, current: Flight, following: list[Flight]) -> None:
         """Collective. `current` is handed out for its step; `following` come after it."""
@@ -236,7 +232,7 @@ class LookAhead:
     def _read(self) -> None:
         assert self._message is not None
         with spans.span(spans.WAIT_RANKS):
-            self.stop_agreed |= self._message.read().stop
+            self._message.read()
         try:
             self._message.raise_trouble()
         except Exception:
@@ -278,7 +274,7 @@ class LookAhead:
     def drop(self, flights: list[Flight]) -> None:
         """Forget the batch of this step, and those that will not have theirs."""
         if self._message is not None and not self.failed:
-            self.stop_agreed |= self._message.read().stop
+            self._message.read()
         for flight in [*([self._current] if self._current is not None else []), *flights]:
             flight.drop(wait=not self.failed)
         self._current, self._following = None, []

@@ -1,7 +1,7 @@
 """What the ranks tell each other about every step: one small message, sent early and read later.
 
 It says whether every rank has the batch that comes after the next, whether that batch's ids are in range and can travel
-ahead, whether all is well in the step that goes on, and whether a rank was asked to stop.
+ahead, and whether all is well in the step that goes on.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,6 @@ class News:
     sizes: tuple[tuple[int, int], ...] = ()
     """For each of its lookups the least and the most examples of any rank; one rank's own number is both."""
     trouble: int = WELL
-    stop: bool = False
 
 
 class Message:
@@ -59,7 +58,7 @@ class Message:
     def __init__(self, ranks: Ranks, mine: News) -> None:
         self._rank = ranks.rank
         self._mine = mine
-        flags = (mine.state, int(mine.ready), int(mine.ids_in_range), mine.trouble, int(not mine.stop))
+        flags = (mine.state, int(mine.ready), int(mine.ids_in_range), mine.trouble)
         leasts = [least for least, _ in mine.sizes]
         mosts = [-most for _, most in mine.sizes]
         self._agreement: Agreement | None = ranks.start_least(*flags, *leasts, *mosts)
@@ -68,11 +67,11 @@ class Message:
     def read(self) -> News:
         """Return what was agreed; waits for the other ranks the first time."""
         if self._agreement is not None:
-            state, ready, in_range, trouble, go_on, *sizes = self._agreement.wait()
+            state, ready, in_range, trouble, *sizes = self._agreement.wait()
             self._agreement = None
             half = len(sizes) // 2
             pairs = tuple((least, -most) for least, most in zip(sizes[:half], sizes[half:], strict=True))
-            self._said = News(state, bool(ready), bool(in_range), pairs, trouble, not go_on)
+            self._said = News(state, bool(ready), bool(in_range), pairs, trouble)
         return self._said
 
     def wait_at_most(self, seconds: float) -> None:

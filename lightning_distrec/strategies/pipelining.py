@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat import call_transfer_hook, transfer_hook_once, use_fetchers, version_of
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.cluster.stop import Stop
 from lightning_distrec.pipeline.even_batches import End
 from lightning_distrec.pipeline.fetcher import Handed, LookAheadFetcher
 from lightning_distrec.pipeline.in_flight import Flight
@@ -81,7 +80,6 @@ class Pipelining:
         depth: int,
         consensus: Consensus,
         end: End,
-        stop: Stop,
         move: Callable[[Any, int], Any],
         device: torch.device,
     ) -> None:
@@ -103,9 +101,7 @@ class Pipelining:
             targets,  # type: ignore[arg-type]
             lambda requests: IdsExchange(requests, self._streams.ids),
             rank_zero_warn,
-            lambda: stop.is_asked,
         )
-        self._stop = stop
         self._undo: list[Callable[[], None]] = [
             use_fetchers(trainer, self._fetcher),
             transfer_hook_once(module, lambda batch: isinstance(batch, Handed)),
@@ -173,8 +169,6 @@ class Pipelining:
             self.look_ahead.abandon(failure)
             raise
         self.look_ahead.end_step(has_backward)
-        if self.look_ahead.stop_agreed:
-            self._stop.agreed = True
 
     def before_backward(self) -> None:
         """Collective. A backward begins."""

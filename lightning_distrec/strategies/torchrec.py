@@ -25,10 +25,9 @@ from lightning_distrec._compat import (
     send_module_states,
 )
 from lightning_distrec.checkpoint.plain_state import gather_plain_state
-from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import Agreement, Consensus, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import publish_local_world_size
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
-from lightning_distrec.cluster.stop import Stop
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.pipeline.even_batches import End, UnevenInputs, check_uneven_inputs, even
@@ -127,7 +126,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._pipeline_options = pipeline_options(pipeline)
         self._pipelining: Pipelining | None = None
-        self._stop: Stop | None = None
+        self._step_message: Agreement | None = None
+        self._num_agreements = 0
         self._timeout_seconds = timeout_seconds
         self._ranks_on_node = 1
         self._consensus: Consensus | None = None
@@ -173,8 +173,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         assert self._consensus is not None
-        self._stop = Stop(self._consensus)
-        self._undo.append(agree_on_stop(trainer, self._stop.ask, self._stop_is_agreed))
+        self._consensus.stop.forget()
+        self._undo.append(agree_on_stop(trainer, self._consensus.stop.ask, self._stop_is_agreed))
         self._tables = set_up_tables(
             trainer,
             module,
@@ -197,7 +197,6 @@ class TorchRecShardedStrategy(DDPStrategy):
                 self._pipeline_options.depth,
                 self._consensus,
                 End(self._consensus, self._uneven_inputs, _warn),
-                self._stop,
                 lambda batch, dataloader_idx: super(DDPStrategy, self).batch_to_device(
                     batch, dataloader_idx=dataloader_idx
                 ),
@@ -205,11 +204,19 @@ class TorchRecShardedStrategy(DDPStrategy):
             )
 
     def _stop_is_agreed(self) -> bool:
-        """Collective, before each training step: whether all ranks know that one was asked to stop."""
-        assert self._stop is not None
-        if self._pipelining is None:
-            self._stop.step()
-        return self._stop.agreed
+        """Collective, at each step: whether all ranks know that one was asked to stop.
+
+        Where the step before had no agreement that could tell them, there is one for it, which is read at the next.
+        """
+        assert self._consensus is not None
+        stop = self._consensus.stop
+        message, self._step_message = self._step_message, None
+        if message is not None:
+            message.wait()
+        if stop.num_agreements == self._num_agreements:
+            self._step_message = self._consensus.start_least()
+        self._num_agreements = stop.num_agreements
+        return stop.is_agreed
 
     def _setup_around_tables(self, trainer: Trainer, tables: TableSetup) -> None:
         """The rest of DDPStrategy.setup, with the shards left out of DDP's broadcast and averaging."""
@@ -280,14 +287,11 @@ class TorchRecShardedStrategy(DDPStrategy):
 
     @contextmanager
     def _evaluation_step(self, args: tuple[Any, ...]) -> Generator[None, None, None]:
-        assert self._stop is not None
         if self._tables is not None:
             self._tables.begin_step()
-        if self._pipelining is None:
-            self._stop.step()
         with self._step(args, has_backward=False):
             yield
-        if self._stop.agreed:
+        if self._stop_is_agreed():
             assert self.lightning_module is not None
             mark_stop(self.lightning_module.trainer)
 
@@ -363,6 +367,7 @@ class TorchRecShardedStrategy(DDPStrategy):
             self._pipelining = None
         while self._undo:
             self._undo.pop()()
+        self._step_message = None
         self._clipping.take_off()
         if self._tables is not None:
             self._tables.release()
