@@ -269,6 +269,16 @@ def forget_rows(collection: Any) -> None:
     collection._device = torch.device("meta")
 
 
+def forget_whole_tables(sharded: Any) -> None:
+    """Let go of the whole tables that a sharded collection was made of; it keeps their parameters for their shapes.
+
+    Source: EmbeddingShardingInfo in torchrec/distributed/embedding_sharding.py, kept by ShardedEmbeddingBagCollection.
+    """
+    for infos in getattr(sharded, "sharding_type_to_sharding_infos", {}).values():
+        for info in infos:
+            info.param = nn.Parameter(torch.empty_like(info.param, device="meta"), info.param.requires_grad)
+
+
 def leave_mean_to_us(sharded: Any) -> None:
     """Stop torchrec from dividing the output of a sharded EmbeddingBagCollection by bag sizes.
 

@@ -21,17 +21,18 @@ class Consensus:
     """The agreements of the ranks of one job. Collective: making one makes a process group.
 
     timeout_seconds: how long a rank waits for the others before the group gives up with an error.
+    carried: what agreements carry; one for all.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, carried: "Carried") -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self.stop = Stop()
+        self.carried = carried
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def start_least(self, *values: int) -> "Agreement":
         """Collective. Begin to agree on the smallest of all ranks, for each of `values`; `Agreement` has them."""
-        return Agreement(values, self.stop, None if self.num_ranks == 1 else self._group)
+        return Agreement(values, self.carried, None if self.num_ranks == 1 else self._group)
 
     def least(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
@@ -69,46 +70,70 @@ class Consensus:
         return result  # type: ignore[return-value]
 
 
-class Stop:
-    """Whether to stop: a rank that is asked to tells the others with their next agreement, whatever it is about."""
+class Carried:
+    """What a rank tells the others with its next agreement, whatever that is about: that it was asked to stop, say."""
 
     def __init__(self) -> None:
         self.is_asked = False
-        """Whether this rank was asked; the others may not know yet."""
+        """Whether this rank was asked to stop; the others may not know yet."""
         self.is_agreed = False
         """Whether all ranks know that one was asked."""
         self.num_agreements = 0
         """Agreements so far that have carried it."""
+        self._look: Callable[[], bool] | None = None
+        self.was_seen = False
+        """Whether any rank has seen what it watches for."""
+        self.num_unseen = 0
+        """Agreements so far without that."""
 
     def ask(self) -> None:
         """This rank is asked to stop. A signal's handler may call it, wherever the rank is."""
         self.is_asked = True
 
+    def watch(self, look: Callable[[], bool]) -> None:
+        """Let `look` say, whenever the ranks begin to agree on something, whether this rank sees something."""
+        self._look = look
+
     def forget(self) -> None:
         """Begin anew, with another run."""
-        self.is_asked = self.is_agreed = False
+        self.is_asked = self.is_agreed = self.was_seen = False
+        self.num_unseen = 0
+        self._look = None
+
+    def say(self) -> tuple[int, int]:
+        """Return what this rank says now, as numbers of which the least counts."""
+        self.num_agreements += 1
+        return int(not self.is_asked), int(self._look is None or not self._look())
+
+    def hear(self, stop: int, seen: int) -> None:
+        """All ranks together have said this."""
+        if not stop:
+            self.is_agreed = True
+        if not seen:
+            self.was_seen = True
+        self.num_unseen += 1
 
 
 class Agreement:
     """Numbers on their way to all ranks: the least of each."""
 
-    def __init__(self, values: tuple[int, ...], stop: Stop, group: Any) -> None:
-        self._stop = stop
-        stop.num_agreements += 1
-        self._values = torch.tensor((*values, int(not stop.is_asked)))
+    def __init__(self, values: tuple[int, ...], carried: Carried, group: Any) -> None:
+        self._carried = carried
+        self._values = torch.tensor((*values, *carried.say()))
+        self._agreed: list[int] | None = None
         self._work = None
         if group is not None:
             self._work = dist.all_reduce(self._values, dist.ReduceOp.MIN, group=group, async_op=True)
 
     def wait(self) -> list[int]:
         """Return the agreed numbers; may be called once or more."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        numbers: list[int] = self._values.tolist()
-        if not numbers.pop():
-            self._stop.is_agreed = True
-        return numbers
+        if self._agreed is None:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            *self._agreed, stop, seen = self._values.tolist()
+            self._carried.hear(stop, seen)
+        return self._agreed
 
     def wait_at_most(self, seconds: float) -> None:
         """Wait for the other ranks for some time; whether they came is not told."""
@@ -118,16 +143,22 @@ class Agreement:
             self._work = None
 
 
-_current: tuple[Any, Consensus] | None = None
+_current: tuple[Any, Consensus, Consensus] | None = None
 
 
-def consensus_of_all_ranks(timeout_seconds: float) -> Consensus:
-    """Collective. Return the consensus of the default process group, made on the first call of each group."""
+def consensus_of_all_ranks(timeout_seconds: float) -> tuple[Consensus, Consensus]:
+    """Collective. Return two consensuses of the default process group, made on the first call of each group.
+
+    The second is for what is said once at every step. It has a group of its own, because a rank whose step fails says
+    so there, while others may be agreeing on something inside of theirs: gloo aborts a process whose messages meet
+    others of another size.
+    """
     global _current
     world = dist.group.WORLD
     if _current is None or _current[0] is not world:
-        _current = (world, Consensus(timeout_seconds))
-    return _current[1]
+        carried = Carried()
+        _current = (world, Consensus(timeout_seconds, carried), Consensus(timeout_seconds, carried))
+    return _current[1:]
 
 
 def forget_consensus() -> None:

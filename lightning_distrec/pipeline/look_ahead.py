@@ -61,6 +61,8 @@ class LookAhead:
         self._tell = tell
         self._calls: dict[str, list[Call]] = {}
         """Kind of step -> its calls that are foreseen, alike on all ranks."""
+        self._complete: set[str] = set()
+        """Kinds of steps of which all calls are foreseen."""
         self._current: Flight | None = None
         self._following: list[Flight] = []
         self._recorded: list[Recorded] | None = None
@@ -212,8 +214,8 @@ class LookAhead:
             return
         self._in_step = False
         self.failed = True
-        if self._recorded is not None or self._message is not None:
-            return
+        if self._message is not None or flight.foreseen is None or flight.kind not in self._complete:
+            return  # the others are, or will be, where this rank does not come
         kind = BROKEN_PROVENANCE if isinstance(failure, ProvenanceError) else FAILED_STEP
         with suppress(Exception):  # the failure that is being raised is the one to see
             for foreseen in flight.waiting:
@@ -257,6 +259,8 @@ class LookAhead:
         kind = self._current.kind
         self._calls[kind], reasons = agree_on_calls(recorded, self.ranks)
         self._current.leaves = None
+        if not reasons:
+            self._complete.add(kind)
         for path, reason in reasons.items():
             self._tell(
                 f"{kind}: '{path}' is looked up as it is called, its ids do not travel ahead: {reason}. To change "

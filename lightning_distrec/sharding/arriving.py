@@ -44,16 +44,25 @@ class Arrival:
 class ArrivingKeyedTensor(KeyedTensor):
     """A KeyedTensor whose values arrive when they are first touched; then it is an ordinary KeyedTensor.
 
-    arrival: of the values, (batch_size, sum(length_per_key)).
+    arrival: of the Bags. Who asks for them by key gets them as they came, without a copy to put them side by side.
     """
 
     def __init__(self, keys: list[str], length_per_key: list[int], arrival: Arrival) -> None:
         super().__init__(keys, length_per_key, None)  # type: ignore[arg-type]
         self.__dict__["arrival"] = arrival
 
+    def __getitem__(self, key: str) -> Tensor:
+        """Return the bags of one key, (batch_size, width)."""
+        column: Tensor = self.__dict__["arrival"].get().columns[key]
+        return column
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return the bags by key."""
+        return dict(self.__dict__["arrival"].get().columns)
+
 
 def _arrived_values(arriving: ArrivingKeyedTensor) -> Tensor:
-    values: Tensor = arriving.__dict__["arrival"].get()
+    values: Tensor = arriving.__dict__["arrival"].get().values
     arriving.__class__ = KeyedTensor  # type: ignore[assignment]
     del arriving.__dict__["arrival"]
     arriving.__dict__[KEYED_TENSOR_VALUES] = values

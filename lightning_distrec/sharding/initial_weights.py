@@ -56,6 +56,7 @@ def table_weights(sharded: nn.Module, tables: list[Table]) -> dict[str, Tensor]:
     return {table.full_name: state[table.local_key] for table in tables}
 
 
+@torch.no_grad()
 def spread(sources: list[Piece], targets: list[Piece], device: torch.device) -> None:
     """Collective. Copy the source pieces into the target pieces, of one table, whoever holds them.
 

@@ -25,7 +25,7 @@ from lightning_distrec.sharding.arriving import Arrival, ArrivingJaggedTensor, A
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.incoming import Incoming
 from lightning_distrec.sharding.jagged import Padding
-from lightning_distrec.sharding.outgoing import CUT_BY_ROWS, Outgoing, TableUse
+from lightning_distrec.sharding.outgoing import CUT_BY_ROWS, Bags, Outgoing, TableUse
 from lightning_distrec.sharding.tables import Table
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
@@ -191,16 +191,15 @@ class ShardedLookup:
 
     def _arrive(
         self, request: Request, exchange: Any, frozen: set[str], used: set[str]
-    ) -> Tensor | dict[str, JaggedTensor]:
+    ) -> Bags | dict[str, JaggedTensor]:
         rows = exchange.wait()
         if self.rows_arrived is not None:
             self.rows_arrived(request)
         if request.padding is not None:
             rows = request.padding.take_off(rows) if self._pooled else request.padding.take_off_rows(rows)
         if self._pooled:
-            values = self._outgoing.columns(rows, request.features, frozen)
-            self._watch([values])
-            return values
+            self._watch([rows.values()])
+            return self._outgoing.bags(rows, request.features, frozen)
         jagged = self._outgoing.jagged(rows, frozen)
         self._watch([of.values() for of in jagged.values()])
         for name, of in jagged.items():

@@ -53,11 +53,11 @@ class Outgoing:
             for values in [rows[name].values()]
         }
 
-    def columns(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> torch.Tensor:
-        """Return the values of `rows`, (batch_size, sum(widths)), in the unsharded order, whatever the cuts."""
+    def bags(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> "Bags":
+        """Return `rows` as the unsharded collection has them, whatever the cuts."""
         keys, lengths = rows.keys(), rows.length_per_key()
         if keys == self.names and not self.summed_means and not frozen:
-            return self._typed(rows.values())
+            return Bags(self.names, self.widths, values=self._typed(rows.values()))
         columns = dict(zip(keys, rows.values().split(lengths, dim=1), strict=True))
         if self.summed_means:
             bag_sizes = features.lengths().view(len(features.keys()), -1).clamp(min=1)
@@ -65,7 +65,7 @@ class Outgoing:
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
         # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
         columns |= {name: self._held_still(name, columns[name]) for name in frozen}
-        return self._typed(torch.cat([columns[name] for name in self.names], dim=1))
+        return Bags(self.names, self.widths, columns={name: self._typed(columns[name]) for name in self.names})
 
     def _held_still(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if name in self._whole:
@@ -75,6 +75,38 @@ class Outgoing:
 
     def _typed(self, values: torch.Tensor) -> torch.Tensor:
         return values if self._output_dtype is None else values.to(self._output_dtype)
+
+
+class Bags:
+    """Bags by output, and all of them side by side; each is made of the other when it is first asked for.
+
+    Sharding groups columns by their cut, so that side by side costs a copy, there and back.
+    columns: output -> (batch_size, width), in order. values: (batch_size, sum(widths)).
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        widths: list[int],
+        columns: dict[str, torch.Tensor] | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        self._names, self._widths = names, widths
+        self._columns, self._values = columns, values
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All of them side by side, in the unsharded order."""
+        if self._values is None:
+            self._values = torch.cat(list(self.columns.values()), dim=1)
+        return self._values
+
+    @property
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Each by itself."""
+        if self._columns is None:
+            self._columns = dict(zip(self._names, self.values.split(self._widths, dim=1), strict=True))
+        return self._columns
 
 
 def _summed_means(tables: list[Table], uses: Mapping[str, TableUse]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from lightning_distrec._compat import (
     detach_fused_optimizer,
     fbgemm_kernels,
     forget_rows,
+    forget_whole_tables,
     torchrec_quiet,
 )
 from lightning_distrec.errors import ShardingError
@@ -268,6 +269,8 @@ def shard_tables(
         result.kernels += kernels
         result.shards |= _by_table(module, mine, [shard for _, shards in kernels for shard in shards])
         result.in_tree[path] = _stand_in(module, mine, result.shards)
+    for module in sharded.values():
+        forget_whole_tables(module)
     for table in tables:
         forget_rows(table.module)
         if table.plain is not None:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -41,6 +42,7 @@ from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.quantized_comms import quantized_comms as chosen_comms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
+from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.pipelining import Pipelining
 from lightning_distrec.strategies.precision import GlobalClipping, agree_on_overflows, output_dtype
@@ -126,11 +128,13 @@ class TorchRecShardedStrategy(DDPStrategy):
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._pipeline_options = pipeline_options(pipeline)
         self._pipelining: Pipelining | None = None
+        self._buffers: QuietBuffers | None = None
         self._step_message: Agreement | None = None
         self._num_agreements = 0
         self._timeout_seconds = timeout_seconds
         self._ranks_on_node = 1
         self._consensus: Consensus | None = None
+        self._of_steps: Consensus | None = None
         self._tables: TableSetup | None = None
         self._clipping = GlobalClipping()
         self._undo: list[Callable[[], None]] = []
@@ -160,7 +164,7 @@ class TorchRecShardedStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._ranks_on_node = publish_local_world_size(self.cluster_environment, self.num_processes)
-        self._consensus = consensus_of_all_ranks(self._timeout_seconds)
+        self._consensus, self._of_steps = consensus_of_all_ranks(self._timeout_seconds)
 
     @contextmanager
     @override
@@ -173,8 +177,9 @@ class TorchRecShardedStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         assert self._consensus is not None
-        self._consensus.stop.forget()
-        self._undo.append(agree_on_stop(trainer, self._consensus.stop.ask, self._stop_is_agreed))
+        assert self._of_steps is not None
+        self._consensus.carried.forget()
+        self._undo.append(agree_on_stop(trainer, self._consensus.carried.ask, self._stop_is_agreed))
         self._tables = set_up_tables(
             trainer,
             module,
@@ -195,7 +200,7 @@ class TorchRecShardedStrategy(DDPStrategy):
                 module,
                 self._tables,
                 self._pipeline_options.depth,
-                self._consensus,
+                self._of_steps,
                 End(self._consensus, self._uneven_inputs, _warn),
                 lambda batch, dataloader_idx: super(DDPStrategy, self).batch_to_device(
                     batch, dataloader_idx=dataloader_idx
@@ -209,14 +214,15 @@ class TorchRecShardedStrategy(DDPStrategy):
         Where the step before had no agreement that could tell them, there is one for it, which is read at the next.
         """
         assert self._consensus is not None
-        stop = self._consensus.stop
+        carried = self._consensus.carried
         message, self._step_message = self._step_message, None
         if message is not None:
             message.wait()
-        if stop.num_agreements == self._num_agreements:
-            self._step_message = self._consensus.start_least()
-        self._num_agreements = stop.num_agreements
-        return stop.is_agreed
+        if carried.num_agreements == self._num_agreements:
+            assert self._of_steps is not None
+            self._step_message = self._of_steps.start_least()
+        self._num_agreements = carried.num_agreements
+        return carried.is_agreed
 
     def _setup_around_tables(self, trainer: Trainer, tables: TableSetup) -> None:
         """The rest of DDPStrategy.setup, with the shards left out of DDP's broadcast and averaging."""
@@ -247,6 +253,9 @@ class TorchRecShardedStrategy(DDPStrategy):
         shards = set(_names_below(module, tables.shards.sharded))
         if any(p.requires_grad for name, p in module.named_parameters() if name not in shards):
             self.configure_ddp()
+            assert isinstance(self.model, DistributedDataParallel)
+            assert self._consensus is not None
+            self._buffers = QuietBuffers(self.model, self._consensus.carried, rank_zero_info)
         else:
             send_module_states(module, list(shards))
 
@@ -262,6 +271,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self._tables is not None:
             self._tables.before_training_step()
+        if self._buffers is not None:
+            self._buffers.before_step()
         with spans.span(spans.FORWARD), self._step(args, self.lightning_module.automatic_optimization):
             return super().training_step(*args, **kwargs)
 
@@ -367,7 +378,7 @@ class TorchRecShardedStrategy(DDPStrategy):
             self._pipelining = None
         while self._undo:
             self._undo.pop()()
-        self._step_message = None
+        self._step_message = self._buffers = None
         self._clipping.take_off()
         if self._tables is not None:
             self._tables.release()
@@ -395,7 +406,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         """Let go of the module and all that holds its requests; called before the process ends."""
         self.model = None
         self._lightning_module = None
-        self._tables = self._consensus = None
+        self._tables = self._consensus = self._of_steps = None
         self.optimizers, self.lr_scheduler_configs = [], []
 
 

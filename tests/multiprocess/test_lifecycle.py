@@ -162,10 +162,11 @@ class TypedModel(EvaluatedModel):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
         rows = self.ebc(features)
-        assert type(rows) is KeyedTensor
+        assert isinstance(rows, KeyedTensor)
         assert rows.keys() == ["a", "b@wide", "c", "b@shared", "d"]
         assert len(rows.to_dict()) == 5
         torch.testing.assert_close(torch.cat(list(rows.to_dict().values()), 1), rows.values(), atol=0, rtol=0)
+        assert type(rows) is KeyedTensor  # once its values are here
         return self.mlp(rows.values()).squeeze(-1)
 
 

@@ -1,0 +1,112 @@
+"""The model and the batches whose steps are timed: an ordinary DLRM, and the same net without Lightning."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+from torchrec.models.dlrm import DLRM
+
+NUM_TABLES, DIM, NUM_DENSE = 8, 64, 13
+NAMES = [f"f{i}" for i in range(NUM_TABLES)]
+HIDDEN = 128
+BATCH_SIZE = 512
+LARGEST_BAG = 20
+"""Bags hold 0 to this many ids, each number as often."""
+LEARNING_RATE = 0.05
+
+
+def table_bytes(num_rows: int) -> int:
+    """Return the bytes of all tables together."""
+    return NUM_TABLES * num_rows * DIM * 4
+
+
+def make_net(num_rows: int) -> DLRM:
+    """Return torchrec's own DLRM with the weights from which every contender starts."""
+    torch.manual_seed(7)
+    tables = [
+        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=num_rows, feature_names=[name])
+        for name in NAMES
+    ]
+    return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [HIDDEN, DIM], [HIDDEN, 1])
+
+
+class LitDLRM(pl.LightningModule):
+    """The net as one would train it on one device. logged: log the loss and update a metric at every step."""
+
+    def __init__(self, num_rows: int, logged: bool = False) -> None:
+        super().__init__()
+        self.net = make_net(num_rows)
+        self.auroc = torchmetrics.classification.BinaryAUROC() if logged else None
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        logits = self.net(batch["dense"], batch["ids"]).squeeze(-1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
+        if self.auroc is not None:
+            self.auroc.update(logits.detach(), batch["label"].int())
+            self.log("loss", loss, batch_size=BATCH_SIZE)
+            self.log("auroc", self.auroc, on_step=False, on_epoch=True, batch_size=BATCH_SIZE)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+class NetWithLoss(nn.Module):
+    """The net as torchrec's loops call it: a batch goes in, the loss comes out."""
+
+    def __init__(self, net: DLRM) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.net(batch.dense_features, batch.sparse_features).squeeze(-1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, loss.detach()
+
+
+Form = Callable[[Tensor, KeyedJaggedTensor, Tensor], Any]
+
+
+def as_dict(dense: Tensor, ids: KeyedJaggedTensor, label: Tensor) -> dict[str, Any]:
+    """Return a batch as a LightningModule gets it."""
+    return {"dense": dense, "ids": ids, "label": label}
+
+
+class _Clicks(Dataset):
+    """Batches that were drawn before. A KeyedJaggedTensor keeps what it computes of itself, so each one is new."""
+
+    def __init__(self, drawn: list[tuple[Tensor, ...]], form: Form) -> None:
+        self.drawn, self.form = drawn, form
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def __getitem__(self, i: int) -> Any:
+        dense, values, lengths, label = self.drawn[i]
+        return self.form(dense, KeyedJaggedTensor(keys=NAMES, values=values, lengths=lengths), label)
+
+
+class Batches:
+    """Some batches of one rank, in memory."""
+
+    def __init__(self, num_rows: int, number: int, rank: int) -> None:
+        draw = torch.Generator().manual_seed(1 + rank)
+        self.drawn = []
+        for _ in range(number):
+            lengths = torch.randint(0, LARGEST_BAG + 1, (NUM_TABLES * BATCH_SIZE,), generator=draw)
+            values = torch.randint(0, num_rows, (int(lengths.sum()),), generator=draw)
+            dense = torch.randn(BATCH_SIZE, NUM_DENSE, generator=draw)
+            label = torch.randint(0, 2, (BATCH_SIZE,), generator=draw).float()
+            self.drawn.append((dense, values, lengths, label))
+
+    def loader(self, form: Form, number: int) -> DataLoader:
+        """Return a loader of the first `number` batches."""
+        return DataLoader(_Clicks(self.drawn[:number], form), batch_size=None)

@@ -1,0 +1,87 @@
+"""What stands around the tables of the page about performance."""
+
+from tests.benchmarks.page import versions
+from tests.benchmarks.performance_contenders import CUT, Turn
+from tests.benchmarks.performance_link import LEAST_BURST_KILOBYTES, STEP_BYTES
+from tests.benchmarks.performance_model import BATCH_SIZE, DIM, HIDDEN, LARGEST_BAG, NUM_DENSE, NUM_TABLES
+from tests.benchmarks.performance_runs import DELAY_MILLISECONDS, MANY_ROWS, NUM_RANKS, ROWS
+
+TURN = Turn()
+
+
+def head(machine: str) -> str:
+    """Return the beginning of the page. machine: in words."""
+    return f"""# How fast
+
+Step times of `Trainer(strategy="torchrec_sharded")` against a loop that is written by hand with torchrec alone:
+`DistributedModelParallel`, its planner, and for the pipelined one `TrainPipelineSparseDist`. Below 1, ours is faster.
+
+This page is written by `python -m tests.benchmarks.performance`, every number in it by the run. The machine has
+{machine}.
+Ranks are {NUM_RANKS} processes of one thread each that exchange by gloo. Versions: {versions()}.
+
+A number in **bold** misses its aim. A dash stands where there is none."""
+
+
+def method(rounds: int) -> str:
+    """Return how it is measured."""
+    return f"""## How it is measured
+
+torchrec's DLRM: {NUM_TABLES} tables of {ROWS:,} x {DIM}, bags of 0 to {LARGEST_BAG} ids, {NUM_DENSE} dense floats, two
+MLPs of {HIDDEN}; {BATCH_SIZE} examples for each rank and step, SGD, tables updated inside of backward and cut
+`{CUT}` by both planners. All sides start from the same weights and read the same batches, drawn before, from the
+same kind of loader.
+
+All contenders of a table take turns in the same processes, in another order in each of {rounds} rounds. A turn is
+{TURN.steps} steps, ours in a `Trainer.fit` of its own; the first {TURN.first} and last {TURN.last} do not count. A step
+lasts from its beginning to that of the next, as rank 0 sees it: for ours from one `on_train_batch_start` to the next,
+all of Lightning included. The medians of all steps of all rounds are compared; beside their ratio stands the least and
+the most that single rounds would have said.
+
+"Logged" logs the loss and updates a torchmetrics `BinaryAUROC` at every step; the loop by hand does neither."""
+
+
+STEPS = """## Step by step
+
+Medians in milliseconds: as it is, with every exchange late, and over links of limited rate."""
+
+DELAY = f"""Late: from its start, each all-to-all of torchrec takes {DELAY_MILLISECONDS:.0f} ms at least, forward,
+backward and ids alike, for all contenders. The time passes in the background, as on a slow network: who starts an
+exchange early need not wait for it."""
+
+LINK = f"""Links: each rank is in a network namespace of its own, and `tc tbf` limits what leaves it, with a burst of a
+millisecond (at least {LEAST_BURST_KILOBYTES} kB). What they carried, in Mbit/s; an all-to-all over gloo, here of
+{STEP_BYTES / 1e6:.1f} MB to the other rank, fills them less well than one long send."""
+
+LOSSES = """## The same numbers
+
+The largest difference of any step's loss in these runs, on rank 0:"""
+
+TIME = "## Where the time goes"
+
+WHERE_THE_TIME_GOES = ""
+"""What the author found out about it."""
+
+NOTHING_YET = "<!-- to be written -->"
+
+
+def ddp(times: str) -> str:
+    """Return the section about Lightning's own strategy. times: a table."""
+    return f"""## Against Lightning's DDP
+
+The same LightningModule with `strategy="ddp"`: every rank holds all rows, and gradients of whole tables travel. With
+{ROWS:,} rows it takes turns with ours, shorter ones; with {MANY_ROWS:,} it leaves no memory for anything else, so that
+it runs after ours, once, and three of its steps count.
+
+{times}"""
+
+
+MEMORY = """## Memory
+
+What the largest rank holds of the tables, over what an equal share would be; and by how much its process is larger in
+the middle of training than before the module was built, over the same share."""
+
+GPU = """## On a GPU
+
+Nothing was run on a GPU yet. There, exchanges are faster, and waits for the host cost more: these ratios say nothing
+about it."""
