@@ -321,32 +321,51 @@ class FusedSplits:
     """Collective. The sizes of several lookups' ids on their way, in one exchange.
 
     splits: what each sharded module's input_dist returned inside of `sizes_only`. contexts: torchrec's, of each.
-    Source: torchrec/distributed/train_pipeline/utils.py, which reads and fills a TrainPipelineContext by name.
+    say: numbers that every rank tells every other one beside.
+    Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py. It is made without a process
+    group, so that it exchanges nothing, and gets the sizes once the exchange that says more is over.
     """
 
-    def __init__(self, splits: list[Any], contexts: list[Any]) -> None:
-        from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
-        from torchrec.distributed.train_pipeline.utils import _fuse_input_dist_splits
+    def __init__(self, splits: list[Any], contexts: list[Any], say: tuple[int, ...]) -> None:
+        from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
+        from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 
-        context = TrainPipelineContext(version=1)
-        context.input_dist_splits_requests = {str(i): request for i, request in enumerate(splits)}
-        context.module_contexts = {str(i): context for i, context in enumerate(contexts)}
-        _fuse_input_dist_splits(context)
-        self._fused = context.fused_splits_awaitables
+        self._fused = FusedKJTListSplitsAwaitable(requests=splits, contexts=contexts, pg=None)
+        metas = [meta for meta in self._fused._awaitables if isinstance(meta, KJTSplitsAllToAllMeta)]
+        tensors = [tensor for meta in metas for tensor in meta.splits_tensors]
+        self._num_said = len(say)
+        self._sizes: Any = None
+        if metas:
+            num_ranks = metas[0].pg.size()
+            said = [tensors[0].new_full((num_ranks,), number) for number in say]
+            self._sizes = SplitsAllToAllAwaitable(tensors + said, metas[0].pg)
 
-    def wait(self) -> list[Any]:
-        """Collective. Let the ids travel; returns what to wait for, for each lookup."""
-        awaitables: dict[str, Any] = {}
-        for names, fused in self._fused:
-            awaitables |= dict(zip(names, fused.wait(), strict=True))
-        return [awaitables[str(i)] for i in range(len(awaitables))]
+    def wait(self) -> tuple[list[Any], list[list[int]] | None]:
+        """Collective. Let the ids travel. Return what to wait for, for each lookup, and what each rank has said.
+
+        Nobody has said anything where nothing is exchanged.
+        """
+        if self._sizes is None:
+            return self._fused.wait(), None
+        rows = self._sizes.wait()
+        sizes, said = rows[: len(rows) - self._num_said], rows[len(rows) - self._num_said :]
+        self._fused._splits_awaitable = _Arrived(sizes)
+        return self._fused.wait(), [list(of_rank) for of_rank in zip(*said, strict=True)]
 
     def drop(self) -> None:
         """Wait for the exchange of sizes and send no ids."""
-        for _, fused in self._fused:
-            sizes = fused._splits_awaitable  # SplitsAllToAllAwaitable, or None where nothing is exchanged
-            if sizes is not None:
-                sizes.wait()
+        if self._sizes is not None:
+            self._sizes.wait()
+
+
+class _Arrived:
+    """What needs no wait any more."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def wait(self) -> Any:
+        return self._value
 
 
 @contextlib.contextmanager

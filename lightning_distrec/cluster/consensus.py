@@ -34,6 +34,15 @@ class Consensus:
         """Collective. Begin to agree on the smallest of all ranks, for each of `values`; `Agreement` has them."""
         return Agreement(values, self.carried, None if self.num_ranks == 1 else self._group)
 
+    def say(self, *values: int) -> tuple[int, ...]:
+        """Return these values, and what is carried, for a message that is not of this file's making."""
+        return (*values, *self.carried.say())
+
+    def hear(self, said: list[list[int]]) -> list[list[int]]:
+        """Return the values of each rank, of what all ranks have said; what is carried is taken out."""
+        self.carried.hear(min(of_rank[-2] for of_rank in said), min(of_rank[-1] for of_rank in said))
+        return [of_rank[:-2] for of_rank in said]
+
     def least(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
         return self.start_least(value).wait()[0]

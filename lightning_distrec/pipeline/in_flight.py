@@ -41,7 +41,7 @@ class Table(Protocol):
 class Exchange(Protocol):
     """Ids of several requests on their way."""
 
-    def send(self) -> None:
+    def send(self) -> object:
         """Collective. The sizes have travelled; let the ids follow."""
 
     def arrive(self) -> None:

@@ -12,17 +12,20 @@ import torch
 
 from lightning_distrec import spans
 from lightning_distrec._compat import FusedSplits, record_stream, sizes_only
-from lightning_distrec.sharding.lookup import Request
+from lightning_distrec.sharding.request import Request
 
 
 class IdsExchange:
     """Collective. Begin to exchange the sizes of these lookups' ids.
 
     requests: prepared, with `sizes` known where they count; alike on all ranks.
+    say: what this rank tells the others beside; `send` returns what all have said.
     stream: where a GPU does this, beside the computation, and did prepare the requests; None on a CPU.
     """
 
-    def __init__(self, requests: list[Request], stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self, requests: list[Request], say: tuple[int, ...] = (), stream: torch.cuda.Stream | None = None
+    ) -> None:
         self._requests = requests
         self._stream = stream
         self._begin = time.perf_counter()
@@ -34,16 +37,21 @@ class IdsExchange:
                 request.context = lookup.sharded.create_context()
                 with sizes_only(lookup.sharded):
                     splits.append(lookup.sharded.input_dist(request.context, request.sent))
-            self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests])
+            self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests], say)
+        self._said: list[list[int]] | None = None
         self._ids: list[Callable[[], object]] = []
 
-    def send(self) -> None:
-        """Collective. Wait for the sizes, and let the ids travel; does nothing when called again."""
-        if self._sizes is None:
-            return
-        sizes, self._sizes = self._sizes, None
-        with self._aside(), torch.no_grad(), spans.span(spans.SEND_IDS):
-            self._ids = [awaitable.wait for awaitable in sizes.wait()]
+    def send(self) -> list[list[int]] | None:
+        """Collective. Wait for the sizes, and let the ids travel; when called again it does not.
+
+        Return what each rank has said; None where nothing is exchanged, as every rank has all rows.
+        """
+        if self._sizes is not None:
+            sizes, self._sizes = self._sizes, None
+            with self._aside(), torch.no_grad(), spans.span(spans.SEND_IDS):
+                awaitables, self._said = sizes.wait()
+                self._ids = [awaitable.wait for awaitable in awaitables]
+        return self._said
 
     def arrive(self) -> None:
         """Wait for the ids of all lookups; they are in `Request.ids` then. Does nothing when called again."""

@@ -19,19 +19,18 @@ CheckIds = Literal["error", "warn", "ignore"]
 CHECK_IDS: tuple[str, ...] = ("error", "warn", "ignore")
 
 
-class Agreement(Protocol):
-    """Numbers that all ranks are agreeing on."""
-
-    def wait(self) -> list[int]:
-        """Return the agreed numbers."""
-
-
 class Ranks(Protocol):
     """What this file needs of the ranks' consensus."""
 
     rank: int
 
-    def start_least(self, *values: int) -> Agreement:
+    def say(self, *values: int) -> tuple[int, ...]:
+        """Return these values, and what else the rank has to say, to be sent to all ranks."""
+
+    def hear(self, said: list[list[int]]) -> list[list[int]]:
+        """Return rank by rank the values, of what all ranks have said."""
+
+    def start_least(self, *values: int) -> Any:
         """Collective. Begin to agree on the smallest of all ranks, for each of the values."""
 
     def everyone(self, value: Any) -> list[Any]:
@@ -42,25 +41,6 @@ def check_check_ids(value: str) -> None:
     """Raise ConfigError where `value` is no way to treat ids that are out of range."""
     if value not in CHECK_IDS:
         raise ConfigError(f"check_ids={value!r} is not known. Use one of {', '.join(CHECK_IDS)}.")
-
-
-class Verdict:
-    """What the ranks will know about one call once `wait` returns: its ids, and the sizes of their batches."""
-
-    def __init__(self, ranks: Ranks, problem: str | None, examples: int) -> None:
-        self._ranks = ranks
-        self._problem = problem
-        self._agreement = ranks.start_least(1 if problem is None else 0, examples, -examples)
-
-    def wait(self) -> tuple[int, int]:
-        """Collective. Return the least and the most examples of any rank.
-
-        Raises IdsError on every rank where the ids of any rank are out of range.
-        """
-        fine, least, most = self._agreement.wait()
-        if not fine:
-            raise IdsError(next(problem for problem in self._ranks.everyone(self._problem) if problem is not None))
-        return least, -most
 
 
 class IdsCheck:
@@ -98,11 +78,31 @@ class IdsCheck:
             warnings.warn(f"{problem} Row 0 is looked up in their place. Said once.", stacklevel=2)
         return features, None
 
-    def agree(self, problem: str | None, examples: int, compare: bool) -> Verdict | None:
-        """Collective in mode "error", and where the ranks' examples are to be compared. Return what to wait for."""
-        if self._mode == "error" or compare:
-            return Verdict(self._ranks, problem, examples)
-        return None
+    def agree(self, problem: str | None, examples: int) -> tuple[int, int]:
+        """Collective. Return the least and the most examples of any rank.
+
+        Raises IdsError on every rank where the ids of any rank are out of range.
+        """
+        fine, least, most = self._ranks.start_least(int(problem is None), examples, -examples).wait()
+        if not fine:
+            self._raise(problem)
+        return least, -most
+
+    def say(self, problem: str | None, examples: int) -> tuple[int, ...]:
+        """Return what this rank tells the others with the exchange of ids, for `hear`."""
+        return self._ranks.say(int(problem is None), examples)
+
+    def hear(self, said: list[list[int]] | None, problem: str | None, examples: int) -> tuple[int, int]:
+        """As `agree`, of what all ranks have said; None: they have not, and do so now."""
+        if said is None:
+            return self.agree(problem, examples)
+        values = self._ranks.hear(said)
+        if not all(fine for fine, _ in values):
+            self._raise(problem)
+        return min(number for _, number in values), max(number for _, number in values)
+
+    def _raise(self, problem: str | None) -> None:
+        raise IdsError(next(found for found in self._ranks.everyone(problem) if found is not None))
 
     def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
         """Return which ids, (num_ids,), are out of range; None where none is."""

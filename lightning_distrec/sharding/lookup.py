@@ -18,42 +18,18 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_distrec import spans
 from lightning_distrec._compat import fbgemm_iterations_kept, fbgemm_kernels, leave_mean_to_us
-from lightning_distrec.errors import OptimizerError
+from lightning_distrec.errors import IdsError, OptimizerError
 from lightning_distrec.sharding.arriving import Arrival, ArrivingJaggedTensor, ArrivingKeyedTensor
+from lightning_distrec.sharding.exchange import IdsExchange
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.incoming import Incoming
 from lightning_distrec.sharding.jagged import Padding
 from lightning_distrec.sharding.outgoing import CUT_BY_ROWS, Bags, Outgoing, TableUse
+from lightning_distrec.sharding.request import Request
 from lightning_distrec.sharding.tables import Table
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-
-
-class Request:
-    """One lookup under way."""
-
-    def __init__(self, lookup: "ShardedLookup", features: KeyedJaggedTensor, problem: str | None) -> None:
-        self.lookup = lookup
-        self.features = features
-        """In the order that torchrec knows, every id in range."""
-        self.problem = problem
-        """What is wrong with the ids on this rank, for all ranks to raise."""
-        self.examples = 0 if features.variable_stride_per_key() else features.stride()
-        """This rank's number of examples; 0 where features have unequal batch sizes."""
-        self.sizes: tuple[int, int] | None = None
-        """The least and the most examples of any rank, where they are compared."""
-        self.padding: Padding | None = None
-        self.context: Any = None
-        """torchrec's, from the ids' way out to the rows' way back."""
-        self.ids: Any = None
-        """torchrec's, the ids whose rows this rank has; once they have arrived."""
-
-    @property
-    def sent(self) -> KeyedJaggedTensor:
-        """The features as they travel."""
-        return self.features if self.padding is None else self.padding.put_on(self.features)
 
 
 class ShardedLookup:
@@ -127,15 +103,17 @@ class ShardedLookup:
         of its table's range.
         """
         request = self.prepare(features)
-        verdict = self._check_ids.agree(request.problem, request.examples, self.compares_sizes)
-        if self._equal_batches and verdict is not None:
-            request.sizes = verdict.wait()
-        self.pad(request)
-        with spans.span(spans.WAIT_IDS):
-            request.context = self.sharded.create_context()
-            request.ids = self.sharded.input_dist(request.context, request.sent).wait().wait()
-        if verdict is not None:
-            request.sizes = verdict.wait()
+        if self._equal_batches:  # sizes must be known before ids travel
+            request.sizes = self._check_ids.agree(request.problem, request.examples)
+        exchange = IdsExchange([request], self._check_ids.say(request.problem, request.examples))
+        said = exchange.send()
+        try:
+            if not self._equal_batches:
+                request.sizes = self._check_ids.hear(said, request.problem, request.examples)
+        except IdsError:
+            exchange.drop()
+            raise
+        exchange.arrive()
         self.note(request)
         return self.look_up(request)
 

@@ -18,7 +18,8 @@ from lightning_distrec.pipeline.look_ahead import LookAhead
 from lightning_distrec.pipeline.provenance import Leaves, Roots
 from lightning_distrec.pipeline.streams import Streams
 from lightning_distrec.sharding.exchange import IdsExchange
-from lightning_distrec.sharding.lookup import LookedUp, Request, ShardedLookup
+from lightning_distrec.sharding.lookup import LookedUp, ShardedLookup
+from lightning_distrec.sharding.request import Request
 from lightning_distrec.sharding.stand_ins import StandIn
 from lightning_distrec.strategies.table_setup import TableSetup
 
@@ -99,7 +100,7 @@ class Pipelining:
             depth,
             consensus,
             targets,  # type: ignore[arg-type]
-            lambda requests: IdsExchange(requests, self._streams.ids),
+            lambda requests: IdsExchange(requests, stream=self._streams.ids),
             rank_zero_warn,
         )
         self._undo: list[Callable[[], None]] = [
