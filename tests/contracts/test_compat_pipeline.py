@@ -1,0 +1,216 @@
+"""The same contracts, of what fetching ahead and sending ids ahead use."""
+
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from lightning_distrec import _compat
+from tests.support.click_model import FEATURES, NO_OUTPUT, ClickModel, make_batch, seeded, train_sharded
+from tests.support.ranks import run_on_ranks
+
+
+class Loader(DataLoader):
+    """A loader whose state is the number of batches that it gave."""
+
+    given = 0
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+class Hooked(pl.LightningModule):
+    """Notes what Lightning does to batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.hooked: list[float] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.hooked.append(float(batch[0]))
+        return batch + 0.5
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return self.layer(batch.view(-1, 1)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    return pl.Trainer(accelerator="cpu", max_epochs=1, **(NO_OUTPUT | options))
+
+
+def loader() -> Loader:
+    return Loader(torch.arange(8.0), batch_size=2)
+
+
+def test_keep_loader_states_decides_what_a_checkpoint_holds() -> None:
+    combined = CombinedLoader(loader(), "max_size_cycle")
+    next(iter(combined))
+    assert _compat.loader_states(combined) == [{"given": 1}]
+    trainer = make_trainer()
+    trainer.fit_loop._combined_loader = combined
+    _compat.keep_loader_states(combined, lambda: [{"given": 7}])
+    assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 7}]
+    assert _compat.loader_states(combined) == [{"given": 1}]
+    _compat.keep_loader_states(combined, None)
+    assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 1}]
+
+
+def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
+    class Counting(_compat.DataFetcher):
+        drawn = 0
+
+        def __next__(self) -> Any:
+            Counting.drawn += 1
+            return super().__next__()
+
+    stages = []
+
+    def make(stage: Any) -> Any:
+        stages.append(stage.value)
+        return Counting()
+
+    trainer = make_trainer()
+    undo = _compat.use_fetchers(trainer, make)
+    make_trainer().fit(Hooked(), loader())
+    assert not stages, "another trainer's fetchers were made too"
+    trainer.fit(Hooked(), loader())
+    assert stages == ["train"]
+    assert Counting.drawn == 4
+    undo()
+    trainer = make_trainer()
+    trainer.fit(Hooked(), loader())
+    assert stages == ["train"]
+
+
+def test_transfer_hook_once_leaves_the_hook_out_for_batches_that_are_done_with_it() -> None:
+    module, trainer = Hooked(), make_trainer()
+    undo = _compat.transfer_hook_once(module, lambda batch: bool(batch[0] == 4))
+    trainer.fit(module, loader())
+    assert module.hooked == [0, 2, 6]
+    assert float(_compat.call_transfer_hook(module, torch.tensor([4.0]), 0)) == 4.5
+    undo()
+    assert "_on_before_batch_transfer" not in vars(module)
+
+
+def test_agree_on_stop_only_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
+    trainer, asked, agreed = make_trainer(), [], [False]
+    undo = _compat.agree_on_stop(trainer, lambda: asked.append(1), lambda: agreed[0])
+    trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert asked == [1]
+    assert trainer.received_sigterm, "one rank alone stops at once"
+    trainer._signal_connector.received_sigterm = False
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert not trainer.received_sigterm
+    agreed[0] = True
+    with pytest.raises(SIGTERMException):
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert trainer.received_sigterm
+    undo()
+    assert not vars(trainer.fit_loop.epoch_loop).keys() & {"_broadcast_sigterm_tensor"}
+    trainer._signal_connector.received_sigterm = False
+    _compat.mark_stop(trainer)
+    assert trainer.received_sigterm
+
+
+def test_pin_memory_keeps_the_form_of_a_batch() -> None:
+    assert _compat.pin_memory({"a": ["x", 1]}) == {"a": ["x", 1]}
+
+
+def test_jagged_parts_are_what_a_keyed_jagged_tensor_was_made_of() -> None:
+    values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
+    jagged = KeyedJaggedTensor(keys=["a"], values=values, offsets=offsets)
+    parts = _compat.jagged_parts(jagged)
+    assert list(parts) == ["values", "weights", "lengths", "offsets"]
+    assert parts["values"] is values
+    assert parts["offsets"] is offsets
+    assert parts["lengths"] is None
+    assert jagged.lengths().tolist() == [2, 1]
+    assert _compat.jagged_parts(jagged)["lengths"] is not None, "it keeps what it computes"
+
+
+def test_version_of_counts_writes_in_place() -> None:
+    tensor = torch.zeros(3)
+    before = _compat.version_of(tensor)
+    tensor[:1].add_(1)
+    assert _compat.version_of(tensor) == before + 1
+    with torch.inference_mode():
+        assert _compat.version_of(torch.zeros(3)) is None
+
+
+def test_register_container_lets_torch_take_a_container_apart() -> None:
+    class Box:
+        def __init__(self, inside: Any) -> None:
+            self.inside = inside
+
+    _compat.register_container(Box, lambda box: ([box.inside], None), lambda inside, _: Box(*inside))
+    leaves, form = tree_flatten({"a": Box(3)})
+    assert leaves == [3]
+    assert tree_unflatten([4], form)["a"].inside == 4
+
+
+def test_keyed_and_jagged_tensors_keep_their_values_where_arriving_ones_put_them() -> None:
+    keyed = KeyedTensor(["a"], [2], torch.ones(3, 2))
+    assert vars(keyed)[_compat.KEYED_TENSOR_VALUES] is keyed.values()
+    jagged = JaggedTensor(torch.ones(3), lengths=torch.tensor([3]))
+    assert set(_compat.JAGGED_TENSOR_PARTS) <= set(vars(jagged))
+
+
+def exchanged() -> dict[str, Any]:
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
+    seen: dict[str, Any] = {}
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            look(next(iter(trainer.strategy.table_setup.shards.sharded.values())))
+
+    def look(sharded: Any) -> None:
+        batch = make_batch(dist.get_rank())
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        contexts = [sharded.create_context() for _ in range(2)]
+        splits = []
+        for context in contexts:
+            with _compat.sizes_only(sharded):
+                splits.append(sharded.input_dist(context, features))
+        fused = _compat.FusedSplits(splits, contexts, (dist.get_rank(), 7))
+        awaitables, seen["said"] = fused.wait()
+        early = [awaitable.wait() for awaitable in awaitables]
+        context = sharded.create_context()
+        eager = sharded.input_dist(context, features).wait().wait()
+        seen["equal"] = all(
+            torch.equal(one.values(), other.values()) and torch.equal(one.lengths(), other.lengths())
+            for ids in early
+            for one, other in zip(ids.features, eager.features, strict=True)
+        )
+        infos = [info for of_type in sharded.sharding_type_to_sharding_infos.values() for info in of_type]
+        seen["meta"] = all(info.param.is_meta for info in infos) and len(infos) > 0
+        seen["streams"] = all(hasattr(thing, "record_stream") for thing in (*early, *contexts))
+
+    train_sharded(model, 2, callbacks=[Look()])
+    return seen
+
+
+def test_fused_splits_send_the_ids_that_an_ordinary_call_sends_and_say_more() -> None:
+    # Also the use of forget_whole_tables, and the use of record_stream, which runs on a GPU only.
+    for seen in run_on_ranks(exchanged, 2):
+        assert seen == {"said": [[0, 7], [1, 7]], "equal": True, "meta": True, "streams": True}
