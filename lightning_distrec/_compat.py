@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.loops import fetchers
@@ -143,31 +144,31 @@ def keep_loader_states(combined_loader: Any, states: Callable[[], list[dict[str,
 def use_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Callable[[], None]:
     """Let `make`, called with a stage, give the trainer's loops the fetchers of their data; returns an undo.
 
-    It returns None where the loop is to choose its own, and is not asked about steps that take a dataloader_iter.
-    Source: lightning/pytorch/loops/utilities.py; the loops find `_select_data_fetcher` among their modules' globals.
+    It is not asked about steps that take a dataloader_iter.
+    Source: lightning/pytorch/loops/utilities.py; the loops find `_select_data_fetcher` among their modules' globals,
+    which is replaced once, by one that looks whether the trainer has a `make`.
     """
     from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
-    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-
-    original = fit_loop._select_data_fetcher
+    from lightning.pytorch.loops.utilities import _select_data_fetcher
 
     def select(of: Any, stage: Any) -> Any:
-        chosen = original(of, stage)
-        if of is not trainer or isinstance(chosen, _DataLoaderIterDataFetcher):
+        chosen = _select_data_fetcher(of, stage)
+        if isinstance(chosen, fetchers._DataLoaderIterDataFetcher) or of not in _makers:
             return chosen
-        ours = make(stage)
-        return chosen if ours is None else ours
+        return _makers[of](stage)
 
-    namespaces = [vars(module) for module in (evaluation_loop, fit_loop, prediction_loop)]
-    for namespace in namespaces:
-        namespace["_select_data_fetcher"] = select
+    if fit_loop.__dict__["_select_data_fetcher"] is _select_data_fetcher:
+        for module in (evaluation_loop, fit_loop, prediction_loop):
+            module.__dict__["_select_data_fetcher"] = select
+    _makers[trainer] = make
 
     def undo() -> None:
-        for namespace in namespaces:
-            if namespace["_select_data_fetcher"] is select:
-                namespace["_select_data_fetcher"] = original
+        _makers.pop(trainer, None)
 
     return undo
+
+
+_makers: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
 
 
 def transfer_hook_once(module: Any, is_done: Callable[[Any], bool]) -> Callable[[], None]:

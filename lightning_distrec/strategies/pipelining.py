@@ -90,7 +90,7 @@ class Pipelining:
         self._move = move
         self._changes = 0
         self._streams = Streams(device)
-        self._fetchers: list[LookAheadFetcher] = []
+        self._fetchers: dict[str, LookAheadFetcher] = {}
         lookups = {lookup.path: lookup for lookup in tables.lookups}
         targets = {
             path: ForeseeableTable(stand_in, lookups[path], tables, self._streams, lambda: self._changes)
@@ -138,9 +138,11 @@ class Pipelining:
         return self._declare(batch)
 
     def _fetcher(self, stage: RunningStage) -> LookAheadFetcher:
-        fetcher = LookAheadFetcher(KINDS[stage], self.look_ahead, self._end, self._make_ready)
-        self._fetchers.append(fetcher)
-        return fetcher
+        kind = KINDS[stage]
+        if kind in self._fetchers:  # Lightning takes a new one for every run of an evaluation
+            self._fetchers[kind].drop()
+        self._fetchers[kind] = LookAheadFetcher(kind, self.look_ahead, self._end, self._make_ready)
+        return self._fetchers[kind]
 
     def _make_ready(self, flight: Flight, batch: Any, dataloader_idx: int) -> None:
         with self._streams.copying():
@@ -179,7 +181,7 @@ class Pipelining:
     def release(self, failed: bool) -> None:
         """Take the look-ahead off; what is on its way is waited for, but after a failure."""
         self.look_ahead.failed |= failed
-        for fetcher in self._fetchers:
+        for fetcher in self._fetchers.values():
             fetcher.drop()
         while self._undo:
             self._undo.pop()()
