@@ -370,9 +370,10 @@ class _Arrived:
 
 
 @contextlib.contextmanager
-def sizes_only(sharded: Any) -> Iterator[None]:
+def sizes_only(sharded: Any, group: Any = None) -> Iterator[None]:
     """Inside of the context input_dist of `sharded` prepares the exchange of ids and starts none.
 
+    group: of all ranks, that the ids are to travel on; None: that of the tables.
     Source: KJTAllToAllForward, in torchrec/distributed/train_pipeline/runtime_forwards.py, which torchrec's pipelines
     put in the place of KJTAllToAll.forward for good; here only for the call, so that other calls stay what they are.
     """
@@ -381,11 +382,9 @@ def sizes_only(sharded: Any) -> Iterator[None]:
 
     exchanges = [dist._dist for dist in sharded._input_dists if isinstance(getattr(dist, "_dist", None), KJTAllToAll)]
     for exchange in exchanges:
-        if "_sizes_only" not in exchange.__dict__:
-            exchange.__dict__["_sizes_only"] = KJTAllToAllForward(
-                pg=exchange._pg, splits=exchange._splits, stagger=exchange._stagger
-            )
-        exchange.__dict__["forward"] = exchange.__dict__["_sizes_only"]
+        exchange.__dict__["forward"] = KJTAllToAllForward(
+            pg=group or exchange._pg, splits=exchange._splits, stagger=exchange._stagger
+        )
     try:
         yield
     finally:
@@ -400,6 +399,44 @@ def record_stream(ids: Any, context: Any, stream: torch.cuda.Stream) -> None:
     """
     ids.record_stream(stream)
     context.record_stream(stream)
+
+
+def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
+    """Let backward run the nodes that were made since `since` and that lead to `outputs` before all others.
+
+    since: what `next_backward_number` said before. first: the first of their new numbers; autograd runs the node of the
+    highest number that is ready. Returns how many numbers from `first` on are taken.
+    Source: torch/csrc/autograd/python_cpp_function.h, THP_FUNCTION_METHODS; engine.cpp, CompareNodeTaskTime.
+    """
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    taken = 0
+    while nodes:
+        node = nodes.pop()
+        number = node._sequence_nr()
+        if since <= number < FIRST_ORDERED:  # neither older nor done
+            node._set_sequence_nr(first + number - since)
+            taken = max(taken, number - since + 1)
+            nodes += [following for following, _ in node.next_functions if following is not None]
+    return taken
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether what autograd saves is packed by hooks now, as inside of torch.utils.checkpoint(use_reentrant=False).
+
+    Source: torch/csrc/autograd/saved_variable_hooks.h; torch.autograd.graph.saved_tensors_hooks sets them.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def next_backward_number() -> int:
+    """Return the number of the node of autograd's graph that is made next on this thread."""
+    from torch.autograd import _get_sequence_nr
+
+    return _get_sequence_nr()
+
+
+FIRST_ORDERED = 2**60
+"""Above all numbers that autograd gives by itself, but those of the leaves."""
 
 
 KEYED_TENSOR_VALUES = "_values"

@@ -28,11 +28,22 @@ class Consensus:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.carried = carried
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._ids: Any = None
 
     def start_least(self, *values: int) -> "Agreement":
         """Collective. Begin to agree on the smallest of all ranks, for each of `values`; `Agreement` has them."""
         return Agreement(values, self.carried, None if self.num_ranks == 1 else self._group)
+
+    def group_of_ids(self) -> Any:
+        """Collective. Return a process group for ids that travel ahead; None where they share that of the tables.
+
+        gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
+        """
+        if self._ids is None and self.num_ranks > 1 and dist.get_backend() == "gloo":
+            self._ids = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._ids
 
     def say(self, *values: int) -> tuple[int, ...]:
         """Return these values, and what is carried, for a message that is not of this file's making."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from lightning_distrec import spans
@@ -42,6 +43,7 @@ class LookAheadFetcher(DataFetcher):
         self._make_ready = make_ready
         self._queue: deque[Flight] = deque()
         self._count = 0
+        self._has_ended = False
         self._loader_states: Any = None
 
     @override
@@ -49,7 +51,7 @@ class LookAheadFetcher(DataFetcher):
         self.drop()
         with self._ends_agreed_here():
             super().__iter__()
-        self._count = 0
+        self._count, self._has_ended = 0, False
         self._loader_states = loader_states(self.combined_loader)
         keep_loader_states(self.combined_loader, lambda: self._loader_states)
         return self
@@ -87,7 +89,9 @@ class LookAheadFetcher(DataFetcher):
         self._count += 1
         self._loader_states = flight.loader_states
         counted = self.length is not None and self.fetched >= self.length
-        self.done = counted or (bool(self._queue) and self._look_ahead.settle(self._queue[0]).state == ENDED)
+        if not counted and self._queue and self._look_ahead.settle(self._queue[0]).state == ENDED:
+            self._end_together()  # now: Lightning may not ask again after the last batch
+        self.done = counted or self._has_ended
         self._look_ahead.arm(flight, list(self._queue))
         return Handed(flight.batch), *flight.handed_out
 
@@ -95,13 +99,19 @@ class LookAheadFetcher(DataFetcher):
         with spans.span(spans.FETCH):
             self._fill(1)
         if self._look_ahead.settle(self._queue[0]).state < HAS_BATCH:
-            self.done = True
-            self._end.together(self._count, self._queue[0].state, self._queue[0].failure)
+            self._end_together()
             raise StopIteration
         flight = self._queue.popleft()
         with spans.span(spans.FETCH):
             self._fill(self._look_ahead.depth - 1)
         return flight
+
+    def _end_together(self) -> None:
+        """Collective. Not every rank has a batch like the first of the queue. Raises DataError as `End` does."""
+        self.done = True
+        if not self._has_ended:
+            self._has_ended = True
+            self._end.together(self._count, self._queue[0].state, self._queue[0].failure)
 
     def _fill(self, size: int) -> None:
         while len(self._queue) < size and (not self._queue or self._queue[-1].state == HAS_BATCH):
@@ -111,7 +121,10 @@ class LookAheadFetcher(DataFetcher):
 
     def _draw(self) -> Flight:
         assert self.iterator is not None
-        state, drawn, failure = next_of(self.iterator)
+        with torch.inference_mode(False):  # inside, writes in place are not counted
+            return self._drawn(*next_of(self.iterator))
+
+    def _drawn(self, state: int, drawn: Any, failure: Exception | None) -> Flight:
         batch, batch_idx, dataloader_idx = drawn if state == HAS_BATCH else (None, 0, 0)
         flight = Flight(f"{self._kind} {dataloader_idx}", state, failure)
         flight.handed_out = (batch_idx, dataloader_idx)

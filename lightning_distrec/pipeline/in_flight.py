@@ -107,6 +107,8 @@ class Flight:
         """The objects of the batch, while its kind of step is not known yet."""
         self.foreseen: list[Foreseen] | None = None
         """None: nothing can be sent ahead, on some rank at least."""
+        self.why_not = ""
+        """Why nothing could be prepared on this rank."""
         self.exchange: Exchange | None = None
         self._message: Message | None = None
         self._read = False
@@ -115,8 +117,9 @@ class Flight:
         """Prepare the lookups of the step; a batch for which they cannot be is looked up as its step calls."""
         try:
             self.foreseen = [Foreseen(call, tables[call.path], self.roots) for call in calls]
-        except Exception:  # the step itself will raise what there is to raise, or do without
+        except Exception as error:  # the step itself will raise what there is to raise, or do without
             self.foreseen = None
+            self.why_not = f"{type(error).__name__}: {error}"
 
     @property
     def news(self) -> News:

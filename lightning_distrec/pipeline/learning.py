@@ -18,8 +18,8 @@ class Recorded:
         sources: list[Source] = []
         self.reason = ""
         """Why it cannot be foreseen, if it cannot."""
-        for argument in arguments:
-            source = leaves.source_of(argument, arguments[0])
+        for i, argument in enumerate(arguments):
+            source = leaves.source_of(argument, arguments[0] if i else None)
             if isinstance(source, str):
                 self.reason = self.reason or source
             else:

@@ -43,6 +43,7 @@ class LookAhead:
 
     depth: batches in flight, at least 2; with 3, the ranks agree about a batch a whole step before its ids travel.
     tables: path -> module whose calls can be foreseen. exchange: starts the exchange of ids.
+    ids_have_their_own_group: whether ids may leave at a moment that is not the same on all ranks.
     tell: says why a table is looked up as it is called.
     """
 
@@ -53,12 +54,14 @@ class LookAhead:
         tables: dict[str, Table],
         exchange: Callable[[list[Any]], Exchange],
         tell: Callable[[str], None],
+        ids_have_their_own_group: bool,
     ) -> None:
         self.depth = depth
         self.ranks = ranks
         self._tables = tables
         self._exchange = exchange
         self._tell = tell
+        self._own_group = ids_have_their_own_group
         self._calls: dict[str, list[Call]] = {}
         """Kind of step -> its calls that are foreseen, alike on all ranks."""
         self._complete: set[str] = set()
@@ -72,6 +75,8 @@ class LookAhead:
         """Calls of a kind of step whose rows change between its beginning and the call."""
         self._rows_due: set[int] = set()
         self._count = Count()
+        self._was_sent = False
+        self._told = False
         self.failed = False
         """Whether a step has failed on this rank: what is on its way must not be waited for."""
         self.counts: dict[str, Count] = {}
@@ -93,6 +98,12 @@ class LookAhead:
         calls = self._calls.get(flight.kind)
         if calls is not None:
             flight.prepare(calls, self._tables)
+            if flight.why_not and flight.batch is not None and not self._told:
+                self._told = True
+                self._tell(
+                    f"{flight.kind}: a batch is unlike that of the first step ({flight.why_not}); it is looked up as its "
+                    "step calls, its ids do not travel ahead. Said once."
+                )
         if self.depth == 2:
             self._announce(flight)
 
@@ -142,7 +153,7 @@ class LookAhead:
         flight.start(self._exchange)
         assert flight.exchange is not None
         flight.exchange.arrive()
-        self._count.ahead += len(flight.foreseen) if was_sent else 0
+        self._was_sent = was_sent
         self._rows_due = {id(foreseen.request) for foreseen in flight.foreseen}
         for i, foreseen in enumerate(flight.foreseen):
             if self._tables[foreseen.call.path].early and (flight.kind, i) not in self._late:
@@ -169,9 +180,12 @@ class LookAhead:
         if foreseen is None:
             return None
         looked_up, was_ahead = foreseen.take()
+        self._count.ahead += self._was_sent
         if not was_ahead:
             self._late.add((flight.kind, (flight.foreseen or []).index(foreseen)))
         if not flight.waiting:
+            if not self._own_group:
+                self._send_following()
             self._post()
         return looked_up
 
@@ -179,7 +193,7 @@ class LookAhead:
         """The rows of a lookup have arrived: after the last one the next batch's ids may have the link."""
         if self._rows_due:
             self._rows_due.discard(id(request))
-            if not self._rows_due:
+            if not self._rows_due and self._own_group:
                 self._send_following()
 
     def before_backward(self) -> None:

@@ -42,12 +42,19 @@ class Part:
     """An object of the batch."""
 
     path: Path
+    also: tuple[Path, ...] = ()
+    """Where the same object was found too: which of them the step takes is not known."""
 
     def get(self, batch: Any) -> Any:
-        """Return it. Raises KeyError, IndexError, AttributeError or TypeError: this batch has none there."""
-        for kind, key in self.path:
-            batch = getattr(batch, key) if kind == "attr" else batch[key]
-        return batch
+        """Return it.
+
+        Raises KeyError, IndexError, AttributeError or TypeError: this batch has none there; ValueError: it has
+        different ones in places where the first batch had one.
+        """
+        found = _at(batch, self.path)
+        if any(_at(batch, path) is not found for path in self.also):
+            raise ValueError(f"{name_of(self.path)} was the same as {name_of(self.also[0])}, and is not")
+        return found
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,15 @@ class View:
     form: str
     """"select", "narrow" or "reshape"."""
     numbers: tuple[int, ...]
+    size: tuple[int, ...]
+    """Of the dim that is picked from, or of all but the first: in a wider tensor, -1 would be another column."""
 
     def get(self, batch: Any) -> Tensor:
-        """Return it."""
+        """Return it. Raises ValueError: this batch's tensor is wider or narrower."""
         tensor: Tensor = self.of.get(batch)
+        now = tensor.shape[1:] if self.form == "reshape" else tensor.shape[self.numbers[0] : self.numbers[0] + 1]
+        if tuple(now) != self.size:
+            raise ValueError(f"{tuple(now)} in place of {self.size}")
         if self.form == "select":
             return tensor.select(*self.numbers)
         if self.form == "narrow":
@@ -82,6 +94,8 @@ class Jagged:
         parts: dict[str, Any] = {}
         for name, source in self.parts:
             parts[name] = source.like(parts["values"]) if isinstance(source, Regular) else source.get(batch)
+            if isinstance(source, Regular) and (parts[name].numel() - source.ends) % len(self.keys):
+                raise ValueError(f"{parts[name].numel()} bags are not as many for each of {len(self.keys)} keys")
         return KeyedJaggedTensor(keys=list(self.keys), **parts)
 
 
@@ -112,17 +126,27 @@ class Roots:
     sparse_inputs: Any = None
 
 
+def _at(found: Any, path: Path) -> Any:
+    for kind, key in path:
+        found = getattr(found, key) if kind == "attr" else found[key]
+    return found
+
+
 class Leaves:
     """The objects that can be reached from a batch, as they are before its step."""
 
     def __init__(self, roots: Roots) -> None:
         self._objects: dict[int, tuple[Any, Path]] = {}
+        self._also: dict[int, tuple[Path, ...]] = {}
         self._tensors: dict[int, list[tuple[Tensor, Path]]] = {}
         self._walk(roots, ())
         self._stamps = {key: stamps(found) for key, (found, _) in self._objects.items()}
 
     def _walk(self, found: Any, path: Path) -> None:
-        if found is None or isinstance(found, (*SCALARS, bytes)) or id(found) in self._objects or len(path) > DEEPEST:
+        if found is None or isinstance(found, (*SCALARS, bytes)) or len(path) > DEEPEST:
+            return
+        if id(found) in self._objects:
+            self._also[id(found)] = (*self._also.get(id(found), ()), path)
             return
         self._objects[id(found)] = (found, path)
         if isinstance(found, Tensor):
@@ -146,19 +170,24 @@ class Leaves:
             return Constant(argument)
         if id(argument) in self._objects:
             found, path = self._objects[id(argument)]
+            if any(stamp is None for _, stamp in self._stamps[id(argument)]):
+                return f"{name_of(path)} was made in inference mode, where writes in place are not counted"
             if not are_unwritten(self._stamps[id(argument)]):
                 return f"{name_of(path)} is changed in place before it is looked up"
-            return Part(path)
+            return self._part(argument, path)
         if isinstance(argument, KeyedJaggedTensor):
             return self._jagged(argument)
         if isinstance(argument, Tensor):
             return self._view(argument) or regular_like(argument, of) or _computed(argument)
         return _computed(argument)
 
+    def _part(self, found: Any, path: Path) -> Part:
+        return Part(path, self._also.get(id(found), ()))
+
     def _view(self, tensor: Tensor) -> Part | View | None:
         for base, path in self._tensors.get(tensor.untyped_storage().data_ptr(), []):
             if base.numel() and base.dtype == tensor.dtype and are_unwritten(self._stamps[id(base)]):
-                view = _view_of(base, Part(path), tensor)
+                view = _view_of(base, self._part(base, path), tensor)
                 if view is not None:
                     return view
         return None
@@ -171,11 +200,13 @@ class Leaves:
         if isinstance(values, str):
             return values
         parts: list[tuple[str, Source]] = [("values", values)]
-        for name in ("lengths", "offsets"):
-            source = "" if given[name] is None else self.source_of(given[name], given["values"])
-            if not isinstance(source, str):
-                parts.append((name, source))
-                break
+        names = [name for name in ("lengths", "offsets") if given[name] is not None]
+        found = {name: self.source_of(given[name], given["values"]) for name in names}
+        known = [(name, source) for name, source in found.items() if not isinstance(source, str)]
+        # What is a part of the batch tells more than what looks regular in one batch.
+        known.sort(key=lambda pair: isinstance(pair[1], Regular))
+        if known:
+            parts.append(known[0])
         else:
             return "the lengths of a KeyedJaggedTensor are computed inside of the step"
         if given["weights"] is not None:
@@ -207,17 +238,17 @@ def _view_of(base: Tensor, part: Part, tensor: Tensor) -> Part | View | None:
     start = int(tensor.storage_offset()) - int(base.storage_offset())
     both_whole = base.is_contiguous() and tensor.is_contiguous() and base.numel() == tensor.numel()
     if start == 0 and both_whole and tensor.dim():
-        return View(part, "reshape", tuple(tensor.shape[1:]))
+        return View(part, "reshape", tuple(tensor.shape[1:]), tuple(shape[1:]))
     for dim in range(base.dim()):
         position, remainder = divmod(start, strides[dim]) if strides[dim] else (0, start)
         if remainder or not 0 <= position < shape[dim]:
             continue
         if _same_geometry(shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :], tensor):
-            return View(part, "select", (dim, position))
+            return View(part, "select", (dim, position), (shape[dim],))
         if dim > 0 and tensor.dim() == base.dim() and position + tensor.shape[dim] <= shape[dim]:
             narrowed = [*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]]
             if _same_geometry(narrowed, strides, tensor):
-                return View(part, "narrow", (dim, position, tensor.shape[dim]))
+                return View(part, "narrow", (dim, position, tensor.shape[dim]), (shape[dim],))
     return None
 
 
@@ -275,8 +306,8 @@ def stamps(*arguments: Any) -> list[tuple[Tensor, int | None]]:
 
 
 def are_unwritten(stamped: list[tuple[Tensor, int | None]]) -> bool:
-    """Whether none of the tensors was written to in place since its stamp."""
-    return all(version_of(tensor) == stamp for tensor, stamp in stamped)
+    """Whether none of the tensors was written to in place since its stamp; of those without one that is not known."""
+    return all(stamp is not None and version_of(tensor) == stamp for tensor, stamp in stamped)
 
 
 def tensors_in(roots: Any) -> list[Tensor]:

@@ -21,10 +21,15 @@ class IdsExchange:
     requests: prepared, with `sizes` known where they count; alike on all ranks.
     say: what this rank tells the others beside; `send` returns what all have said.
     stream: where a GPU does this, beside the computation, and did prepare the requests; None on a CPU.
+    group: the process group to use; None: that of the tables, on which all that ranks do must be in one order.
     """
 
     def __init__(
-        self, requests: list[Request], say: tuple[int, ...] = (), stream: torch.cuda.Stream | None = None
+        self,
+        requests: list[Request],
+        say: tuple[int, ...] = (),
+        stream: torch.cuda.Stream | None = None,
+        group: object = None,
     ) -> None:
         self._requests = requests
         self._stream = stream
@@ -35,7 +40,7 @@ class IdsExchange:
                 lookup = request.lookup
                 lookup.pad(request)
                 request.context = lookup.sharded.create_context()
-                with sizes_only(lookup.sharded):
+                with sizes_only(lookup.sharded, group):
                     splits.append(lookup.sharded.input_dist(request.context, request.sent))
             self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests], say)
         self._said: list[list[int]] | None = None

@@ -11,7 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.jagged import without_weights
+from lightning_distrec.sharding.jagged import contiguous, without_weights
 from lightning_distrec.sharding.tables import Table, feature_names
 
 
@@ -45,7 +45,7 @@ class Incoming:
         Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing or need a gradient, or
         features have unequal batch sizes where a table cannot take them.
         """
-        return self._in_known_order(self._with_right_weights(features))
+        return self._in_known_order(contiguous(self._with_right_weights(features)))
 
     def _with_right_weights(self, features: Any) -> KeyedJaggedTensor:
         if not isinstance(features, KeyedJaggedTensor):

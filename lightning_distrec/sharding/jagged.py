@@ -12,6 +12,14 @@ def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
     return _like(features, ids, features.weights_or_none())
 
 
+def contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return `features` with its tensors in one piece each, as exchanges want them."""
+    weights = features.weights_or_none()
+    if features.values().is_contiguous() and (weights is None or weights.is_contiguous()):
+        return features
+    return _like(features, features.values().contiguous(), None if weights is None else weights.contiguous())
+
+
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return `features` without the ids' weights."""
     return _like(features, features.values(), None)

@@ -18,9 +18,15 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_distrec._compat import fbgemm_iterations_kept, fbgemm_kernels, leave_mean_to_us
+from lightning_distrec._compat import (
+    fbgemm_iterations_kept,
+    fbgemm_kernels,
+    leave_mean_to_us,
+    saved_tensors_are_hooked,
+)
 from lightning_distrec.errors import IdsError, OptimizerError
 from lightning_distrec.sharding.arriving import Arrival, ArrivingJaggedTensor, ArrivingKeyedTensor
+from lightning_distrec.sharding.backward_order import BackwardOrder
 from lightning_distrec.sharding.exchange import IdsExchange
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.incoming import Incoming
@@ -146,7 +152,7 @@ class ShardedLookup:
             if self._note_use is not None:
                 self._note_use(used)
             exchange = self.sharded.compute_and_output_dist(request.context, request.ids)
-            arrival = Arrival(partial(self._arrive, request, exchange, frozen, used))
+            arrival = Arrival(partial(self._arrive, request, exchange, frozen, used, BackwardOrder()))
         self._arrivals.append(arrival)
         if self._pooled:
             return ArrivingKeyedTensor(self._outgoing.names, self._outgoing.widths, arrival)
@@ -154,7 +160,8 @@ class ShardedLookup:
 
     def state(self) -> Any:
         """Return what a lookup depends on beside its ids, rows and learning rates."""
-        return frozenset(self._frozen()), torch.is_grad_enabled()
+        # Inside of a checkpoint, what a lookup saves must be saved inside too.
+        return frozenset(self._frozen()), torch.is_grad_enabled(), saved_tensors_are_hooked()
 
     def forget_gradients(self) -> None:
         """The gradients that have come so far are used up."""
@@ -168,18 +175,23 @@ class ShardedLookup:
             arrival.get()
 
     def _arrive(
-        self, request: Request, exchange: Any, frozen: set[str], used: set[str]
+        self, request: Request, exchange: Any, frozen: set[str], used: set[str], order: BackwardOrder
     ) -> Bags | dict[str, JaggedTensor]:
-        rows = exchange.wait()
-        if self.rows_arrived is not None:
-            self.rows_arrived(request)
-        if request.padding is not None:
-            rows = request.padding.take_off(rows) if self._pooled else request.padding.take_off_rows(rows)
+        outputs: list[Tensor] = []
+        with order.of(lambda: outputs):
+            rows = exchange.wait()
+            if self.rows_arrived is not None:
+                self.rows_arrived(request)
+            if request.padding is not None:
+                rows = request.padding.take_off(rows) if self._pooled else request.padding.take_off_rows(rows)
+            if self._pooled:
+                outputs.append(rows.values())
+            else:
+                jagged = self._outgoing.jagged(rows, frozen)
+                outputs += [of.values() for of in jagged.values()]
+        self._watch(outputs)
         if self._pooled:
-            self._watch([rows.values()])
-            return self._outgoing.bags(rows, request.features, frozen)
-        jagged = self._outgoing.jagged(rows, frozen)
-        self._watch([of.values() for of in jagged.values()])
+            return self._outgoing.bags(rows, request.features, frozen, order)
         for name, of in jagged.items():
             if of.values().requires_grad:
                 of.values().register_hook(partial(_add, used, self._outgoing.table_of[name]))

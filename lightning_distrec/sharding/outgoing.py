@@ -7,6 +7,7 @@ import torch
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_distrec.sharding.backward_order import BackwardOrder
 from lightning_distrec.sharding.tables import Table, output_names
 from lightning_distrec.sharding.whole_tables import HeldStill
 
@@ -53,19 +54,25 @@ class Outgoing:
             for values in [rows[name].values()]
         }
 
-    def bags(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> "Bags":
+    def bags(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str], order: BackwardOrder) -> "Bags":
         """Return `rows` as the unsharded collection has them, whatever the cuts."""
-        keys, lengths = rows.keys(), rows.length_per_key()
-        if keys == self.names and not self.summed_means and not frozen:
-            return Bags(self.names, self.widths, values=self._typed(rows.values()))
-        columns = dict(zip(keys, rows.values().split(lengths, dim=1), strict=True))
+        if rows.keys() == self.names and not self.summed_means and not frozen:
+            with order.of(lambda: [values]):
+                values = self._typed(rows.values())
+            return Bags(self.names, self.widths, order, values=values)
+        with order.of(lambda: list(columns.values())):
+            columns = self._columns(rows, features, frozen)
+        return Bags(self.names, self.widths, order, columns=columns)
+
+    def _columns(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> dict[str, torch.Tensor]:
+        columns = dict(zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True))
         if self.summed_means:
             bag_sizes = features.lengths().view(len(features.keys()), -1).clamp(min=1)
             for name, feature in self.summed_means.items():
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
         # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
         columns |= {name: self._held_still(name, columns[name]) for name in frozen}
-        return Bags(self.names, self.widths, columns={name: self._typed(columns[name]) for name in self.names})
+        return {name: self._typed(columns[name]) for name in self.names}
 
     def _held_still(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if name in self._whole:
@@ -81,31 +88,36 @@ class Bags:
     """Bags by output, and all of them side by side; each is made of the other when it is first asked for.
 
     Sharding groups columns by their cut, so that side by side costs a copy, there and back.
-    columns: output -> (batch_size, width), in order. values: (batch_size, sum(widths)).
+    order: of backward. columns: output -> (batch_size, width), in order. values: (batch_size, sum(widths)).
     """
 
     def __init__(
         self,
         names: list[str],
         widths: list[int],
+        order: BackwardOrder,
         columns: dict[str, torch.Tensor] | None = None,
         values: torch.Tensor | None = None,
     ) -> None:
-        self._names, self._widths = names, widths
+        self._names, self._widths, self._order = names, widths, order
         self._columns, self._values = columns, values
 
     @property
     def values(self) -> torch.Tensor:
         """All of them side by side, in the unsharded order."""
         if self._values is None:
-            self._values = torch.cat(list(self.columns.values()), dim=1)
+            with self._order.of(lambda: [values]):
+                values = torch.cat(list(self.columns.values()), dim=1)
+            self._values = values
         return self._values
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
         """Each by itself."""
         if self._columns is None:
-            self._columns = dict(zip(self._names, self.values.split(self._widths, dim=1), strict=True))
+            with self._order.of(lambda: list(columns)):
+                columns = self.values.split(self._widths, dim=1)
+            self._columns = dict(zip(self._names, columns, strict=True))
         return self._columns
 
 

@@ -129,7 +129,7 @@ class ShardedEmbedding(StandIn, _NoWeightToRead, nn.Embedding):
 
     def features(self, input: Tensor) -> KeyedJaggedTensor:
         """Return the ids as one bag."""
-        ids = _as_ids(input).flatten()
+        ids = _as_ids(input).flatten().contiguous()
         lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
         return KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
 
@@ -158,8 +158,8 @@ class ShardedEmbeddingBag(StandIn, _NoWeightToRead, nn.EmbeddingBag):
                 f"mode={self.mode!r}: they need mode='sum' and the input's shape."
             )
         lengths = self._lengths(_as_ids(input), offsets)
-        ids = _as_ids(input).flatten()
-        weights = None if per_sample_weights is None else per_sample_weights.flatten()
+        ids = _as_ids(input).flatten().contiguous()
+        weights = None if per_sample_weights is None else per_sample_weights.flatten().contiguous()
         if self.include_last_offset and input.dim() == 1:
             lengths = lengths[:-1]  # the last offset is an end, not a bag; ids behind it belong to none
             total = int(lengths.sum())

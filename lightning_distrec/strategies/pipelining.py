@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat import call_transfer_hook, transfer_hook_once, use_fetchers, version_of
 from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.errors import ShardingError
 from lightning_distrec.pipeline.even_batches import End
 from lightning_distrec.pipeline.fetcher import Handed, LookAheadFetcher
 from lightning_distrec.pipeline.in_flight import Flight
@@ -47,6 +48,8 @@ class ForeseeableTable:
         self._changes = changes
         names = [table.full_name for table in tables.shards.tables_of(lookup.path)]
         self._weights = [shard.weight for name in names for shard in tables.shards.shards[name]]
+        self._written: list[int | None] = []
+        self._changed = 0
         self._rates = tables.rates_of(lookup)
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
         self.early = all(tables.updates[name].kind != "fused_lazy" for name in names)
@@ -65,9 +68,22 @@ class ForeseeableTable:
         return self._lookup.look_up(request)
 
     def state(self) -> Any:
-        """Return what changes when rows may have: grad mode, what learns, rates, writes, backwards."""
-        written = [version_of(weight) for weight in self._weights]
-        return self._lookup.state(), self._rates(), written, self._changes()
+        """Return what changes when rows may have, alike on all ranks: grad mode, what learns, rates, updates.
+
+        Raises ShardingError: rows were written to otherwise, inside of the step.
+        """
+        written, changed = [version_of(weight) for weight in self._weights], self._changes()
+        if changed == self._changed and self._written not in ([], written):
+            raise ShardingError(
+                f"rows of '{self._lookup.path}' were written to inside of the step, before they are looked up in it, "
+                "by no optimizer. Write to them in a hook before the step, or set pipeline={'depth': 1}."
+            )
+        self._written, self._changed = written, changed
+        return self._lookup.state(), self._rates(), changed
+
+    def begin_step(self) -> None:
+        """Forget how often rows were written to before."""
+        self._written = []
 
 
 class Pipelining:
@@ -96,27 +112,35 @@ class Pipelining:
             path: ForeseeableTable(stand_in, lookups[path], tables, self._streams, lambda: self._changes)
             for path, stand_in in tables.shards.in_tree.items()
         }
+        group = consensus.group_of_ids()
         self.look_ahead = LookAhead(
             depth,
             consensus,
             targets,  # type: ignore[arg-type]
-            lambda requests: IdsExchange(requests, stream=self._streams.ids),
+            lambda requests: IdsExchange(requests, stream=self._streams.ids, group=group),
             rank_zero_warn,
+            ids_have_their_own_group=group is not None,
         )
         self._undo: list[Callable[[], None]] = [
             use_fetchers(trainer, self._fetcher),
             transfer_hook_once(module, lambda batch: isinstance(batch, Handed)),
         ]
+        self._tables = targets
         self._connect(tables, lookups)
 
     def _connect(self, tables: TableSetup, lookups: dict[str, ShardedLookup]) -> None:
         for path, stand_in in tables.shards.in_tree.items():
             self._put(stand_in, "foreseen", lambda arguments, path=path: self.look_ahead.call(path, arguments))
             self._put(lookups[path], "rows_arrived", self.look_ahead.rows_are_here)
+        for optimizer in tables.optimizers:
+            self._undo.append(optimizer.register_step_post_hook(self._stepped).remove)
         declare = getattr(self._module, "sparse_inputs", None)
         self._declare: Callable[[Any], Any] | None = declare
         if declare is not None:
             self._put(self._module, "sparse_inputs", self._declared)
+
+    def _stepped(self, *_: Any) -> None:
+        self._changes += 1
 
     def _put(self, on: Any, name: str, value: Any) -> None:
         before = on.__dict__.get(name)
@@ -165,6 +189,8 @@ class Pipelining:
     @contextmanager
     def step(self, batch: Any, has_backward: bool) -> Iterator[None]:
         """Collective. The user's step of `batch` runs inside of the context."""
+        for table in self._tables.values():
+            table.begin_step()
         self.look_ahead.begin_step(batch)
         try:
             yield

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -156,6 +157,39 @@ def test_version_of_counts_writes_in_place() -> None:
     assert _compat.version_of(tensor) == before + 1
     with torch.inference_mode():
         assert _compat.version_of(torch.zeros(3)) is None
+
+
+def test_saved_tensors_are_hooked_inside_of_a_checkpoint() -> None:
+    seen = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_compat.saved_tensors_are_hooked())
+        return (x * 2).exp()
+
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [True, True]
+    assert not _compat.saved_tensors_are_hooked()
+
+
+def test_order_backward_decides_which_node_runs_first() -> None:
+    ran: list[str] = []
+
+    def run(ordered: bool) -> list[str]:
+        ran.clear()
+        x = torch.ones(2, requires_grad=True)
+        since = _compat.next_backward_number()
+        early = x.sin()
+        early.grad_fn.register_prehook(lambda _: ran.append("early"))  # type: ignore[union-attr]
+        if ordered:
+            assert _compat.order_backward([early], since, _compat.FIRST_ORDERED) == 1
+            assert early.grad_fn._sequence_nr() == _compat.FIRST_ORDERED
+        late = x.cos()
+        late.grad_fn.register_prehook(lambda _: ran.append("late"))  # type: ignore[union-attr]
+        (early + late).sum().backward()
+        return list(ran)
+
+    assert run(False) == ["late", "early"]
+    assert run(True) == ["early", "late"]
 
 
 def test_register_container_lets_torch_take_a_container_apart() -> None:

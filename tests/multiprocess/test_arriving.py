@@ -1,0 +1,286 @@
+"""Rows that are waited for when they are first touched are, to user code, the tensors of the unsharded collection."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import DataLoader
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from lightning_distrec.sharding.arriving import ArrivingJaggedTensor, ArrivingKeyedTensor
+from tests.support.plain_loop import OPTIMIZERS
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.recognised_models import ROWS, STEPS, Bags, Sequences, draw, fit
+from tests.support.trainers import make_trainer
+
+USES: dict[str, Callable[[KeyedTensor], Tensor]] = {
+    "values": lambda kt: kt.values(),
+    "keys first": lambda kt: torch.cat([kt[key] for key in reversed(kt.keys())], 1),
+    "by name": lambda kt: kt["f@t"] * kt["f@u"][:, :8],
+    "dict": lambda kt: torch.cat(list(kt.to_dict().values()), 1),
+    "regroup": lambda kt: torch.cat(KeyedTensor.regroup([kt, kt], [kt.keys()[:1], kt.keys()[1:2]]), 1),
+    "regroup as dict": lambda kt: torch.cat(
+        list(KeyedTensor.regroup_as_dict([kt], [kt.keys()[:2], kt.keys()[2:]], ["left", "right"]).values()), 1
+    ),
+    "flattened": lambda kt: torch.cat(tree_flatten(kt)[0], 1),
+    "rebuilt": lambda kt: tree_unflatten(*tree_flatten({"kt": kt}))["kt"].values(),
+    "mapped": lambda kt: tree_map(lambda leaf: leaf * 2, [kt])[0].values(),
+    "moved": lambda kt: kt.to(torch.device("cpu")).values(),
+    "made again": lambda kt: KeyedTensor(kt.keys(), kt.length_per_key(), kt.values()).values(),
+    "seen without gradient": lambda kt: _seen(kt).values(),
+    "said": lambda kt: (str(kt), repr(kt), kt.values())[2],
+    "detached too": lambda kt: kt.values() + kt.values().detach(),
+    "by position": lambda kt: kt.values()[:, kt.offset_per_key()[1] :],
+    "columns": lambda kt: kt.values().split(kt.length_per_key(), dim=1)[0],
+}
+"""What user code does with bags; each returns what goes into a loss."""
+
+
+def _seen(output: KeyedTensor) -> KeyedTensor:
+    with torch.no_grad():
+        assert not (output.values() * 2).requires_grad
+    return output
+
+
+class Uses(Bags):
+    """Uses its bags in one way."""
+
+    use: Callable[[KeyedTensor], Tensor]
+
+    def prepared(self, batch: Any, step: int) -> Any:
+        return KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"])
+
+    def rows(self, batch: Any, batch_idx: int) -> Tensor:
+        return type(self).use(self.ebc(batch))
+
+
+def _sharded(name: str) -> dict[str, Any]:
+    kind = type("Used", (Uses,), {"use": staticmethod(USES[name])})
+    found = fit(kind, 3)
+    return {key: found[key] for key in ("losses", "state", "counts", "moved")}
+
+
+def _plain(name: str) -> dict[str, Tensor]:
+    """Train by a plain loop on the batches of two ranks."""
+    kind = type("Used", (Uses,), {"use": staticmethod(USES[name])})
+    return _train_plain(kind("SGD"))
+
+
+def _train_plain(model: Any) -> dict[str, Tensor]:
+    optimizer = OPTIMIZERS["SGD"][0](model.parameters(), **OPTIMIZERS["SGD"][1])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            batch = model.prepared(draw(step, rank), step)
+            (model.loss(model.rows(batch, step)) / 2).backward()
+        optimizer.step()
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def used() -> dict[str, Any]:
+    """What rank 0 trained, by the use of its bags."""
+    return run_each_on_ranks({name: (_sharded, name) for name in USES}, 2, timeout_seconds=100)[0]
+
+
+@pytest.mark.parametrize("name", USES)
+def test_whatever_user_code_does_with_bags_trains_as_unsharded(used: dict[str, Any], name: str) -> None:
+    wanted = _plain(name)
+    state = used[name]["state"]
+    assert state.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.allclose(state[key], value, rtol=0, atol=2e-6), (key, float((state[key] - value).abs().max()))
+    assert used[name]["counts"]["training 0"] == (STEPS, STEPS - 1)
+    assert sum(used[name]["moved"].values()) > 1e-2
+
+
+# -- looking at one lookup
+
+
+class Looks(Uses):
+    """Notes what its outputs are before and after they are touched."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        self.noted: list[dict[str, Any]] = []
+        super().__init__(optimizer)
+
+    def rows(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.ebc(batch)
+        noted: dict[str, Any] = {
+            "is": isinstance(output, KeyedTensor),
+            "keys": output.keys(),
+            "widths": output.length_per_key(),
+            "untouched": type(output) is ArrivingKeyedTensor,
+        }
+        noted["shape"] = tuple(output.values().shape)
+        noted["touched"] = type(output)
+        noted["attributes"] = sorted(vars(output)) == sorted(vars(KeyedTensor(["a"], [1], torch.ones(1, 1))))
+        noted["said"] = str(output)
+        noted["copied"] = bool(torch.equal(copy.deepcopy(_detached(output)).values(), output.values()))
+        noted["gradient"] = output.values().requires_grad
+        self.noted.append(noted)
+        return output.values()
+
+
+def _detached(output: KeyedTensor) -> KeyedTensor:
+    return KeyedTensor(output.keys(), output.length_per_key(), output.values().detach())
+
+
+class LooksAtRows(Sequences):
+    """The same over an EmbeddingCollection."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        self.noted: list[dict[str, Any]] = []
+        super().__init__(optimizer)
+
+    def rows(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = self.ec(batch[0])
+        noted: dict[str, Any] = {
+            "is": isinstance(rows, dict) and all(isinstance(of, JaggedTensor) for of in rows.values()),
+            "keys": list(rows),
+            "untouched": all(type(of) is ArrivingJaggedTensor for of in rows.values()),
+        }
+        lengths = rows["f"].lengths()
+        noted["lengths"] = torch.equal(lengths.long(), batch[0]["f"].lengths())
+        noted["offsets"] = torch.equal(rows["g"].offsets().long(), batch[0]["g"].offsets())
+        noted["touched"] = {type(of) for of in rows.values()}
+        noted["weights"] = rows["f"].weights_or_none()
+        noted["dense"] = [tuple(bag.shape[1:]) for bag in rows["f"].to_dense()]
+        noted["said"] = str(rows["g"])
+        noted["leaves"] = len(tree_flatten(rows)[0])
+        noted["padded"] = tuple(rows["g"].to_padded_dense(3).shape)
+        self.noted.append(noted)
+        return torch.cat([rows["f"].values().sum(0), rows["g"].values().sum(0)]).unsqueeze(0)
+
+
+def _noted(kind: type) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what is noted unsharded, and sharded."""
+    model = kind()
+    batches = [model.prepared(draw(step, rank_and_num_ranks()[0]), step) for step in range(STEPS)]
+    model.noted.clear()
+    for step, batch in enumerate(batches):
+        model.rows(batch, step)
+    plain, model.noted = model.noted, []
+    make_trainer({"convert_embeddings": "all"}).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return plain, model.noted
+
+
+@pytest.mark.parametrize("kind", [Looks, LooksAtRows])
+def test_outputs_have_the_types_of_the_unsharded_collection(kind: type) -> None:
+    for of_rank in run_each_on_ranks({"noted": (_noted, kind)}, 2):
+        plain, sharded = of_rank["noted"]
+        assert len(plain) == len(sharded) == STEPS
+        for one, other in zip(plain, sharded, strict=True):
+            assert not one.pop("untouched")
+            assert other.pop("untouched")
+            said, said_here = one.pop("said"), other.pop("said")
+            assert said.split()[0] == said_here.split()[0]
+            assert one == other
+
+
+# -- touched at odd times
+
+
+class TouchedLate(Bags):
+    """Keeps its bags, and looks at them when the step is over."""
+
+    when = ""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        self.kept: list[KeyedTensor] = []
+        self.seen: list[Tensor] = []
+        super().__init__(optimizer)
+        self.kept.clear()
+        self.seen.clear()
+
+    def prepared(self, batch: Any, step: int) -> Any:
+        features = KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"])
+        return features, KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"].flip(0))
+
+    def rows(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.when == "next step" and self.kept:
+            self.seen.append(self.kept[-1].values().detach().clone())
+        learning = self.ebc(batch[0])
+        with torch.no_grad():
+            self.kept.append(self.ebc(batch[1]))
+        if self.when == "first":
+            self.seen.append(self.kept[-1].values().clone())
+        return learning.values()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.when == "before backward":
+            self.seen.append(self.kept[-1].values().clone())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.when == "batch end":
+            self.seen.append(self.kept[-1].values().clone())
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.when == "end":
+            self.seen = [kept.values().clone() for kept in self.kept]
+
+
+def _touched(when: str) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    model_kind = type("Late", (TouchedLate,), {"when": when})
+    model = model_kind("SGD")
+    batches = [model.prepared(draw(step, rank_and_num_ranks()[0]), step) for step in range(STEPS)]
+    model.losses.clear()
+    make_trainer({"sharding_types": ["row_wise"]}).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return model.losses, model.final_state, model.seen
+
+
+def test_rows_are_those_of_their_lookup_whenever_they_are_touched() -> None:
+    times = ("first", "before backward", "batch end", "next step", "end", "never")
+    for of_rank in run_each_on_ranks({when: (_touched, when) for when in times}, 2):
+        losses, state, seen = of_rank["first"]
+        assert len(seen) == STEPS
+        assert not any(torch.equal(one, other) for one, other in zip(seen, seen[1:], strict=False))
+        for when in times[1:]:
+            assert of_rank[when][0] == losses, when
+            assert all(torch.equal(state[key], of_rank[when][1][key]) for key in state), when
+            number = {"never": 0, "next step": STEPS - 1}.get(when, STEPS)
+            assert len(of_rank[when][2]) == number
+            for one, other in zip(seen, of_rank[when][2], strict=False):
+                assert torch.equal(one, other), when
+
+
+class BackwardsOrder(Bags):
+    """Looks two batches of features up, and touches the second one's bags first, on one rank or on both."""
+
+    on_ranks: tuple[int, ...] = ()
+
+    def prepared(self, batch: Any, step: int) -> Any:
+        return {
+            "one": KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"]),
+            "other": KeyedJaggedTensor(["f", "g"], (batch["values"] + 1) % ROWS, lengths=batch["lengths"]),
+        }
+
+    def rows(self, batch: Any, batch_idx: int) -> Tensor:
+        one, other = self.ebc(batch["one"]), self.ebc(batch["other"])
+        if rank_and_num_ranks()[0] in self.on_ranks:
+            second = other.values()
+            return one.values() * second
+        first = one.values()
+        return first * other.values()
+
+
+def _ordered(on_ranks: tuple[int, ...], depth: int) -> tuple[list[float], dict[str, Tensor]]:
+    kind = type("Ordered", (BackwardsOrder,), {"on_ranks": on_ranks})
+    found = fit(kind, depth, "Adam", {"sharding_types": ["table_wise"]})
+    return found["losses"], found["state"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_ranks_may_touch_rows_in_different_orders(depth: int) -> None:
+    orders = {"none": (), "both": (0, 1), "one": (1,)}
+    calls = {name: (_ordered, ranks, depth) for name, ranks in orders.items()}
+    for of_rank in run_each_on_ranks(calls, 2, timeout_seconds=30):
+        losses, state = of_rank["none"]
+        for name in ("both", "one"):
+            assert of_rank[name][0] == pytest.approx(losses, abs=1e-6), name
+            assert all(torch.allclose(state[key], of_rank[name][1][key], rtol=0, atol=1e-5) for key in state), name
