@@ -101,8 +101,8 @@ class LookAhead:
             if flight.why_not and flight.batch is not None and not self._told:
                 self._told = True
                 self._tell(
-                    f"{flight.kind}: a batch is unlike that of the first step ({flight.why_not}); it is looked up as its "
-                    "step calls, its ids do not travel ahead. Said once."
+                    f"{flight.kind}: a batch is unlike that of the first step ({flight.why_not}); it is looked up as "
+                    "its step calls, its ids do not travel ahead. Said once."
                 )
         if self.depth == 2:
             self._announce(flight)

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat import (
-    agree_on_stop,
     hide_upstream_deprecations,
     ignore_in_ddp,
     mark_stop,
@@ -26,7 +25,7 @@ from lightning_distrec._compat import (
     send_module_states,
 )
 from lightning_distrec.checkpoint.plain_state import gather_plain_state
-from lightning_distrec.cluster.consensus import Agreement, Consensus, consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import publish_local_world_size
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.errors import CheckpointError, ConfigError
@@ -46,6 +45,7 @@ from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.pipelining import Pipelining
 from lightning_distrec.strategies.precision import GlobalClipping, agree_on_overflows, output_dtype
+from lightning_distrec.strategies.stopping import StopTogether
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
 
@@ -129,15 +129,13 @@ class TorchRecShardedStrategy(DDPStrategy):
         self._pipeline_options = pipeline_options(pipeline)
         self._pipelining: Pipelining | None = None
         self._buffers: QuietBuffers | None = None
-        self._step_message: Agreement | None = None
-        self._num_agreements = 0
+        self._stopping: StopTogether | None = None
         self._timeout_seconds = timeout_seconds
         self._ranks_on_node = 1
         self._consensus: Consensus | None = None
         self._of_steps: Consensus | None = None
         self._tables: TableSetup | None = None
         self._clipping = GlobalClipping()
-        self._undo: list[Callable[[], None]] = []
         self._failed = False
         super().__init__(
             process_group_backend=process_group_backend,
@@ -178,8 +176,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         assert module is not None
         assert self._consensus is not None
         assert self._of_steps is not None
-        self._consensus.carried.forget()
-        self._undo.append(agree_on_stop(trainer, self._consensus.carried.ask, self._stop_is_agreed))
+        self._stopping = StopTogether(trainer, self._of_steps)
         self._tables = set_up_tables(
             trainer,
             module,
@@ -207,22 +204,6 @@ class TorchRecShardedStrategy(DDPStrategy):
                 ),
                 self.root_device,
             )
-
-    def _stop_is_agreed(self) -> bool:
-        """Collective, at each step: whether all ranks know that one was asked to stop.
-
-        Where the step before had no agreement that could tell them, there is one for it, which is read at the next.
-        """
-        assert self._consensus is not None
-        carried = self._consensus.carried
-        message, self._step_message = self._step_message, None
-        if message is not None:
-            message.wait()
-        if carried.num_agreements == self._num_agreements:
-            assert self._of_steps is not None
-            self._step_message = self._of_steps.start_least()
-        self._num_agreements = carried.num_agreements
-        return carried.is_agreed
 
     def _setup_around_tables(self, trainer: Trainer, tables: TableSetup) -> None:
         """The rest of DDPStrategy.setup, with the shards left out of DDP's broadcast and averaging."""
@@ -302,7 +283,8 @@ class TorchRecShardedStrategy(DDPStrategy):
             self._tables.begin_step()
         with self._step(args, has_backward=False):
             yield
-        if self._stop_is_agreed():
+        assert self._stopping is not None
+        if self._stopping.is_agreed():
             assert self.lightning_module is not None
             mark_stop(self.lightning_module.trainer)
 
@@ -376,9 +358,9 @@ class TorchRecShardedStrategy(DDPStrategy):
         if self._pipelining is not None:
             self._pipelining.release(self._failed)
             self._pipelining = None
-        while self._undo:
-            self._undo.pop()()
-        self._step_message = self._buffers = None
+        if self._stopping is not None:
+            self._stopping.undo()
+        self._stopping = self._buffers = None
         self._clipping.take_off()
         if self._tables is not None:
             self._tables.release()
