@@ -124,6 +124,11 @@ def send_module_states(module: nn.Module, ignore: list[str]) -> None:
     _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
 
 
+def combining_mode(combined_loader: Any) -> str:
+    """Return how Lightning's CombinedLoader combines its loaders: "min_size", "sequential", ..."""
+    return str(combined_loader._mode)
+
+
 def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
     """Return the states of the loaders that have one. Source: lightning/pytorch/utilities/combined_loader.py."""
     states: list[dict[str, Any]] = type(combined_loader)._state_dicts(combined_loader)

@@ -115,8 +115,9 @@ class Carried:
         self._look = look
 
     def forget(self) -> None:
-        """Begin anew, with another run."""
-        self.is_asked = self.is_agreed = self.was_seen = False
+        """Begin anew, with another run; one that was asked to stop too late to tell the others still is."""
+        self.is_asked = self.is_asked and not self.is_agreed
+        self.is_agreed = self.was_seen = False
         self.num_unseen = 0
         self._look = None
 

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec._compat import DataFetcher, keep_loader_states, loader_states
+from lightning_distrec._compat import DataFetcher, combining_mode, keep_loader_states, loader_states
 from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, End, EvenLoader, next_of
 from lightning_distrec.pipeline.in_flight import Flight
 from lightning_distrec.pipeline.look_ahead import LookAhead
@@ -43,6 +43,9 @@ class LookAheadFetcher(DataFetcher):
         self._make_ready = make_ready
         self._queue: deque[Flight] = deque()
         self._count = 0
+        self._num_drawn = 0
+        self._more = True
+        self._draws_together = False
         self._has_ended = False
         self._loader_states: Any = None
 
@@ -51,7 +54,8 @@ class LookAheadFetcher(DataFetcher):
         self.drop()
         with self._ends_agreed_here():
             super().__iter__()
-        self._count, self._has_ended = 0, False
+        self._count, self._num_drawn, self._has_ended = 0, 0, False
+        self._more = self.length != 0
         self._loader_states = loader_states(self.combined_loader)
         keep_loader_states(self.combined_loader, lambda: self._loader_states)
         return self
@@ -60,8 +64,9 @@ class LookAheadFetcher(DataFetcher):
     def _ends_agreed_here(self) -> Iterator[None]:
         """Let loaders of unknown length not agree on their ends themselves, but where each has an end of its own."""
         loaders = [loader for loader in self.combined_loader.flattened if isinstance(loader, EvenLoader)]
-        if self._kind != "training" and len(self.combined_loader.flattened) > 1:
-            loaders = []
+        if len(self.combined_loader.flattened) > 1 and combining_mode(self.combined_loader) != "min_size":
+            # One that ends is begun again, left out, or followed by the next one: each has an end of its own.
+            self._draws_together, loaders = bool(loaders), []
         for loader in loaders:
             loader.agrees = False
         try:
@@ -89,8 +94,8 @@ class LookAheadFetcher(DataFetcher):
         self._count += 1
         self._loader_states = flight.loader_states
         counted = self.length is not None and self.fetched >= self.length
-        if not counted and self._queue and self._look_ahead.settle(self._queue[0]).state == ENDED:
-            self._end_together()  # now: Lightning may not ask again after the last batch
+        if self.length is None and self._queue and self._look_ahead.settle(self._queue[0]).state == ENDED:
+            self._end_together()  # now: Lightning does not ask again after the last batch
         self.done = counted or self._has_ended
         self._look_ahead.arm(flight, list(self._queue))
         return Handed(flight.batch), *flight.handed_out
@@ -98,6 +103,8 @@ class LookAheadFetcher(DataFetcher):
     def _next_flight(self) -> Flight:
         with spans.span(spans.FETCH):
             self._fill(1)
+        if not self._queue:
+            raise StopIteration
         if self._look_ahead.settle(self._queue[0]).state < HAS_BATCH:
             self._end_together()
             raise StopIteration
@@ -114,10 +121,22 @@ class LookAheadFetcher(DataFetcher):
             self._end.together(self._count, self._queue[0].state, self._queue[0].failure)
 
     def _fill(self, size: int) -> None:
-        while len(self._queue) < size and (not self._queue or self._queue[-1].state == HAS_BATCH):
+        while len(self._queue) < size and self._more:
             flight = self._draw()
+            self._more = self._has_more_after(flight)
             self._queue.append(flight)
             self._look_ahead.prepare(flight)
+
+    def _has_more_after(self, flight: Flight) -> bool:
+        """Whether to draw another one; collective where loaders agree when they are drawn from.
+
+        None is drawn that has no step: a stream would go on behind it in the next epoch.
+        """
+        self._num_drawn += 1
+        if self.length is not None and self._num_drawn >= self.length:
+            return False
+        state = self._look_ahead.ranks.start_least(flight.state).wait()[0] if self._draws_together else flight.state
+        return state == HAS_BATCH
 
     def _draw(self) -> Flight:
         assert self.iterator is not None

@@ -284,9 +284,9 @@ class LookAhead:
             if flight.kind == kind:
                 flight.leaves = None
                 flight.prepare(self._calls[kind], self._tables)
-                self._announce(flight)
-                flight.settle()
-        if self._following:
+        if self._following:  # ranks whose batches end have fewer of the others: they are announced one at each step
+            self._announce(self._following[0])
+            self._following[0].settle()
             self._following[0].start(self._exchange)
 
     def drop(self, flights: list[Flight]) -> None:

@@ -176,6 +176,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         assert module is not None
         assert self._consensus is not None
         assert self._of_steps is not None
+        self._failed = False
         self._stopping = StopTogether(trainer, self._of_steps)
         self._tables = set_up_tables(
             trainer,

@@ -66,6 +66,7 @@ def loader() -> Loader:
 
 def test_keep_loader_states_decides_what_a_checkpoint_holds() -> None:
     combined = CombinedLoader(loader(), "max_size_cycle")
+    assert _compat.combining_mode(combined) == "max_size_cycle"
     next(iter(combined))
     assert _compat.loader_states(combined) == [{"given": 1}]
     trainer = make_trainer()

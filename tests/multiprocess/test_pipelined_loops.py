@@ -1,0 +1,169 @@
+"""Lightning's loops over batches that are fetched ahead: every batch, number and hook as with pipeline={'depth': 1}."""
+
+from typing import Any
+
+import pytest
+
+from tests.support import pipelined_faults as faults
+from tests.support.pipelined_runs import Seen, differences
+from tests.support.pipelined_scenarios import SCENARIOS, UNEVEN
+from tests.support.ranks import run_on_ranks
+
+AS_DEPTH_1 = [name for name in SCENARIOS if name != "saved unsized"]
+RAISES = [name for name in UNEVEN if "error" in name]
+STOPS = [name for name in UNEVEN if "error" not in name]
+
+
+def _runs(names: list[str], depths: tuple[int, ...]) -> dict[str, dict[int, Seen]]:
+    everything = SCENARIOS | UNEVEN
+    return {name: {depth: everything[name](depth) for depth in depths} for name in names}
+
+
+def _parts(names: list[str], size: int) -> list[list[str]]:
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def assert_equal_to_depth_1(found: list[dict[str, dict[int, Seen]]]) -> None:
+    """Compare all runs on all ranks."""
+    assert found
+    for rank, runs in enumerate(found):
+        for name, by_depth in runs.items():
+            for depth, seen in by_depth.items():
+                assert not (problem := differences(seen, by_depth[1])), f"{name}, rank {rank}, depth {depth}: {problem}"
+
+
+@pytest.mark.parametrize("names", _parts(AS_DEPTH_1, 5), ids=lambda names: names[0])
+def test_loops_see_what_they_see_without_a_pipeline(names: list[str]) -> None:
+    assert_equal_to_depth_1(run_on_ranks(_runs, 2, names, (1, 3), timeout_seconds=110))
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_any_depth_sees_the_same_on_three_ranks(depth: int) -> None:
+    names = ["val_check_interval unsized", "on_train_batch_start returns -1", "max_size_cycle unsized", "by hand"]
+    assert_equal_to_depth_1(run_on_ranks(_runs, 3, names, (1, depth), timeout_seconds=110))
+
+
+def test_ids_did_travel_ahead() -> None:
+    for runs in run_on_ranks(_runs, 2, ["three epochs", "dataloader_iter", "several val loaders"], (1, 2, 3)):
+        for depth in (2, 3):
+            # Two lookups in each of twelve steps, but for the first one and those that begin an epoch.
+            assert runs["three epochs"][depth].ahead["training 0"] == 18
+            assert runs["several val loaders"][depth].ahead["validation 3"] >= 2 * 2 * 2
+            assert "training 0" not in runs["dataloader_iter"][depth].ahead
+        assert runs["three epochs"][1].ahead == {}
+
+
+@pytest.mark.parametrize("names", _parts(STOPS, 5), ids=lambda names: names[0])
+def test_uneven_inputs_end_where_they_end_without_a_pipeline(names: list[str]) -> None:
+    # Where the batches end before the limit, more is known of the last one: that it is the last.
+    found = run_on_ranks(_runs, 3, names, (1, 3), timeout_seconds=110)
+    for runs in found:
+        for name, by_depth in runs.items():
+            assert by_depth[3].trained == by_depth[1].trained, name
+            assert by_depth[3].of("validation") == by_depth[1].of("validation"), name
+            assert by_depth[3].raised == by_depth[1].raised, name
+
+
+@pytest.mark.parametrize("names", _parts(RAISES, 5), ids=lambda names: names[0])
+def test_uneven_inputs_raise_what_they_raise_without_a_pipeline(names: list[str]) -> None:
+    for runs in run_on_ranks(_runs, 3, names, (1, 3), timeout_seconds=110):
+        for name, by_depth in runs.items():
+            assert by_depth[1].raised.startswith("DataError"), name
+            assert by_depth[3].raised == by_depth[1].raised, name
+            # Lightning asks a batch earlier whether there is one: no batch is lost here that was trained there.
+            assert by_depth[3].trained[: len(by_depth[1].trained)] == by_depth[1].trained, name
+
+
+def test_a_checkpoint_holds_the_state_of_loaders_after_the_batch_that_was_trained() -> None:
+    for runs in run_on_ranks(_runs, 2, ["saved unsized", "saved"], (3,)):
+        for name in ("saved unsized", "saved"):
+            saved = runs[name][3].of("saved")
+            assert [(step, states) for step, states in saved] == [
+                (2, [{"position": 2}]),
+                (4, [{"position": 4}]),
+                (6, [{"position": 1}]),
+                (8, [{"position": 3}]),
+                (10, [{"position": 5}]),
+            ]
+
+
+def _run(function: str, arguments: tuple[Any, ...], depth: int) -> Seen:
+    return getattr(faults, function)(depth, *arguments)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("kind", ["sized", "unsized"])
+def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth: int) -> None:
+    first, failed = run_on_ranks(_run, 2, "loader_fails", (kind,), depth, timeout_seconds=30)
+    assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away"
+    assert failed.raised == "OSError: the disk went away"
+    assert len(first.trained) == len(failed.trained) == 3
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_transfer_hook_that_fails_on_one_rank_is_named_on_the_others(depth: int) -> None:
+    first, failed = run_on_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth, timeout_seconds=30)
+    assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: ValueError: the user's code failed"
+    assert failed.raised == "ValueError: the user's code failed"
+    assert len(first.trained) == len(failed.trained) == 3
+
+
+ONE_OF_SEVERAL = {
+    "validation_hook_fails": (1, "ValueError: the user's code failed"),
+    "validation_loader_fails": (3, "OSError: the disk went away"),
+}
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("function", ONE_OF_SEVERAL)
+def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(function: str, depth: int) -> None:
+    first, failed = run_on_ranks(_run, 2, function, (), depth, timeout_seconds=30)
+    count, said = ONE_OF_SEVERAL[function]
+    assert first.raised == f"DataError: the dataloader of rank 1 failed at batch {count}: {said}"
+    assert failed.raised == said
+
+
+def _id_out_of_range() -> dict[int, Seen]:
+    return {depth: faults.id_out_of_range(depth) for depth in (1, 2, 3, 4)}
+
+
+def test_an_id_out_of_range_is_told_on_every_rank_after_the_steps_before_it() -> None:
+    for found in run_on_ranks(_id_out_of_range, 2, timeout_seconds=60):
+        for depth, seen in found.items():
+            assert seen.raised.startswith("IdsError: "), depth
+            assert seen.raised == found[1].raised, depth
+            assert len(seen.trained) == 3, depth
+            assert not differences(seen, found[1]), depth
+
+
+PLACES = ["before lookups", "after lookups", "batch start", "batch end", "validation"]
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("where", PLACES)
+def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(where: str, at: int) -> None:
+    at = 500 + min(at, 2) if where == "validation" else at
+    first, failed = run_on_ranks(_run, 2, "fails", (where, at, (1,)), 3, timeout_seconds=30)
+    assert failed.raised == "ValueError: the user's code failed"
+    assert first.raised  # a connection that was closed, or RankError
+
+
+def _all_fail() -> dict[str, dict[int, Seen]]:
+    cases = [(where, 502 if where == "validation" else 2) for where in PLACES] + [("before lookups", 0)]
+    return {f"{where} {at}": {depth: faults.fails(depth, where, at, (0, 1)) for depth in (1, 3)} for where, at in cases}
+
+
+def test_fitting_again_after_an_exception_on_all_ranks_is_as_without_a_pipeline() -> None:
+    assert_equal_to_depth_1(run_on_ranks(_all_fail, 2, timeout_seconds=110))
+
+
+def _interrupted() -> str:
+    try:
+        faults.fails(3, "before lookups", 2, (0, 1), KeyboardInterrupt)
+    except SystemExit as end:
+        return f"exit {end.code}"
+    return "went on"
+
+
+def test_a_keyboard_interrupt_on_all_ranks_ends_them() -> None:
+    assert run_on_ranks(_interrupted, 2, timeout_seconds=30) == ["exit 1", "exit 1"]

@@ -1,0 +1,89 @@
+"""Any fit, drawn at random, sees the same batches and trains the same weights at any depth, or ends in the same error.
+
+DISTREC_PROPERTY_LOOPS is the number of fits for each number of ranks, DISTREC_PROPERTY_SEED where drawing starts. A fit
+that is wrong is printed as Python; `check([LoopJob(...)])` runs it again, alone.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipelined_jobs import LoopJob, jobs_of
+from tests.support.pipelined_runs import Seen, differences
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+
+LOOPS = int(os.environ.get("DISTREC_PROPERTY_LOOPS", "8"))
+SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
+AT_ONCE = 8
+"""Fits that run one after the other in the same ranks."""
+
+
+def _problem_of(job: LoopJob, found: Seen, wanted: Seen) -> str:
+    """Return what this rank sees otherwise than at depth 1, "" where nothing is."""
+    if not wanted.raised and not found.raised:
+        # Where batches end before a limit, it is known of more batches that they are the last.
+        wanted.diary = [line for line in wanted.diary if line[0] in ("training", "validation")]
+        found.diary = [line for line in found.diary if line[0] in ("training", "validation")]
+        return differences(found, wanted)
+    if bool(wanted.raised) != bool(found.raised):
+        return f"raised {found.raised!r}, not {wanted.raised!r}"
+    if job.fails is None and found.raised != wanted.raised:
+        return f"raised {found.raised!r}, not {wanted.raised!r}"
+    if found.trained != wanted.trained and job.fails is not None and job.fails[0] != "transfer hook":
+        return f"trained {found.trained} before it failed, not {wanted.trained}"
+    return ""
+
+
+def _compare_all(jobs: list[LoopJob], folder: str) -> None:
+    """Run one job after the other; each rank leaves what is wrong in the folder, for what comes after may hang."""
+    rank, num_ranks = rank_and_num_ranks()
+    for index, job in enumerate(jobs):
+        ends_ranks = num_ranks > 1 and job.fails is not None and job.fails[0] == "transfer hook"
+        found = job.run(job.depth)
+        if ends_ranks:  # without a pipeline the other ranks end by a closed connection
+            told = "failed at batch" in found.raised or "the user's code failed" in found.raised or not found.raised
+            problem = "" if told else f"raised {found.raised!r}"
+        else:
+            problem = _problem_of(job, found, job.run(1))
+        Path(f"{folder}/{index}.{rank}").write_text(problem)
+
+
+def check(jobs: list[LoopJob]) -> None:
+    """Run the jobs. Raises AssertionError: in one of them the depth makes a difference, or a rank failed or hung."""
+    problems: list[str] = []
+    done = 0
+    while done < len(jobs):
+        todo = jobs[done:][:AT_ONCE]
+        with tempfile.TemporaryDirectory() as folder:
+            failed = ""
+            try:
+                run_on_ranks(_compare_all, todo[0].num_ranks, todo, folder, timeout_seconds=30 + 6 * len(todo))
+            except RankFailed as error:
+                failed = str(error)
+            for index, job in enumerate(todo):
+                told = [Path(f"{folder}/{index}.{rank}") for rank in range(job.num_ranks)]
+                if not all(path.exists() for path in told):
+                    problems.append(f"{job!r}\n{failed}")
+                    done += 1
+                    break
+                done += 1
+                said = {rank: path.read_text() for rank, path in enumerate(told) if path.read_text()}
+                problems += [f"{job!r}\nrank {rank}: {text}" for rank, text in said.items()]
+    if problems:
+        raise AssertionError(f"{len(problems)} problems in {len(jobs)} fits:\n\n" + "\n\n".join(problems))
+
+
+def test_a_difference_and_a_rank_that_fails_are_told() -> None:
+    right = LoopJob(3, (2, 2))
+    with pytest.raises(AssertionError, match=r"1 problems in 2 fits:\n\nLoopJob\(depth=3, train=\(2, 2\), model='no"):
+        check([right, LoopJob(3, (2, 2), model="no such model")])
+    assert _problem_of(right, Seen(diary=[("training", [1])]), Seen(diary=[("training", [2])]))
+    assert _problem_of(right, Seen(raised="DataError: a"), Seen(raised="DataError: b"))
+
+
+@pytest.mark.timeout(100 + 12 * LOOPS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_any_fit_is_the_same_at_any_depth(num_ranks: int) -> None:
+    check(jobs_of(num_ranks, LOOPS, SEED))

@@ -1,0 +1,46 @@
+"""SIGTERM to any rank, at any time: all ranks leave after the same step, with Lightning's SIGTERMException."""
+
+import pytest
+
+from tests.support.pipelined_faults import signalled
+from tests.support.pipelined_runs import Seen
+from tests.support.ranks import run_on_ranks
+
+WHO = {
+    "the first": {0: 0.0},
+    "the last": {1: 0.0},
+    "all": {0: 0.0, 1: 0.0},
+    "all, one a second later": {0: 1.0, 1: 0.0},
+}
+
+
+def _signalled(model: str, depth: int, in_validation: bool) -> dict[str, Seen]:
+    step = 4 if in_validation else 5
+    return {who: signalled(depth, model, ranks, step, in_validation) for who, ranks in WHO.items()}
+
+
+@pytest.mark.parametrize("in_validation", [False, True], ids=["training", "validation"])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("model", ["tables", "no tables", "dataloader_iter"])
+def test_all_ranks_stop_after_the_same_step(model: str, depth: int, in_validation: bool) -> None:
+    found = run_on_ranks(_signalled, 2, model, depth, in_validation, timeout_seconds=60)
+    for who in WHO:
+        one, other = (of_rank[who] for of_rank in found)
+        assert one.raised == other.raised == "SIGTERMException: ", who
+        assert [line[0] for line in one.of("exception")] == [line[0] for line in other.of("exception")], who
+        assert one.of("exception"), who
+        assert one.returned == other.returned, who
+        if in_validation:
+            assert one.returned == 4, who
+            assert len(one.of("validation")) == len(other.of("validation")) < 4, who
+        else:
+            assert 5 <= one.returned <= 8, who
+
+
+def test_no_signal_stops_nothing() -> None:
+    for seen in run_on_ranks(_signalled_nobody, 2):
+        assert (seen.raised, seen.returned) == ("", 12)
+
+
+def _signalled_nobody() -> Seen:
+    return signalled(3, "tables", {}, 5, False)
