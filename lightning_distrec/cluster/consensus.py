@@ -110,7 +110,7 @@ class Carried:
         """This rank is asked to stop. A signal's handler may call it, wherever the rank is."""
         self.is_asked = True
 
-    def watch(self, look: Callable[[], bool]) -> None:
+    def watch(self, look: Callable[[], bool] | None) -> None:
         """Let `look` say, whenever the ranks begin to agree on something, whether this rank sees something."""
         self._look = look
 

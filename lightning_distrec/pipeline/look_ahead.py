@@ -70,6 +70,7 @@ class LookAhead:
         self._following: list[Flight] = []
         self._recorded: list[Recorded] | None = None
         self._in_step = False
+        self._calls_are_foreseen = False
         self._message: Message | None = None
         self._late: set[tuple[str, int]] = set()
         """Calls of a kind of step whose rows change between its beginning and the call."""
@@ -136,7 +137,7 @@ class LookAhead:
         flight = self._current
         if flight is None or batch is not flight.batch:
             return
-        self._in_step = True
+        self._in_step = self._calls_are_foreseen = True
         self._message = None
         self._count = self.counts.setdefault(flight.kind, Count())
         if flight.kind not in self._calls:
@@ -170,7 +171,7 @@ class LookAhead:
         Raises ProvenanceError: it was foreseen with other arguments.
         """
         flight = self._current
-        if not self._in_step or flight is None:
+        if not self._calls_are_foreseen or flight is None:
             return None
         self._count.lookups += 1
         if self._recorded is not None:
@@ -212,6 +213,7 @@ class LookAhead:
         """
         if not self._in_step:
             return
+        self._calls_are_foreseen = False  # later ones are those of hooks, or of a backward that computes anew
         if self._recorded is not None:
             self._learn()
         self._rows_due = set()
@@ -226,7 +228,7 @@ class LookAhead:
         flight = self._current
         if not self._in_step or flight is None or not isinstance(failure, Exception):
             return
-        self._in_step = False
+        self._in_step = self._calls_are_foreseen = False
         self.failed = True
         if self._message is not None or flight.foreseen is None or flight.kind not in self._complete:
             return  # the others are, or will be, where this rank does not come
@@ -296,4 +298,5 @@ class LookAhead:
         for flight in [*([self._current] if self._current is not None else []), *flights]:
             flight.drop(wait=not self.failed)
         self._current, self._following = None, []
-        self._in_step, self._recorded, self._message = False, None, None
+        self._in_step = self._calls_are_foreseen = False
+        self._recorded = self._message = None

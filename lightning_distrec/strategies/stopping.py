@@ -20,7 +20,12 @@ class StopTogether:
         self._carried.forget()
         self._message: Agreement | None = None
         self._num_agreements = 0
-        self.undo: Callable[[], None] = agree_on_stop(trainer, self._carried.ask, self.is_agreed)
+        self._undo: Callable[[], None] = agree_on_stop(trainer, self._carried.ask, self.is_agreed)
+
+    def undo(self) -> None:
+        """Give Lightning its own back."""
+        self._undo()
+        self._carried.watch(None)
 
     def is_agreed(self) -> bool:
         """Collective, at each step: whether all ranks know that one was asked to stop.

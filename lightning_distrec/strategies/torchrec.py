@@ -128,6 +128,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._pipeline_options = pipeline_options(pipeline)
         self._pipelining: Pipelining | None = None
+        self._lookups_ahead: dict[str, Count] = {}
         self._buffers: QuietBuffers | None = None
         self._stopping: StopTogether | None = None
         self._timeout_seconds = timeout_seconds
@@ -155,8 +156,8 @@ class TorchRecShardedStrategy(DDPStrategy):
 
     @property
     def lookups_ahead(self) -> dict[str, Count]:
-        """Kind of step -> its lookups so far, and how many had their ids sent before the step began."""
-        return {} if self._pipelining is None else self._pipelining.look_ahead.counts
+        """Kind of step -> its lookups in this run, or the last, and how many had their ids sent before the step began."""
+        return self._lookups_ahead
 
     @override
     def setup_environment(self) -> None:
@@ -205,6 +206,7 @@ class TorchRecShardedStrategy(DDPStrategy):
                 ),
                 self.root_device,
             )
+            self._lookups_ahead = self._pipelining.look_ahead.counts
 
     def _setup_around_tables(self, trainer: Trainer, tables: TableSetup) -> None:
         """The rest of DDPStrategy.setup, with the shards left out of DDP's broadcast and averaging."""

@@ -115,9 +115,9 @@ def silence() -> None:
 
 
 def ratio(times: Times, above: str, below: str) -> tuple[float, list[float]]:
-    """Return the ratio of two contenders' medians over all rounds, and that of each round."""
+    """Return the ratio of two contenders' medians over all rounds, and that of each round that both had."""
     medians = [[statistics.median(steps) for steps in times[name].rounds] for name in (above, below)]
-    return times[above].milliseconds / times[below].milliseconds, [a / b for a, b in zip(*medians, strict=True)]
+    return times[above].milliseconds / times[below].milliseconds, [a / b for a, b in zip(*medians, strict=False)]
 
 
 def difference(times: Times, one: str, other: str) -> float:
