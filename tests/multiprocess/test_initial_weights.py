@@ -1,7 +1,11 @@
 """Rows find their shards: the user's own, rank 0's, new ones by seed; and no rank holds a whole table for it."""
 
+import gc
+import weakref
 from typing import Any
 
+import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig
@@ -141,3 +145,25 @@ def test_sharding_anew_keeps_every_row_whatever_the_next_plan_and_optimizer() ->
     wanted = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.0}).state_dict()
     for state in found:
         assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+
+
+def _left_over(cut: str) -> tuple[int, int]:
+    """Return how many whole tables are alive while training, and how many shards hang on autograd's graph."""
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
+    whole = [weakref.ref(parameter) for parameter in model.ebc.parameters()]
+    found: list[tuple[int, int]] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            gc.collect()
+            weights = trainer.strategy.table_setup.shards.weights().values()
+            pieces = [piece.tensor for weight in weights for piece in weight.local_shards()]
+            found.append((sum(ref() is not None for ref in whole), sum(p.grad_fn is not None for p in pieces)))
+
+    train_sharded(model, 2, {"sharding_types": [cut]}, callbacks=[Look()])
+    return found[0]
+
+
+@pytest.mark.parametrize("cut", ["table_wise", "row_wise", "column_wise"])
+def test_whole_tables_are_let_go(cut: str) -> None:
+    assert run_on_ranks(_left_over, 2, cut) == [(0, 0), (0, 0)]
