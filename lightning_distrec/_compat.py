@@ -411,7 +411,7 @@ def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
 
     since: what `next_backward_number` said before. first: the first of their new numbers; autograd runs the node of the
     highest number that is ready. Returns how many numbers from `first` on are taken.
-    Source: torch/csrc/autograd/python_cpp_function.h, THP_FUNCTION_METHODS; engine.cpp, CompareNodeTaskTime.
+    Source: torch/csrc/autograd/python_cpp_function.h, since torch 2.2; engine.cpp, CompareNodeTaskTime.
     """
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     taken = 0

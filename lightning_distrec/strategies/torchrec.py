@@ -156,7 +156,7 @@ class TorchRecShardedStrategy(DDPStrategy):
 
     @property
     def lookups_ahead(self) -> dict[str, Count]:
-        """Kind of step -> its lookups in this run, or the last, and how many had their ids sent before the step began."""
+        """Kind of step -> its lookups in this run, or the last, and how many had their ids sent ahead of the step."""
         return self._lookups_ahead
 
     @override
