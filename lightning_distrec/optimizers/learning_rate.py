@@ -48,10 +48,6 @@ class LearningRates:
                 optimizer.step()  # passes the rate to the kernel, updates nothing
                 self._pushed[handle] = rate
 
-    def now(self, handles: Iterable[int]) -> tuple[float, ...]:
-        """Return the rates that these kernels' groups have now."""
-        return tuple(float(self._links[handle][0].group["lr"]) for handle in handles)
-
     def check(self) -> None:
         """Raise OptimizerError where another hyperparameter was changed since the start, which is not followed.
 

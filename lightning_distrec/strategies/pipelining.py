@@ -50,7 +50,8 @@ class ForeseeableTable:
         self._weights = [shard.weight for name in names for shard in tables.shards.shards[name]]
         self._written: list[int | None] = []
         self._changed = 0
-        self._rates = tables.rates_of(lookup)
+        # Of the groups, not of the kernels, which some ranks do not have.
+        self._owners = [owner for name in names if (owner := tables.updates[name].owner) is not None]
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
         self.early = all(tables.updates[name].kind != "fused_lazy" for name in names)
 
@@ -79,7 +80,7 @@ class ForeseeableTable:
                 "by no optimizer. Write to them in a hook before the step, or set pipeline={'depth': 1}."
             )
         self._written, self._changed = written, changed
-        return self._lookup.state(), self._rates(), changed
+        return self._lookup.state(), [float(owner.group["lr"]) for owner in self._owners], changed
 
     def begin_step(self) -> None:
         """Forget how often rows were written to before."""

@@ -55,8 +55,6 @@ class TableSetup:
     loss_weight: LossWeight
     replicas: ReplicaCheck
     lookups: list[ShardedLookup] = field(default_factory=list)
-    kernels_of: dict[str, list[int]] = field(default_factory=dict)
-    """Path of a collection -> its kernels' handles in `learning_rates`."""
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -103,10 +101,6 @@ class TableSetup:
         """Forget what was looked up in the step before, of whatever kind."""
         for lookup in self.lookups:
             lookup.begin_step()
-
-    def rates_of(self, lookup: ShardedLookup) -> Callable[[], tuple[float, ...]]:
-        """Return what returns the learning rates that a lookup's fused updates would get now."""
-        return partial(self.learning_rates.now, self.kernels_of[lookup.path])
 
     def load_state_dict(self, module: LightningModule, state: Mapping[str, Any], strict: bool) -> None:
         """Load a plain state_dict of the unsharded module, present on every rank, into the module and the shards."""
@@ -307,7 +301,6 @@ def _look_up(
         )
         sharded.forward = lookup  # type: ignore[assignment]
         setup.lookups.append(lookup)
-        setup.kernels_of[path] = kernels
     return setup
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.support.click_model import ClickModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
@@ -49,7 +50,7 @@ def fit(kind: type, optimizer: str, depth: int) -> tuple[dict[str, torch.Tensor]
     model = seeded(kind, *OPTIMIZERS[optimizer])
     count, rank = Counted(), rank_and_num_ranks()[0]
     trainer = make_trainer({"pipeline": {"depth": depth}}, accelerator="gpu", callbacks=[count])
-    trainer.fit(model, [make_batch(1000 * step + rank) for step in range(STEPS)])
+    trainer.fit(model, DataLoader([make_batch(1000 * step + rank) for step in range(STEPS)], batch_size=None))
     return {name: value.cpu() for name, value in model.final_state.items()}, count.said
 
 

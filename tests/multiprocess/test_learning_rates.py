@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from lightning_distrec.errors import OptimizerError
 from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
@@ -88,3 +90,49 @@ def _train_with_decay_added_later() -> None:
 def test_a_hyperparameter_that_changes_while_training_is_told() -> None:
     with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: table 'ebc.*weight_decay=0.1"):
         run_on_ranks(_train_with_decay_added_later, 2)
+
+
+class RateOfTheStep(pl.LightningModule):
+    """Sets its rate inside of the step, before it looks up; its one table is on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(30, 8)
+        self.layer = nn.Linear(8, 1)
+        self.final_state: dict[str, Tensor] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 1.0 / (1 + batch_idx)
+        return self.layer(self.table(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def on_train_end(self) -> None:
+        state = self.trainer.strategy.lightning_module_state_dict()
+        self.final_state = {name: value.clone() for name, value in state.items()}
+
+
+def _train_with_rates_of_steps(depth: int) -> dict[str, Tensor]:
+    options = {"pipeline": {"depth": depth}, "convert_embeddings": "all", "sharding_types": ["table_wise"]}
+    model, rank = RateOfTheStep(), rank_and_num_ranks()[0]
+    ids = [torch.arange(4) + 7 * step + rank for step in range(3)] * 2
+    make_trainer(options).fit(model, DataLoader(ids, batch_size=None))
+    return model.final_state
+
+
+def test_a_rate_that_is_set_inside_of_the_step_is_used_in_it_also_where_only_one_rank_has_rows() -> None:
+    plain = run_on_ranks(_train_with_rates_of_steps, 2, 1)[0]
+    ahead = run_on_ranks(_train_with_rates_of_steps, 2, 3)[0]
+    assert all(torch.equal(plain[name], ahead[name]) for name in plain)
+    reference = RateOfTheStep()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1.0)
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 1.0 / (1 + step)
+        ids = torch.cat([torch.arange(4) + 7 * (step % 3) + rank for rank in range(2)])
+        optimizer.zero_grad()
+        reference.layer(reference.table(ids)).square().mean().backward()
+        optimizer.step()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(plain[name], value, atol=1e-6, rtol=0, msg=name)
