@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from lightning_distrec._compat import batches_that_stepped
 from lightning_distrec.errors import ConfigError
@@ -77,6 +78,34 @@ class StepClock:
     def _hear(self, span: Span) -> None:
         if self._paused_at is None:
             self._spans.append(span)
+
+
+class Clocked(Callback):
+    """A callback whose `clock` stands still in validation and stops with the fit, however that ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = StepClock()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.begin()  # what callbacks and loops did between two epochs is part of no step
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.pause()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.resume()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.clock.stop()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.clock.stop()
 
 
 def pieces(spans: Iterable[Span]) -> list[Span]:

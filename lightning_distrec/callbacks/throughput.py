@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec._compat import show_in_progress_bar
-from lightning_distrec.callbacks.steps import LogTimes, StepClock, log, seconds_by_span
+from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
 from lightning_distrec.errors import ConfigError, did_you_mean
 
 SAMPLES_PER_SECOND = "throughput/samples_per_second"
@@ -27,7 +27,7 @@ class Measured:
     seconds_by_span: dict[str, float]
 
 
-class Throughput(Callback):
+class Throughput(Clocked):
     """Samples per second in the progress bar and the loggers; in the loggers also where a step's time goes.
 
     Only rank 0 measures, by the host's clock; nothing is exchanged, and no GPU is waited for. Samples per second are
@@ -47,7 +47,6 @@ class Throughput(Callback):
             raise ConfigError(f"Throughput: window={window} must be at least 1, the last batch.")
         self._log_times = LogTimes("Throughput", every_n_steps)
         self._samples_from = samples_from
-        self._clock = StepClock()
         self._steps: deque[Measured] = deque(maxlen=window)
         self._looked = False
         self._num_ranks = 1
@@ -85,11 +84,7 @@ class Throughput(Callback):
         self._looked = False
         self._num_ranks = trainer.world_size
         if trainer.is_global_zero:
-            self._clock.start()
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.begin()  # what callbacks and loops did between two epochs is part of no step
+            self.clock.start()
 
     @override
     def on_train_batch_end(
@@ -97,10 +92,10 @@ class Throughput(Callback):
     ) -> None:
         # Every rank looks at its first batch: a wrong samples_from must fail on all of them.
         first, self._looked = not self._looked, True
-        samples = count_samples(batch, self._samples_from, warn=first) if first or self._clock.running else None
-        if not self._clock.running:
+        samples = count_samples(batch, self._samples_from, warn=first) if first or self.clock.running else None
+        if not self.clock.running:
             return
-        step = self._clock.end()
+        step = self.clock.end()
         self._steps.append(Measured(samples, step.seconds, seconds_by_span(step)))
         samples_per_second = self._samples_per_second()
         if samples_per_second is not None:
@@ -109,24 +104,8 @@ class Throughput(Callback):
             log(trainer, self.numbers)
 
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.resume()
-
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.stop()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._clock.stop()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._clock.stop()
+        self.clock.stop()
 
 
 def short(number: float) -> str:

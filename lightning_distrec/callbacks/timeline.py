@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_distrec.callbacks.steps import Step, StepClock, pieces
+from lightning_distrec.callbacks.steps import Clocked, Step, pieces
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import (
     BACKWARD,
@@ -38,7 +38,7 @@ KNOWN = [name for names, _ in GROUPS.values() for name in names]
 FORMATS = (".png", ".svg", ".pdf")
 
 
-class Timeline(Callback):
+class Timeline(Clocked):
     """Draws some steps of rank 0 as lanes over time, once, as soon as they have passed. Needs matplotlib.
 
     Drawing takes about a second, in which the other ranks wait. Strategies that tell no spans give no picture.
@@ -60,7 +60,6 @@ class Timeline(Callback):
         self._path = Path(path)
         self._first_step = first_step
         self._steps = steps
-        self._clock = StepClock()
         self._seen = 0
         self._drawn: list[Step] = []
 
@@ -79,19 +78,15 @@ class Timeline(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen, self._drawn = 0, []
         if trainer.is_global_zero:
-            self._clock.start()
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.begin()
+            self.clock.start()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._clock.running:
+        if not self.clock.running:
             return
-        step = self._clock.end()
+        step = self.clock.end()
         if self._seen >= self._first_step:
             self._drawn.append(step)
         self._seen += 1
@@ -99,28 +94,12 @@ class Timeline(Callback):
             self._draw()
 
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.resume()
-
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._clock.running:  # the fit was shorter than what was to be drawn
+        if self.clock.running:  # the fit was shorter than what was to be drawn
             self._draw()
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._clock.stop()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._clock.stop()
-
     def _draw(self) -> None:
-        self._clock.stop()
+        self.clock.stop()
         steps, later, self._drawn = self._drawn[: self._steps], self._drawn[self._steps :], []
         if not steps:
             rank_zero_warn(

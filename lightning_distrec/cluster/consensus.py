@@ -132,7 +132,8 @@ class Carried:
             self.is_agreed = True
         if not seen:
             self.was_seen = True
-        self.num_unseen += 1
+        else:
+            self.num_unseen += 1
 
 
 class Agreement:

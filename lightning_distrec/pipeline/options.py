@@ -1,6 +1,6 @@
 """What may be said about the pipeline."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lightning_distrec.errors import ConfigError
 
@@ -17,15 +17,3 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
             raise ConfigError(f"pipeline: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")
-
-
-def pipeline_options(given: PipelineOptions | dict[str, int] | None) -> PipelineOptions:
-    """Return the options. Raises ConfigError: one of them is not known."""
-    if given is None:
-        return PipelineOptions()
-    if isinstance(given, PipelineOptions):
-        return given
-    unknown = set(given) - {field.name for field in fields(PipelineOptions)}
-    if unknown:
-        raise ConfigError(f"pipeline: {', '.join(sorted(unknown))} is not known. It takes depth.")
-    return PipelineOptions(**given)

@@ -95,11 +95,6 @@ class ShardedLookup:
         """The features in the order in which torchrec gets them; None before the first call."""
         return self._incoming.keys
 
-    @property
-    def compares_sizes(self) -> bool:
-        """Whether the ranks' numbers of examples must be known before ids travel."""
-        return self._compare_examples is not None or self._equal_batches
-
     @torch.compiler.disable
     def __call__(self, features: KeyedJaggedTensor) -> LookedUp:
         """Collective. Look up `features`; returns what the unsharded collection would have returned.

@@ -1,6 +1,6 @@
 """Rows and their gradients travel as 16-bit numbers: half the bytes, about three digits."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -38,15 +38,3 @@ class QuantizedComms:
             return None
         config = QCommsConfig(forward_precision=PRECISIONS[self.forward], backward_precision=PRECISIONS[self.backward])
         return dict(get_qcomm_codecs_registry(config))
-
-
-def quantized_comms(given: "QuantizedComms | dict[str, str] | None") -> QuantizedComms:
-    """Return the options. Raises ConfigError: one of them is not known."""
-    if given is None:
-        return QuantizedComms()
-    if isinstance(given, QuantizedComms):
-        return given
-    unknown = set(given) - {field.name for field in fields(QuantizedComms)}
-    if unknown:
-        raise ConfigError(f"quantized_comms: {', '.join(sorted(unknown))} is not known. It takes forward and backward.")
-    return QuantizedComms(**given)

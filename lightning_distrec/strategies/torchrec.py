@@ -33,16 +33,16 @@ from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_r
 from lightning_distrec.pipeline.even_batches import End, UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.pipeline.fetcher import Handed
 from lightning_distrec.pipeline.look_ahead import Count
-from lightning_distrec.pipeline.options import PipelineOptions, pipeline_options
+from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.quantized_comms import quantized_comms as chosen_comms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
+from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.pipelining import Pipelining
 from lightning_distrec.strategies.precision import GlobalClipping, agree_on_overflows, output_dtype
 from lightning_distrec.strategies.stopping import StopTogether
@@ -120,13 +120,13 @@ class TorchRecShardedStrategy(DDPStrategy):
             conversion=Conversion(convert_embeddings, min_rows),
             by_table=tables or {},
             check_ids=check_ids,
-            comms=chosen_comms(quantized_comms),
+            comms=chosen("quantized_comms", QuantizedComms, quantized_comms),
             loss_reduction=loss_reduction,
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
         )
         self._uneven_inputs: UnevenInputs = uneven_inputs
-        self._pipeline_options = pipeline_options(pipeline)
+        self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, Count] = {}
         self._buffers: QuietBuffers | None = None
