@@ -5,9 +5,12 @@ Imports are inside of the functions, so that this file loads without torchrec.
 """
 
 import contextlib
+import dataclasses
 import functools
+import importlib
 import inspect
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -206,43 +209,97 @@ def pin_memory(batch: Any) -> Any:
     return pin(batch)
 
 
+def choose_environments(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> None:
+    """Let `choose` decide about the cluster environment of a Trainer whose strategy `is_ours`.
+
+    is_ours: told the strategy's name, or the strategy. What the user passes as a plugin stays, and so does everything
+    for other strategies. Lightning decides before it makes the strategy, and some of its environments raise when they
+    are made, so that a strategy cannot mend it later. Once for each process.
+    Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, `_choose_and_init_cluster_environment`.
+    """
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    theirs = _AcceleratorConnector._choose_and_init_cluster_environment
+    if hasattr(theirs, "theirs"):
+        return
+
+    def ours(self: Any) -> Any:
+        if self._cluster_environment_flag is None and is_ours(self._strategy_flag):
+            return choose()
+        return theirs(self)
+
+    ours.theirs = theirs  # type: ignore[attr-defined]
+    _AcceleratorConnector._choose_and_init_cluster_environment = ours  # type: ignore[method-assign]
+
+
 def mark_stop(trainer: Any) -> None:
     """Let Lightning's loops know that all ranks stop."""
     trainer._signal_connector.received_sigterm = True
 
 
-def agree_on_stop(trainer: Any, asked: Callable[[], None], agreed: Callable[[], bool]) -> Callable[[], None]:
-    """Let SIGTERM only be noted, with `asked`, and stop the trainer's steps once `agreed`; returns an undo.
+def agree_on_stop(trainer: Any, asked: Callable[[bool], None], leave: Callable[[], int | None]) -> Callable[[], None]:
+    """Let signals only be noted, with `asked`, and call `leave` between the trainer's steps; returns an undo.
 
-    Lightning's handler broadcasts from inside of the signal, wherever the rank is, and its training loop broadcasts
-    rank 0's flag at every step and waits for it. Source: lightning/pytorch/trainer/connectors/signal_connector.py and
-    lightning/pytorch/loops/training_epoch_loop.py, `_broadcast_sigterm_tensor`.
+    asked: called with whether it was the signal that Slurm requeues by, and not SIGTERM. leave: returns the code with
+    which the process is to end, None where it goes on.
+    Lightning's handlers broadcast, and save, from inside of the signal, wherever the rank is, and its training loop
+    broadcasts rank 0's flag at every step and waits for it. Source: lightning/pytorch/loops/training_epoch_loop.py,
+    `advance`, and lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after
+    the strategy's setup.
     """
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    advance = loop.advance
 
-    def note(signum: int, frame: Any) -> None:
+    def terminate(signum: int, frame: Any) -> None:
         launcher = trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(signum)
-        asked()
-        if trainer.world_size == 1:
-            mark_stop(trainer)
+        asked(False)
 
-    def look() -> None:
-        if agreed():
-            mark_stop(trainer)
-            raise SIGTERMException
+    def requeue(signum: int, frame: Any) -> None:
+        asked(True)
 
-    connector.__dict__["_sigterm_notifier_fn"] = note
-    loop.__dict__["_broadcast_sigterm_tensor"] = look
+    def look_first(data_fetcher: Any) -> None:
+        if (code := leave()) is not None:
+            mark_stop(trainer)
+            raise SIGTERMException(code)
+        advance(data_fetcher)
+
+    connector.__dict__["_sigterm_notifier_fn"] = terminate
+    connector.__dict__["_slurm_sigusr_handler_fn"] = requeue
+    loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
+    loop.__dict__["advance"] = look_first
 
     def undo() -> None:
-        connector.__dict__.pop("_sigterm_notifier_fn", None)
-        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            connector.__dict__.pop(name, None)
+        for name in ("_broadcast_sigterm_tensor", "advance"):
+            loop.__dict__.pop(name, None)
 
     return undo
+
+
+def find_resumed(trainer: Any, find: Callable[[], str | None]) -> None:
+    """Let a fit without ckpt_path go on from the checkpoint that `find` returns; None: from none, by itself.
+
+    Lightning takes any `hpc_ckpt_*` in the folder, whichever job has left it, where it believes to be in Slurm.
+    Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_parse_ckpt_path`.
+    """
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    class Resumes(_CheckpointConnector):
+        @property
+        def _hpc_resume_path(self) -> str | None:
+            return find()
+
+        def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
+            if ckpt_path is None and state_fn == "fit" and find() is not None:
+                ckpt_path = "hpc"
+            return super()._parse_ckpt_path(state_fn, ckpt_path, *args, **options)
+
+    trainer._checkpoint_connector.__class__ = Resumes
 
 
 def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], group: str) -> None:
@@ -321,6 +378,12 @@ def fbgemm_iterations_kept(kernels: list[Any]) -> Iterator[None]:
         for kernel, iteration, iteration_cpu in before:
             kernel.iter.copy_(iteration)
             kernel.iter_cpu.copy_(iteration_cpu)
+
+
+def set_fbgemm_iterations(kernel: Any, num_steps: int) -> None:
+    """Let a kernel go on counting its iterations, by which fused Adam corrects its bias, from here. Source: above."""
+    kernel.iter.fill_(num_steps)
+    kernel.iter_cpu.fill_(num_steps)
 
 
 class FusedSplits:
@@ -579,3 +642,46 @@ def _watched_collective(
         return original(*args, **options)
 
     return watched
+
+
+DCP_METADATA_NAMES = frozenset({
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+})
+"""Module and name of all that the pickle of a checkpoint's metadata needs, besides torch's types: plain dataclasses, an
+enum, and a lookup among torch's layouts. Source: torch/distributed/checkpoint/filesystem.py, finish."""
+
+
+PythonUnpickler: Any = pickle._Unpickler
+"""The unpickler that is written in Python, whose steps can be overridden. Source: Lib/pickle.py."""
+
+
+def metadata_kinds() -> set[type]:
+    """Return the dataclasses among DCP_METADATA_NAMES: their objects are built, and then given their state."""
+    named = (getattr(importlib.import_module(module), name) for module, name in DCP_METADATA_NAMES)
+    return {kind for kind in named if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+
+
+def is_torch_constant(module: str, name: str) -> bool:
+    """Whether `module.name` is one of torch's types of numbers, float32 for example."""
+    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def dcp_places(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
+    """Yield, of each chunk of a checkpoint's tensors: the tensor's name, the file it is said to lie in, offset, length.
+
+    Raises ValueError: what says so is of another kind. Source: torch/distributed/checkpoint/filesystem.py.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    for index, info in (metadata.storage_data or {}).items():
+        if not isinstance(info, _StorageInfo) or not isinstance(info.relative_path, str):
+            raise ValueError(f"'{index}' is said to lie in {info!r}")
+        yield index.fqn, info.relative_path, info.offset, info.length

@@ -12,6 +12,7 @@ DistRecError
 ├── DataError          a dataset or a dataloader is not what it must be
 ├── ProvenanceError    a lookup that was sent ahead is called with something else
 ├── CheckpointError    something cannot be saved or loaded exactly
+├── RendezvousError    the ranks do not find each other
 └── RankError          another rank failed; its message is repeated here
 """
 
@@ -65,6 +66,10 @@ class ProvenanceError(DistRecError):
 
 class CheckpointError(DistRecError):
     """Something cannot be saved or loaded exactly."""
+
+
+class RendezvousError(DistRecError, RuntimeError):
+    """The ranks of a job do not find each other."""
 
 
 class RankError(DistRecError, RuntimeError):

@@ -116,20 +116,22 @@ def test_transfer_hook_once_leaves_the_hook_out_for_batches_that_are_done_with_i
 
 
 def test_agree_on_stop_only_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
-    trainer, asked, agreed = make_trainer(), [], [False]
-    undo = _compat.agree_on_stop(trainer, lambda: asked.append(1), lambda: agreed[0])
+    trainer, asked, codes = make_trainer(), [], [None, 143]
+    undo = _compat.agree_on_stop(trainer, asked.append, codes.pop)
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
-    assert asked == [1]
-    assert trainer.received_sigterm, "one rank alone stops at once"
-    trainer._signal_connector.received_sigterm = False
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+    assert asked == [False, True]
     assert not trainer.received_sigterm
-    agreed[0] = True
-    with pytest.raises(SIGTERMException):
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    with pytest.raises(SIGTERMException) as raised:
+        trainer.fit_loop.epoch_loop.advance(None)
+    assert raised.value.code == 143
     assert trainer.received_sigterm
+    with pytest.raises(TypeError):  # Lightning's own goes on, and finds nothing to fetch from
+        trainer.fit_loop.epoch_loop.advance(None)
+    assert codes == []
     undo()
-    assert not vars(trainer.fit_loop.epoch_loop).keys() & {"_broadcast_sigterm_tensor"}
+    assert not vars(trainer.fit_loop.epoch_loop).keys() & {"_broadcast_sigterm_tensor", "advance"}
+    assert not vars(trainer._signal_connector).keys() & {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}
     trainer._signal_connector.received_sigterm = False
     _compat.mark_stop(trainer)
     assert trainer.received_sigterm

@@ -1,0 +1,177 @@
+"""What checkpoints use of upstream's private names: FBGEMM's counters, and torch.distributed.checkpoint's metadata."""
+
+import dataclasses
+import io
+import pickle
+import pickletools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from lightning_distrec import _compat
+from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, read_metadata, write_tensors
+from lightning_distrec.parts import Part, Parted
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+NOT_SAVED = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
+"""Types that upstream saves in no other way either, or has no arithmetic for."""
+SAVED = [dtype for dtype in DTYPES if not NOT_SAVED.fullmatch(str(dtype))]
+
+
+def _names_in(pickled: bytes) -> set[tuple[str, str]]:
+    """Return the module and name of all that a pickle asks for, without loading it."""
+    asked: set[tuple[str, str]] = set()
+    texts: list[str] = []
+    memo: list[Any] = []
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE"):
+            texts.append(argument)
+        elif opcode.name == "MEMOIZE":
+            memo.append(texts[-1] if texts else None)
+        elif opcode.name in ("BINGET", "LONG_BINGET") and isinstance(memo[argument], str):
+            texts.append(memo[argument])
+        elif opcode.name == "STACK_GLOBAL":
+            asked.add((texts[-2], texts[-1]))
+        elif opcode.name == "GLOBAL":
+            asked.add(tuple(argument.split(" ")))  # type: ignore[arg-type]
+    return asked
+
+
+def _write(folder: str) -> None:
+    rank, num_ranks = rank_and_num_ranks()
+    tensors = {
+        str(dtype): Parted((4 * num_ranks, 3), dtype, [Part((4 * rank, 0), torch.zeros(4, 3).to(dtype))])
+        for dtype in (torch.float32, torch.bfloat16, torch.int64)
+    }
+    tensors["on the last rank"] = Parted((2,), torch.bool, [Part((0,), torch.ones(2) > 0)] if rank else [])
+    tensors["empty"] = Parted((0, 3), torch.float32, [])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    write_tensors(Path(folder), tensors, torch.distributed.group.WORLD, Path("x.ckpt"))
+
+
+def test_dcp_metadata_names_are_all_that_metadata_ask_for_and_no_more(tmp_path: Path) -> None:
+    run_on_ranks(_write, 2, str(tmp_path))
+    asked = _names_in((tmp_path / METADATA_FILE).read_bytes())
+    assert {pair for pair in asked if not _compat.is_torch_constant(*pair)} == _compat.DCP_METADATA_NAMES
+    assert {name for module, name in asked if module == "torch"} == {"Size", "float32", "bfloat16", "int64", "bool"}
+
+
+@pytest.mark.parametrize("dtype", SAVED, ids=str)
+def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = (torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(4, 3)
+    write_tensors(tmp_path, {"x": Parted((4, 3), dtype, [Part((0, 0), tensor)])}, None, tmp_path)
+    tensors, found = StoredTensors(tmp_path), torch.zeros_like(tensor)
+    assert tensors.entry("x").properties.dtype == dtype
+    tensors.read({"x": [Part((0, 0), found)]})
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_is_torch_constant_says_yes_to_types_of_numbers_only() -> None:
+    assert all(_compat.is_torch_constant("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES)
+    said = {name for name in dir(torch) if _compat.is_torch_constant("torch", name)}
+    assert {getattr(torch, name) for name in said} == set(DTYPES)
+    for name in ("Size", "ops", "load", "os", "os.system", "hub.load", "float32.__class__", "strided", "device", ""):
+        assert not _compat.is_torch_constant("torch", name)
+    assert not _compat.is_torch_constant("torch.nn", "float32")
+    assert not _compat.is_torch_constant("os", "system")
+
+
+def test_python_unpickler_asks_its_methods_for_what_a_pickle_names_and_changes() -> None:
+    asked: list[Any] = []
+
+    class Asks(_compat.PythonUnpickler):
+        dispatch = dict(_compat.PythonUnpickler.dispatch)
+
+        def find_class(self, module: str, name: str) -> Any:
+            asked.append((module, name))
+            return super().find_class(module, name)
+
+        def get_extension(self, code: int) -> Any:
+            asked.append(code)
+            self.append(None)
+
+        def load_build(self) -> None:
+            asked.append(type(self.stack[-2]))
+            super().load_build()
+
+        dispatch[pickle.BUILD[0]] = load_build
+
+    found = Asks(io.BytesIO(pickle.dumps(Metadata({"x": None})))).load()
+    assert found == Metadata({"x": None})
+    assert asked == [(Metadata.__module__, "Metadata"), Metadata]
+    assert Asks(io.BytesIO(b"\x80\x02\x82\x07.")).load() is None
+    assert asked[2:] == [7]
+
+
+def test_dcp_places_tells_where_every_chunk_lies(tmp_path: Path) -> None:
+    run_on_ranks(_write, 2, str(tmp_path))
+    with open(tmp_path / METADATA_FILE, "rb") as file:
+        metadata = read_metadata(file)
+    places = list(_compat.dcp_places(metadata))
+    found = sorted({(name, file) for name, file, _, _ in places})
+    both = [(f"torch.{dtype}", f"__{rank}_0.distcp") for dtype in ("bfloat16", "float32", "int64") for rank in (0, 1)]
+    assert found == sorted([*both, ("on the last rank", "__1_0.distcp")])
+    assert all((tmp_path / file).is_file() for _, file in found)
+    for file in {file for _, file in found}:
+        lengths = sum(length for _, other, _, length in places if other == file)
+        assert lengths == (tmp_path / file).stat().st_size
+    assert list(_compat.dcp_places(Metadata({}))) == []
+
+
+@pytest.mark.parametrize("info", [None, "x", ("x", 0, 1), _StorageInfo(7, 0, 1), _StorageInfo(None, 0, 1)])  # type: ignore[arg-type]
+def test_dcp_places_says_when_a_place_is_told_in_another_way(info: Any) -> None:
+    with pytest.raises(ValueError, match="'.*' is said to lie in "):
+        list(_compat.dcp_places(Metadata({}, storage_data={MetadataIndex("x"): info})))
+
+
+def test_the_place_of_a_chunk_is_told_by_what_the_reader_uses_of_it() -> None:
+    assert [f.name for f in dataclasses.fields(_StorageInfo)] == [
+        "relative_path",
+        "offset",
+        "length",
+        "transform_descriptors",
+    ]
+
+
+def test_metadata_with_another_class_are_refused_by_its_name(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    path = tmp_path / METADATA_FILE
+    path.write_bytes(pickle.dumps(Metadata({"x": BytesStorageMetadata()}, storage_data={})))
+    with open(path, "rb") as file, pytest.raises(pickle.UnpicklingError, match="asks for .*BytesStorageMetadata"):
+        read_metadata(file)
+
+
+def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(10, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,  # of those for the CPU, the one that counts
+        learning_rate=0.1,
+    )
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+    kernel(ids, offsets).sum().backward()
+    assert (int(kernel.iter), int(kernel.iter_cpu)) == (1, 1)
+    _compat.set_fbgemm_iterations(kernel, 41)
+    kernel(ids, offsets).sum().backward()
+    assert (int(kernel.iter), int(kernel.iter_cpu)) == (42, 42)
+
+
+def test_metadata_kinds_are_the_classes_whose_objects_get_a_state() -> None:
+    kinds = {kind.__name__ for kind in _compat.metadata_kinds()}
+    # Neither the enum nor torch.Size, whose objects are shared, nor the function.
+    plain = {"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"}
+    assert kinds == plain | {"_StorageInfo"}
+    assert callable(_compat.PythonUnpickler.dispatch[pickle.BUILD[0]])

@@ -1,0 +1,65 @@
+"""The private names of Lightning's that the choice of a cluster environment goes by."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_distrec import _compat
+
+
+class Chosen(LightningEnvironment):
+    """As it was chosen."""
+
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+
+
+def test_choose_environments_decides_for_our_strategies_and_no_others() -> None:
+    installed = _AcceleratorConnector._choose_and_init_cluster_environment
+    try:
+        _AcceleratorConnector._choose_and_init_cluster_environment = installed.theirs
+        _compat.choose_environments(lambda strategy: isinstance(strategy, DDPStrategy), Chosen)
+        ours = _AcceleratorConnector._choose_and_init_cluster_environment
+        _compat.choose_environments(lambda strategy: True, SLURMEnvironment)
+        assert _AcceleratorConnector._choose_and_init_cluster_environment is ours, "installed twice"
+        assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment) is Chosen
+        assert type(Trainer(strategy="ddp", **QUIET).strategy.cluster_environment) is LightningEnvironment
+        passed = LightningEnvironment()
+        assert Trainer(strategy=DDPStrategy(), plugins=passed, **QUIET).strategy.cluster_environment is passed
+    finally:
+        _AcceleratorConnector._choose_and_init_cluster_environment = installed
+
+
+def test_the_choice_is_made_for_the_strategys_name_and_its_objects() -> None:
+    program = f"""
+import lightning_distrec, os
+from lightning.pytorch import Trainer
+os.environ.update(RANK="3", WORLD_SIZE="5", MASTER_ADDR="a", MASTER_PORT="1")
+for strategy in ("torchrec_sharded", lightning_distrec.TorchRecShardedStrategy()):
+    print(Trainer(strategy=strategy, **{QUIET}).strategy.cluster_environment.launched.num_ranks)
+print(type(Trainer(strategy="ddp", **{QUIET}).strategy.cluster_environment).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["5", "5", "LightningEnvironment"]
+
+
+def test_find_resumed_decides_what_a_fit_without_a_path_goes_on_from(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    (tmp_path / "hpc_ckpt_3.ckpt").write_text("another job's")
+    trainer = Trainer(default_root_dir=tmp_path, **QUIET)
+    select = trainer._checkpoint_connector._select_ckpt_path
+    model = {"model_provided": True, "model_connected": True}
+    assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
+    for found in ("mine.ckpt", None):
+        _compat.find_resumed(trainer, lambda found=found: found)
+        assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == found
+        assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, "given.ckpt", **model) == "given.ckpt"
