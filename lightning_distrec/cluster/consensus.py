@@ -32,6 +32,11 @@ class Consensus:
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._ids: Any = None
 
+    @property
+    def group(self) -> Any:
+        """The process group of the agreements; None for one rank."""
+        return None if self.num_ranks == 1 else self._group
+
     def start_least(self, *values: int) -> "Agreement":
         """Collective. Begin to agree on the smallest of all ranks, for each of `values`; `Agreement` has them."""
         return Agreement(values, self.carried, None if self.num_ranks == 1 else self._group)
@@ -51,8 +56,8 @@ class Consensus:
 
     def hear(self, said: list[list[int]]) -> list[list[int]]:
         """Return the values of each rank, of what all ranks have said; what is carried is taken out."""
-        self.carried.hear(min(of_rank[-2] for of_rank in said), min(of_rank[-1] for of_rank in said))
-        return [of_rank[:-2] for of_rank in said]
+        self.carried.hear(*(min(flags) for flags in zip(*(of_rank[-NUM_CARRIED:] for of_rank in said), strict=True)))
+        return [of_rank[:-NUM_CARRIED] for of_rank in said]
 
     def least(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
@@ -65,6 +70,17 @@ class Consensus:
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def all_here(self, seconds: float) -> bool:
+        """Whether all ranks call this within some time; the group is of no more use where they do not."""
+        if self.num_ranks == 1:
+            return True
+        work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:  # what gloo raises when time is up, or when a rank is gone
+            return False
+        return True
 
     def all_or_none(self, what: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise.
@@ -90,46 +106,63 @@ class Consensus:
         return result  # type: ignore[return-value]
 
 
+NUM_CARRIED = 3
+"""How many numbers each agreement carries besides its own."""
+REQUEUE, STOP, GO_ON = range(3)
+"""What a rank may be asked to do; of what several are asked, the least is what all do."""
+
+
 class Carried:
     """What a rank tells the others with its next agreement, whatever that is about: that it was asked to stop, say."""
 
     def __init__(self) -> None:
-        self.is_asked = False
-        """Whether this rank was asked to stop; the others may not know yet."""
-        self.is_agreed = False
-        """Whether all ranks know that one was asked."""
+        self.asked = GO_ON
+        """What this rank was asked to do; the others may not know yet."""
+        self.agreed = GO_ON
+        """What all ranks know that one was asked to do."""
         self.num_agreements = 0
         """Agreements so far that have carried it."""
+        self._has_failed: Callable[[], bool] | None = None
+        self.has_failed = False
+        """Whether all ranks know that what goes on behind the steps has failed on one."""
         self._look: Callable[[], bool] | None = None
         self.was_seen = False
         """Whether any rank has seen what it watches for."""
         self.num_unseen = 0
         """Agreements so far without that."""
 
-    def ask(self) -> None:
-        """This rank is asked to stop. A signal's handler may call it, wherever the rank is."""
-        self.is_asked = True
+    def ask(self, what: int) -> None:
+        """This rank is asked to do STOP or REQUEUE. A signal's handler may call it, wherever the rank is."""
+        self.asked = min(self.asked, what)
 
     def watch(self, look: Callable[[], bool] | None) -> None:
         """Let `look` say, whenever the ranks begin to agree on something, whether this rank sees something."""
         self._look = look
 
+    def watch_failures(self, has_failed: Callable[[], bool] | None) -> None:
+        """Let `has_failed` say, whenever the ranks begin to agree, whether something behind this rank's steps has."""
+        self._has_failed = has_failed
+        self.has_failed = False
+
     def forget(self) -> None:
         """Begin anew, with another run; one that was asked to stop too late to tell the others still is."""
-        self.is_asked = self.is_asked and not self.is_agreed
-        self.is_agreed = self.was_seen = False
+        self.asked = self.asked if self.agreed == GO_ON else GO_ON
+        self.agreed = GO_ON
+        self.was_seen = False
         self.num_unseen = 0
         self._look = None
 
-    def say(self) -> tuple[int, int]:
+    def say(self) -> tuple[int, int, int]:
         """Return what this rank says now, as numbers of which the least counts."""
         self.num_agreements += 1
-        return int(not self.is_asked), int(self._look is None or not self._look())
+        failed = self._has_failed is not None and self._has_failed()
+        return self.asked, int(self._look is None or not self._look()), int(not failed)
 
-    def hear(self, stop: int, seen: int) -> None:
+    def hear(self, stop: int, seen: int, failed: int) -> None:
         """All ranks together have said this."""
-        if not stop:
-            self.is_agreed = True
+        self.agreed = min(self.agreed, stop)
+        if not failed:
+            self.has_failed = True
         if not seen:
             self.was_seen = True
         else:
@@ -153,8 +186,9 @@ class Agreement:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            *self._agreed, stop, seen = self._values.tolist()
-            self._carried.hear(stop, seen)
+            agreed = self._values.tolist()
+            self._agreed = agreed[:-NUM_CARRIED]
+            self._carried.hear(*agreed[-NUM_CARRIED:])
         return self._agreed
 
     def wait_at_most(self, seconds: float) -> None:
@@ -166,6 +200,7 @@ class Agreement:
 
 
 _current: tuple[Any, Consensus, Consensus] | None = None
+_of_checkpoints: tuple[Any, Consensus] | None = None
 
 
 def consensus_of_all_ranks(timeout_seconds: float) -> tuple[Consensus, Consensus]:
@@ -183,7 +218,20 @@ def consensus_of_all_ranks(timeout_seconds: float) -> tuple[Consensus, Consensus
     return _current[1:]
 
 
+def consensus_of_checkpoints(timeout_seconds: float) -> Consensus:
+    """Collective. Return one of the default process group for a thread that writes checkpoints behind the steps.
+
+    It carries what `consensus_of_all_ranks` carries, and its own agreements carry nothing.
+    """
+    global _of_checkpoints
+    world = dist.group.WORLD
+    if _of_checkpoints is None or _of_checkpoints[0] is not world:
+        carried = consensus_of_all_ranks(timeout_seconds)[0].carried
+        _of_checkpoints = (world, Consensus(timeout_seconds, carried))
+    return _of_checkpoints[1]
+
+
 def forget_consensus() -> None:
     """Drop the consensus, before its process group is destroyed."""
-    global _current
-    _current = None
+    global _current, _of_checkpoints
+    _current = _of_checkpoints = None

@@ -1,17 +1,162 @@
-"""Tells torchrec what the cluster environment knows: how many ranks run on this node."""
+"""Who am I among the ranks: the environment that takes over from whatever Lightning has detected.
+
+Lightning detects Slurm by variables that a batch script has as well, counts its ranks by those of the job, refuses the
+ways to start ranks that it cannot count, and takes names of jobs for settings. Here the step's own numbers count.
+"""
 
 import os
+from signal import Signals
 
-from lightning.fabric.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_distrec.cluster.launched import Launched, by_open_mpi, by_torchrun, by_variables
+from lightning_distrec.cluster.slurm import by_srun, refuse_lone_script
+from lightning_distrec.errors import ConfigError
+
+_found: list[Launched] = []
+
+
+def find_launched() -> Launched | None:
+    """Return what the launcher of this process told it, None where nobody launched it. Raises ConfigError.
+
+    Found once for each process: the variables are published as torch wants them, which makes them look alike.
+    """
+    if not _found:
+        for tells in (by_torchrun, by_open_mpi, by_srun, by_variables):
+            if (launched := tells(os.environ)) is not None:
+                _found.append(launched)
+                break
+    return _found[0] if _found else None
+
+
+def choose_environment() -> ClusterEnvironment:
+    """Return the environment of this process.
+
+    Raises ConfigError: a script of several nodes was started without srun; see `Launched` for others.
+    """
+    launched = find_launched()
+    if launched is not None:
+        return SlurmRanks(launched) if launched.is_step else LaunchedRanks(launched)
+    refuse_lone_script(os.environ)
+    kind = next((kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect()), LightningEnvironment)
+    return kind()
+
+
+class LaunchedRanks(ClusterEnvironment):
+    """The ranks that a launcher has started, by its own count."""
+
+    def __init__(self, launched: Launched) -> None:
+        super().__init__()
+        self.launched = launched
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self.launched.point.host
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self.launched.point.ports[0]
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return find_launched() is not None
+
+    @override
+    def world_size(self) -> int:
+        return self.launched.num_ranks
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    @override
+    def global_rank(self) -> int:
+        return self.launched.rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    @override
+    def local_rank(self) -> int:
+        return self.launched.local_rank
+
+    @override
+    def node_rank(self) -> int:
+        return self.launched.node
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Nothing: see `check_numbers`, which knows what the user has set."""
+
+
+class SlurmRanks(LaunchedRanks, SLURMEnvironment):
+    """The tasks of one step of Slurm's. A SLURMEnvironment too, so that Lightning knows jobs by their numbers."""
+
+    def __init__(self, launched: Launched, auto_requeue: bool = True, requeue_signal: Signals | None = None) -> None:
+        SLURMEnvironment.__init__(self, auto_requeue, requeue_signal)
+        self.launched = launched
+
+    @staticmethod
+    @override
+    def _validate_srun_used() -> None:
+        pass
+
+    @staticmethod
+    @override
+    def _validate_srun_variables() -> None:
+        pass
+
+
+def check_numbers(launched: Launched, num_devices: int, num_available: int, num_nodes: int) -> None:
+    """Compare what the Trainer was given with what was launched; the latter is what counts.
+
+    num_devices: Trainer's. num_available: those that "auto" stands for. num_nodes: Trainer's, of which 1 says nothing.
+    Raises ConfigError: the user has asked for other numbers than the launcher was given.
+    """
+    here = launched.local_num_ranks
+    if num_nodes not in (1, launched.num_nodes):
+        raise ConfigError(
+            f"Trainer(num_nodes={num_nodes}), but {launched.by} started ranks on {launched.num_nodes} nodes. Leave "
+            "num_nodes out: the launcher's own number counts."
+        )
+    if num_devices not in (1, here, num_available):
+        raise ConfigError(
+            f"Trainer(devices={num_devices}), but {launched.by} started {here} ranks on node {launched.node}. Start as "
+            "many, or leave devices out: the launcher's own number counts."
+        )
+    if num_devices > here and launched.rank == 0:
+        rank_zero_warn(
+            f"{launched.by} started {here} ranks on a node with {num_devices} devices: {num_devices - here} stay idle."
+        )
 
 
 def publish_local_world_size(environment: ClusterEnvironment | None, ranks_on_node: int) -> int:
-    """Set LOCAL_WORLD_SIZE to the number of ranks on this node and return it.
+    """Set LOCAL_WORLD_SIZE, and what else torch and torchrec read, and return the number of ranks on this node.
 
-    torchrun sets the variable itself; neither Lightning's launcher nor srun does. Unset, torchrec takes 8 wherever the
-    world size divides by 8 (torchrec/distributed/comm.py, get_local_size), so that 4 nodes of 4 ranks would be
-    planned as 2 nodes of 8.
+    Neither Lightning's launcher nor srun sets it. Unset, torchrec takes 8 wherever the world size divides by 8
+    (torchrec/distributed/comm.py, get_local_size), so that 4 nodes of 4 ranks would be planned as 2 nodes of 8.
     """
+    if isinstance(environment, LaunchedRanks):
+        environment.launched.publish()
+        return environment.launched.local_num_ranks
     if isinstance(environment, TorchElasticEnvironment) and "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_on_node)

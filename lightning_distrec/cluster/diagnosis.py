@@ -1,0 +1,148 @@
+"""What the doctor's findings mean, and what to do about them."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from lightning_distrec.cluster.doctor import SHARED_MEMORY, Findings, Link, Rank
+from lightning_distrec.words import counted, few_of, ranks_in_words
+
+LEAST_OPEN_FILES = 4096
+LEAST_SHARED_MEMORY = 1 << 30
+MOST_SKEW_SECONDS = 1.0
+LEAST_ACROSS = 125e6
+"""Bytes per second of a link of a gigabit."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that is wrong, or will be."""
+
+    kind: Literal["error", "warning"]
+    what: str
+    advice: str
+
+
+def remarks_on(found: Findings) -> list[Remark]:
+    """Return what to do something about, errors first."""
+    remarks = [*_on_versions(found.ranks), *_on_folder(found), *_on_machines(found), *_on_links(found)]
+    return sorted(remarks, key=lambda remark: remark.kind)
+
+
+def _on_versions(ranks: tuple[Rank, ...]) -> Iterable[Remark]:
+    for problem in dict.fromkeys(rank.versions_problem for rank in ranks if rank.versions_problem):
+        having = _named(rank for rank in ranks if rank.versions_problem == problem)
+        yield Remark("error", f"{having}: {problem}", "Install what belongs together: docs/installing.md.")
+    versions = {(rank.versions, rank.python.rpartition(".")[0]) for rank in ranks}
+    if len(versions) > 1:
+        said = "; ".join(sorted(f"{having}, Python {python}" for having, python in versions))
+        yield Remark("error", f"ranks have different versions: {said}.", "Use one environment on all nodes.")
+
+
+def _on_folder(found: Findings) -> Iterable[Remark]:
+    if blind := [rank for rank in found.ranks if not rank.sees_folder]:
+        yield Remark(
+            "error",
+            f"{_named(blind)} do not see what rank 0 writes into {found.folder}.",
+            "Checkpoints need a file system that all ranks share: name a folder on it, with --folder here, and as "
+            "default_root_dir in training.",
+        )
+
+
+def _on_machines(found: Findings) -> Iterable[Remark]:
+    ranks = found.ranks
+    for node in sorted({rank.node for rank in ranks}):
+        here = [rank for rank in ranks if rank.node == node]
+        devices, cpus = max(len(rank.devices) for rank in here), max(rank.cpus for rank in here)
+        if devices and len(here) > sum(len(rank.devices) for rank in here):
+            yield Remark("error", f"{here[0].host} has {len(here)} ranks and {devices} GPUs.", "Start one per GPU.")
+        if cpus < len(here) and all(rank.cpus == cpus for rank in here):
+            yield Remark(
+                "warning", f"{here[0].host} has {len(here)} ranks on {cpus} CPUs.", "Ask for more: --cpus-per-task."
+            )
+    if few := [rank for rank in ranks if rank.open_files < LEAST_OPEN_FILES]:
+        least = min(rank.open_files for rank in few)
+        yield Remark(
+            "warning",
+            f"{_named(few)} may have {least} files open.",
+            f"Workers of dataloaders need many: ulimit -n {LEAST_OPEN_FILES}.",
+        )
+    if full := [rank for rank in ranks if rank.shared_memory_bytes < LEAST_SHARED_MEMORY]:
+        least = min(rank.shared_memory_bytes for rank in full)
+        yield Remark(
+            "warning",
+            f"{_named(full)} have {decimal(least)} free in {SHARED_MEMORY}.",
+            "Workers of dataloaders put batches there: enlarge it (docker run --shm-size), or use num_workers=0.",
+        )
+    skew = min(max(at) - min(at) for at in zip(*(rank.clocks for rank in ranks), strict=True))
+    if skew > MOST_SKEW_SECONDS:
+        yield Remark("warning", f"clocks differ by {skew:.1f} s.", "Logs will not line up: look at the time service.")
+
+
+def _on_links(found: Findings) -> Iterable[Remark]:
+    for link in found.links:
+        if link.across_nodes and link.bytes_per_second < LEAST_ACROSS:
+            one, other = found.ranks[link.one], found.ranks[link.other]
+            yield Remark(
+                "warning",
+                f"{_speed(link)} between {one.host} and {other.host}, less than a gigabit link.",
+                "Exchanges will take most of the time: set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, to the fast "
+                "network.",
+            )
+
+
+def as_json(found: Findings, remarks: list[Remark]) -> dict[str, Any]:
+    """Return all of it in plain types."""
+    return {**asdict(found), "remarks": [asdict(remark) for remark in remarks]}
+
+
+def print_diagnosis(found: Findings, remarks: list[Remark], console: Console) -> None:
+    """Print the ranks by node, the links, and the verdict."""
+    total = f"{counted(len(found.ranks), 'rank')} on {counted(found.num_nodes, 'node')}"
+    console.print(f"{total}, started by {found.started_by}")
+    console.print(f"with {found.ranks[0].versions}, Python {found.ranks[0].python}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("node", "ranks", "GPUs", "CPUs", "memory", "open files", SHARED_MEMORY):
+        table.add_column(heading, justify="left" if heading in ("node", "ranks") else "right")
+    for node in sorted({rank.node for rank in found.ranks}):
+        here = [rank for rank in found.ranks if rank.node == node]
+        one = here[0]
+        table.add_row(
+            one.host,
+            ranks_in_words([rank.rank for rank in here]),
+            str(max(len(rank.devices) for rank in here)),
+            str(one.cpus),
+            decimal(one.memory_bytes),
+            str(min(rank.open_files for rank in here)),
+            decimal(one.shared_memory_bytes),
+        )
+    console.print(table)
+    for across in (False, True):
+        if links := [link for link in found.links if link.across_nodes == across]:
+            console.print(_words(links, across))
+    for remark in remarks:
+        console.print(f"{remark.kind}: {remark.what} {remark.advice}")
+    if not remarks:
+        console.print("Nothing stands in the way.")
+
+
+def _words(links: list[Link], across: bool) -> str:
+    slowest = min(links, key=lambda link: link.bytes_per_second)
+    latency = max(link.latency_seconds for link in links)
+    where = "across nodes" if across else "within a node"
+    return (
+        f"{where}: at least {_speed(slowest)} (ranks {slowest.one} and {slowest.other}), at most "
+        f"{latency * 1e6:.0f} us, by gloo, {counted(len(links), 'link')} measured"
+    )
+
+
+def _speed(link: Link) -> str:
+    return f"{decimal(int(link.bytes_per_second))}/s"
+
+
+def _named(ranks: Iterable[Rank]) -> str:
+    return few_of([f"rank {rank.rank} on {rank.host}" for rank in ranks], 4)
