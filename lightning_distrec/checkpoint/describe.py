@@ -1,0 +1,180 @@
+"""What `lightning-distrec checkpoint inspect` says: what a checkpoint holds, who wrote it, whether it is complete."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table as TextTable
+
+from lightning_distrec.checkpoint.contents import Contents, num_bytes, read_contents, tensors_of
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.parts import Whole
+from lightning_distrec.words import counted, ranks_in_words
+
+NUM_LISTED = 20
+"""How many tensors are listed unless all are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One of the weights. Of a table that was sharded: how it was cut, by which kernel, and the ranks that held it."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    num_bytes: int
+    cut: str | None = None
+    kernel: str | None = None
+    ranks: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """What one optimizer keeps. optimizer: its class, where that is known."""
+
+    optimizer: str | None
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What is known of a checkpoint without reading its tensors; None is 'it does not say'."""
+
+    path: str
+    kind: str
+    bytes_on_disk: int
+    problem: str | None = None
+    """Why it cannot be loaded; then nothing further is known."""
+    step: int | None = None
+    epoch: int | None = None
+    num_ranks: int | None = None
+    versions: str | None = None
+    """Those of torch, fbgemm and torchrec that wrote it."""
+    lightning: str | None = None
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Name of a table -> its cut, kernel and ranks."""
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    """Tables first, then the others; the largest first."""
+    optimizers: list[OptimizerState] = dataclasses.field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as types that JSON has."""
+        return {"complete": self.problem is None, **dataclasses.asdict(self)}
+
+
+def describe(path: Path) -> Description:
+    """Return what a checkpoint's folder or a plain file holds. Raises CheckpointError: there is nothing at all."""
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}.")
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files)
+    try:
+        return description_of(path, read_contents(path), size)
+    except CheckpointError as error:
+        kind = "folder" if path.is_dir() else "file"
+        return Description(path=str(path), kind=kind, bytes_on_disk=size, problem=str(error))
+
+
+def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> Description:
+    """Return what is known of a checkpoint that has been read."""
+    checkpoint, marker = contents.checkpoint, contents.marker or {}
+    plan = marker.get("plan", {})
+    state = checkpoint.get("state_dict")
+    tables = {key: of_table for name, of_table in plan.items() for key in _keys_of(name)}
+    tensors = [_tensor(name, whole, tables.get(name)) for name, whole in tensors_of(state).items()]
+    return Description(
+        path=str(path),
+        kind=_kind(path, contents),
+        bytes_on_disk=bytes_on_disk,
+        step=checkpoint.get("global_step"),
+        epoch=checkpoint.get("epoch"),
+        num_ranks=marker.get("num_ranks"),
+        versions=marker.get("versions"),
+        lightning=checkpoint.get("pytorch-lightning_version"),
+        plan=plan,
+        tensors=sorted(tensors, key=lambda tensor: (tensor.cut is None, -tensor.num_bytes, tensor.name)),
+        optimizers=[_optimizer_state(state) for state in checkpoint.get("optimizer_states") or []],
+    )
+
+
+def _kind(path: Path, contents: Contents) -> str:
+    if contents.marker is not None:
+        return "checkpoint of lightning_distrec"
+    if "pytorch-lightning_version" in contents.checkpoint:
+        return "Lightning checkpoint"
+    return "safetensors file" if path.suffix == ".safetensors" else "state_dict"
+
+
+def _keys_of(table: str) -> list[str]:
+    """Return under which names a table's weight may be: of an nn.Embedding, and in torchrec's two collections."""
+    collection, _, name = table.rpartition(".")
+    in_collections = [f"{collection}.{kind}.{name}.weight" for kind in ("embedding_bags", "embeddings")]
+    return [f"{table}.weight", *(key.removeprefix(".") for key in in_collections)]
+
+
+def _tensor(name: str, whole: Whole, of_table: Mapping[str, Any] | None) -> Tensor:
+    plan = of_table or {}
+    return Tensor(
+        name=name,
+        shape=list(whole.shape),
+        dtype=str(whole.dtype).removeprefix("torch."),
+        num_bytes=num_bytes(whole),
+        cut=plan.get("cut"),
+        kernel=plan.get("kernel"),
+        ranks=plan.get("ranks"),
+    )
+
+
+def _optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
+    tensors = tensors_of(state.get("state", {})).values()
+    total = sum(num_bytes(whole) for whole in tensors)
+    return OptimizerState(optimizer=state.get("optimizer"), num_tensors=len(tensors), num_bytes=total)
+
+
+# ------------------------------------------------------------------------------------------------------- for people
+
+
+def print_description(found: Description, console: Console, show_all: bool) -> None:
+    """Print it. show_all: list all tensors, and not only the largest."""
+    state = "complete" if found.problem is None else "CANNOT BE LOADED"
+    console.print(f"{found.path}: {found.kind}, {state}, {decimal(found.bytes_on_disk)} on disk", soft_wrap=True)
+    if found.problem is not None:
+        return
+    facts = {
+        "epoch": found.epoch,
+        "step": found.step,
+        "written by": None if found.num_ranks is None else counted(found.num_ranks, "rank"),
+        "with": ", ".join(filter(None, [found.versions, found.lightning and f"lightning {found.lightning}"])) or None,
+    }
+    for name, value in facts.items():
+        if value is not None:
+            console.print(f"{name:<11}{value}", soft_wrap=True)
+    listed = found.tensors if show_all else found.tensors[:NUM_LISTED]
+    console.print(_table(listed, with_plan=any(tensor.cut for tensor in listed)))
+    if rest := found.tensors[len(listed) :]:
+        size = decimal(sum(tensor.num_bytes for tensor in rest))
+        console.print(f"and {counted(len(rest), 'smaller tensor')}, {size} in all; --all lists them")
+    for number, state_of in enumerate(found.optimizers):
+        of = f", {state_of.optimizer}" if state_of.optimizer else ""
+        tensors = counted(state_of.num_tensors, "tensor")
+        console.print(f"optimizer {number}{of}: {tensors}, {decimal(state_of.num_bytes)}", soft_wrap=True)
+
+
+def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
+    text = TextTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    text.add_column("weights", overflow="fold")
+    for heading in ("shape", "type", "size"):
+        text.add_column(heading, justify="left" if heading == "type" else "right", no_wrap=True)
+    for heading in ("cut", "kernel", "on ranks") if with_plan else ():
+        text.add_column(heading, no_wrap=True)
+    for tensor in tensors:
+        shape = " x ".join(f"{size:,}" for size in tensor.shape) or "one number"
+        plan = (tensor.cut or "", tensor.kernel or "", ranks_in_words(tensor.ranks or [])) if with_plan else ()
+        text.add_row(tensor.name, shape, tensor.dtype, decimal(tensor.num_bytes), *plan)
+    return text

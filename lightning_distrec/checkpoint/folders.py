@@ -1,0 +1,219 @@
+"""A checkpoint's folder on disk: under its final name only once it is complete.
+
+It is written beside, under a name that nothing looks for; the marker, which lists every file, comes last; then the
+folder is renamed. So whenever a process or machine stops, what stands under a checkpoint's name is complete.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from lightning_distrec.errors import CheckpointError
+
+MARKER = "complete.json"
+FORMAT = 1
+"""Version of what a folder holds; a reader refuses those of a later one."""
+
+UNFINISHED = ".distrec-unfinished-"
+"""Beginning of the names of folders that are being written, or removed."""
+REMOVED = f"{UNFINISHED}removed-"
+NEW = ".distrec-new-"
+NEW_SECONDS = 600.0
+"""After this time a folder that has no lock yet is nobody's."""
+_LOCK = ".lock"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a complete checkpoint's folder."""
+    return (path / MARKER).is_file()
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """Return what the marker says. Raises CheckpointError: the folder is incomplete, damaged, or of a later format."""
+    try:
+        if not is_checkpoint(path):
+            raise OSError
+        marker = json.loads((path / MARKER).read_text())
+    except OSError:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: {MARKER}, which is written last, is missing. It may be a copy that "
+            "was interrupted, or another program's; take the checkpoint before it."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / MARKER} is damaged: {error}.") from None
+    if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict) or "format" not in marker:
+        raise CheckpointError(f"{path / MARKER} is damaged: it does not list the files.")
+    if marker["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {marker['format']}, and this version of lightning_distrec reads format {FORMAT}. "
+            "Install the version that wrote it, or a later one."
+        )
+    for name, size in marker["files"].items():
+        if type(size) is not int:
+            raise CheckpointError(f"{path / MARKER} is damaged: it says no size of {name!r}.")
+        found = _size_of(path, name)
+        if found != size:
+            what = "is missing" if found is None else f"has {found:,} bytes"
+            raise CheckpointError(f"{path} is damaged: {name} {what}, and should have {size:,} bytes.")
+    return marker
+
+
+def _size_of(folder: Path, name: str) -> int | None:
+    """Return the bytes of an ordinary file in the folder itself; None where there is none of that name."""
+    try:
+        return (folder / name).stat().st_size if _is_bare(name) and (folder / name).is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _is_bare(name: Any) -> bool:
+    return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
+
+
+class Unfinished:
+    """A folder that is being written beside the one it will become. A lock says that its writer is alive."""
+
+    def __init__(self, final: Path) -> None:
+        self._final = final
+        final.parent.mkdir(parents=True, exist_ok=True)
+        self.path = final.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
+        # Locked before it has the name by which others clean up.
+        new = final.parent / f"{NEW}{uuid.uuid4().hex}"
+        new.mkdir()
+        self._lock: int | None = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR)
+        with contextlib.suppress(OSError):  # file systems without locks: see _has_writer
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(self.path)
+
+    def complete(self, marker: dict[str, Any]) -> None:
+        """Write the marker, with the list of files, and put the folder in its place. What was there before is removed.
+
+        All files are on disk before the marker is, and the marker before the folder has its name.
+        """
+        files = {file.name: file.stat().st_size for file in sorted(self.path.iterdir()) if file.name != _LOCK}
+        write_file(self.path / MARKER, _marker_text(self._final.name, marker, files))
+        _fsync_folder(self.path)
+        if os.path.lexists(self._final):
+            _exchange(self.path, self._final)
+            _fsync_folder(self._final.parent)
+            remove(self.path)
+        else:
+            os.rename(self.path, self._final)
+            _fsync_folder(self._final.parent)
+        (self._final / _LOCK).unlink(missing_ok=True)
+        self._unlock()
+
+    def abandon(self) -> None:
+        """Remove the folder; what is under the final name stays."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _marker_text(name: str, marker: dict[str, Any], files: dict[str, int]) -> bytes:
+    return json.dumps({"format": FORMAT, "name": name, **marker, "files": files}, indent=1).encode()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, a folder, a file or a link; a folder loses its name before it loses its files."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    if not path.exists():
+        return
+    if not path.name.startswith(UNFINISHED):
+        path = path.rename(path.parent / f"{REMOVED}{uuid.uuid4().hex}")
+    (path / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def clean_up(parent: Path) -> list[Path]:
+    """Remove what writers that were killed have left in `parent`, and return it; those whose writer lives stay.
+
+    A complete checkpoint that was killed on its way back to its name gets it again.
+    """
+    removed = []
+    for path in parent.glob(f"{UNFINISHED}*") if parent.is_dir() else []:
+        if _has_writer(path):
+            continue
+        final = _name_of(path)
+        if final is not None and not os.path.lexists(parent / final):
+            path.rename(parent / final)
+            continue
+        remove(path)
+        removed.append(path)
+    for path in parent.glob(f"{NEW}*") if parent.is_dir() else []:
+        with contextlib.suppress(OSError):  # its writer may be about to lock it, or to rename it
+            if time.time() - path.stat().st_mtime > NEW_SECONDS:
+                shutil.rmtree(path)
+                removed.append(path)
+    return removed
+
+
+def _name_of(leftover: Path) -> str | None:
+    """Return the name of a complete checkpoint that has lost it; None for what is incomplete, or was removed."""
+    if leftover.is_symlink() or leftover.name.startswith(REMOVED):
+        return None
+    try:
+        name = read_marker(leftover).get("name")
+    except CheckpointError:
+        return None
+    return name if _is_bare(name) else None
+
+
+def _has_writer(path: Path) -> bool:
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR)
+    except OSError:
+        return False  # complete, or being removed
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True  # held, or the file system has no locks
+    else:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Let two paths change places at once, where the file system can; else there is a moment without `old`."""
+    AT_FDCWD, RENAME_EXCHANGE = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None:
+        if renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
+            return
+        if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(old))
+    aside = old.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
+
+
+def _fsync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

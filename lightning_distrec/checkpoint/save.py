@@ -1,0 +1,204 @@
+"""Writes a checkpoint's folder: every rank its parts, rank 0 the rest; at once, or while training goes on.
+
+state.pt        what is plain or small: loops, callbacks, schedulers, hyperparameters; names of the tensors
+rank_<r>.pt     what only that rank knows: its random generators, its dataloaders' positions
+__<r>_0.distcp, .metadata    the tensors, by torch.distributed.checkpoint
+complete.json   the marker, written last
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from lightning_distrec.checkpoint.folders import Unfinished, clean_up, remove, write_file
+from lightning_distrec.checkpoint.skeleton import large_tensors, take_out, to_bytes
+from lightning_distrec.checkpoint.staging import copy_to_host
+from lightning_distrec.checkpoint.storage import write_tensors
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.parts import Parted
+
+T = TypeVar("T")
+
+STATE_FILE = "state.pt"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with what only this rank knows."""
+    return f"rank_{rank}.pt"
+
+
+class Ranks(Protocol):
+    """What this file needs of the ranks' consensus; of a group of its own, since a thread may use it."""
+
+    rank: int
+    num_ranks: int
+
+    @property
+    def group(self) -> Any:
+        """The process group; None for one rank."""
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's value."""
+
+    def all_or_none(self, what: str, action: Callable[[], T]) -> T:
+        """Collective. Run `action` on every rank; raise on all where one fails."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank writes."""
+
+    path: Path
+    state: bytes | None
+    """Content of STATE_FILE; rank 0's."""
+    of_rank: bytes
+    tensors: Mapping[str, Parted]
+    marker: dict[str, Any]
+
+
+def take_snapshot(
+    path: Path, checkpoint: Mapping[str, Any], of_rank: Mapping[str, Any], marker: dict[str, Any], ranks: Ranks
+) -> Snapshot:
+    """Collective. Return what this rank is to write; tensors share memory with the training.
+
+    Raises CheckpointError on every rank: something in it is no plain type.
+    """
+    on_ranks = [set(of_rank) for of_rank in ranks.everyone(large_tensors(checkpoint))]
+    on_all = {path for path, _, _ in set.intersection(*on_ranks)}
+    plain, tensors = take_out(checkpoint, on_all, ranks.rank, ranks.num_ranks)
+    sizes = {name: [list(parted.shape), str(parted.dtype).removeprefix("torch.")] for name, parted in tensors.items()}
+    state, mine = ranks.all_or_none(
+        "saving a checkpoint", lambda: (to_bytes(plain) if ranks.rank == 0 else None, to_bytes(dict(of_rank)))
+    )
+    return Snapshot(path, state, mine, tensors, {"num_ranks": ranks.num_ranks, **marker, "tensors": sizes})
+
+
+def write(snapshot: Snapshot, ranks: Ranks) -> None:
+    """Collective. Write a checkpoint; it appears under its name when it is complete.
+
+    Raises CheckpointError on every rank: one of them could not write. What was there before stays.
+    """
+    unfinished: list[Unfinished] = []
+
+    def begin() -> str:
+        if ranks.rank:
+            return ""
+        clean_up(snapshot.path.parent)
+        unfinished.append(Unfinished(snapshot.path))
+        return unfinished[0].path.name
+
+    def write_rest() -> None:
+        if snapshot.state is not None:
+            write_file(folder / STATE_FILE, snapshot.state)
+        write_file(folder / rank_file(ranks.rank), snapshot.of_rank)
+
+    def complete() -> None:
+        for folder in unfinished:
+            folder.complete(snapshot.marker)
+
+    try:
+        name = _together(ranks, snapshot.path, begin)
+        folder = snapshot.path.parent / ranks.everyone(name)[0]
+        _together(ranks, snapshot.path, lambda: _must_see(folder))
+        write_tensors(folder, snapshot.tensors, ranks.group, snapshot.path)
+        _together(ranks, snapshot.path, write_rest)
+        _together(ranks, snapshot.path, complete)
+    finally:
+        for folder_left in unfinished:
+            folder_left.abandon()
+
+
+def _must_see(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank 0 has made {folder}, which is not there for this rank. Checkpoints need a file system that all "
+            "ranks share: set default_root_dir, or the dirpath of ModelCheckpoint, to a folder on one."
+        )
+
+
+def _together(ranks: Ranks, path: Path, action: Callable[[], T]) -> T:
+    def checked() -> T:
+        try:
+            return action()
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be written: {error}. Earlier checkpoints are as they were."
+            ) from error
+
+    return ranks.all_or_none("saving a checkpoint", checked)
+
+
+class Saver:
+    """Saves one checkpoint after the other; where it is asynchronous, from a thread, at most one at a time."""
+
+    def __init__(self, ranks: Ranks, is_async: bool) -> None:
+        self._ranks = ranks
+        self._is_async = is_async
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.in_flight: Path | None = None
+        """The checkpoint that is being written."""
+        self._to_remove: list[Path] = []
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Collective. Write the checkpoint, or begin to, once an earlier one is finished.
+
+        Raises CheckpointError on every rank: this one, or the one before it, could not be written.
+        """
+        self.finish()
+        if not self._is_async:
+            write(snapshot, self._ranks)
+            return
+        on_host = Snapshot(
+            snapshot.path, snapshot.state, snapshot.of_rank, copy_to_host(snapshot.tensors), snapshot.marker
+        )
+        self.in_flight = snapshot.path
+        self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            write(snapshot, self._ranks)
+        except BaseException as failure:
+            self._failure = failure
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint; while one is being written, after that is complete, and not at all if it fails."""
+        if self._thread is None:
+            self._remove(path)
+        else:
+            self._to_remove.append(path)
+
+    def _remove(self, path: Path) -> None:
+        if self._ranks.rank == 0:
+            remove(path)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the write that is under way on this rank has failed; all ranks will know by `finish`."""
+        return self._failure is not None
+
+    def finish(self, timeout_seconds: float | None = None) -> None:
+        """Collective where a write is under way. Wait for it, and remove what waited for it.
+
+        Raises CheckpointError on every rank: it could not be written, or not in time.
+        """
+        if self._thread is None:
+            return
+        began = time.monotonic()
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"a checkpoint is still being written after {time.monotonic() - began:.0f} s, and is given up; what "
+                "was complete before it stays."
+            )
+        self._thread = self.in_flight = None
+        failure, self._failure = self._failure, None
+        to_remove, self._to_remove = self._to_remove, []
+        if failure is not None:
+            raise failure
+        for path in to_remove:
+            self._remove(path)

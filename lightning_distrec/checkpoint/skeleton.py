@@ -1,0 +1,164 @@
+"""A checkpoint's dict without its tensors: what is small and plain goes into one file, tensors are left out by name.
+
+That file is written and read by torch.save and torch.load(weights_only=True), which build plain types and tensors and
+run nothing else.
+"""
+
+import io
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from lightning_distrec.checkpoint.shares import parts_of, share_of
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.parts import Parted
+
+INLINE_BYTES = 16 * 2**10
+"""Tensors up to this size stay in the file with the plain values."""
+STORED = "__stored__"
+"""Key of the dict that stands for a tensor: its name among the stored ones. Others: "shape", "dtype", "parted"."""
+
+
+def large_tensors(value: Any) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return path, shape and type of all that is large, and whole on this rank, in nested dicts and lists."""
+    found: list[tuple[str, tuple[int, ...], str]] = []
+
+    def look(item: Any, path: str) -> Any:
+        if _is_large(item):
+            found.append((path, tuple(item.shape), str(item.dtype)))
+        return mapped(item, path, look)
+
+    look(value, "")
+    return found
+
+
+def take_out(value: Any, on_all: Container[str], rank: int, num_ranks: int) -> tuple[Any, dict[str, Parted]]:
+    """Return a copy of nested dicts and lists without their large tensors, and those by name: their path in it.
+
+    on_all: paths of the large tensors that every rank holds whole; they are shared out among the ranks for writing.
+    What only some ranks hold stays in the copy.
+    """
+    tensors: dict[str, Parted] = {}
+
+    def taken(item: Any, path: str) -> Any:
+        parted = parts_of(item)
+        if parted is None and path in on_all and _is_large(item):
+            tensors[path] = share_of(item, rank, num_ranks, turn=len(tensors))
+            return {STORED: path, "shape": tuple(item.shape), "dtype": item.dtype, "parted": False}
+        if parted is not None:
+            tensors[path] = parted
+            return {STORED: path, "shape": tuple(parted.shape), "dtype": parted.dtype, "parted": True}
+        if isinstance(item, nn.Parameter):
+            return item.detach()
+        if isinstance(item, numpy.generic):
+            return item.item()
+        return mapped(item, path, taken)
+
+    return taken(value, ""), tensors
+
+
+def put_back(value: Any, stored: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return a copy in which `stored`, called with what stands for a tensor, gives the tensor or a handle to it."""
+
+    def put(item: Any, path: str) -> Any:
+        return stored(item) if isinstance(item, Mapping) and STORED in item else mapped(item, path, put)
+
+    return put(value, "")
+
+
+def _is_large(item: Any) -> bool:
+    return type(item) in (Tensor, nn.Parameter) and item.layout == torch.strided and item.nbytes > INLINE_BYTES
+
+
+def mapped(item: Any, path: str, each: Callable[[Any, str], Any]) -> Any:
+    """Return a copy of a dict, list or tuple with `each` of its values, called with their paths; others as they are."""
+    if type(item) in (dict, OrderedDict):
+        return type(item)((key, each(value, f"{path}/{key}" if path else str(key))) for key, value in item.items())
+    if type(item) in (list, tuple):
+        return type(item)(each(value, f"{path}/{i}") for i, value in enumerate(item))
+    return item
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return `value` as torch.save writes it. Raises CheckpointError: it would not load again, because of ..."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="meta")
+    except Exception:
+        refuse_not_plain(value)
+        raise
+    return buffer.getvalue()
+
+
+def with_plain_numbers(value: Any, path: str = "") -> Any:
+    """Return a copy of nested dicts and lists with Python's numbers for numpy's."""
+    return value.item() if isinstance(value, numpy.generic) else mapped(value, path, with_plain_numbers)
+
+
+def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:
+    """Raise CheckpointError where something in `value` would not be loaded again, naming it and its place."""
+    found = find_not_plain(value, path)
+    if found is not None:
+        raise CheckpointError(
+            f"{found} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts), and checkpoints hold "
+            "nothing that would have to run code when it is loaded. Let the state_dict or on_save_checkpoint that it "
+            "comes from give plain types."
+        )
+
+
+def find_not_plain(value: Any, path: str = "checkpoint") -> str | None:
+    """Return what and where is the first value that torch.load(weights_only=True) would refuse, or None."""
+    if isinstance(value, Mapping) and type(value) in (dict, OrderedDict):
+        children = [(f"{path}[{key!r}]", child) for key, child in value.items()] + [(path, key) for key in value]
+    elif type(value) in (list, tuple, set):
+        children = [(f"{path}[{i}]", child) for i, child in enumerate(value)]
+    elif _loads(value):
+        return None
+    else:
+        return f"{path}, a {type(value).__module__}.{type(value).__qualname__},"
+    return next(filter(None, (find_not_plain(child, where) for where, child in children)), None)
+
+
+def _loads(value: Any) -> bool:
+    if value is None or type(value) in (bool, int, float, str, bytes, Tensor, nn.Parameter):
+        return True
+    try:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="meta")
+    except Exception:
+        return False
+    return True
+
+
+def read_plain(path: Path) -> Any:
+    """Read plain types and tensors from a file of torch.save, on the host. Raises CheckpointError: it holds others."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no file {path}.") from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not read: it holds something other than tensors and plain types, or is damaged "
+            f"({_reason(error)}). Nothing in it was run."
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return a line of what torch says, without its advice to read the file unsafely."""
+    said = str(error)
+    if asked_for := re.search(r"GLOBAL (\S+)", said):
+        return f"it asks for {asked_for[1]}"
+    if not said.strip() or "weights_only" in said:
+        return type(error).__name__
+    return said.strip().splitlines()[0]

@@ -1,0 +1,193 @@
+"""The tensors of a checkpoint on disk: torch.distributed.checkpoint's own format, read without running what it says.
+
+`torch.distributed.checkpoint` keeps its metadata in a pickle, and its own reader runs whatever that holds. Ours builds
+the metadata's classes and nothing else.
+"""
+
+import contextlib
+import math
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+from typing_extensions import override
+
+from lightning_distrec._compat import DCP_METADATA_NAMES, PythonUnpickler, dcp_places, is_torch_constant, metadata_kinds
+from lightning_distrec.checkpoint.planners import ReadPlanner, WritePlanner
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.parts import Box, Part, Parted, overlap
+
+METADATA_FILE = ".metadata"
+METADATA_KINDS = metadata_kinds()
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Parted], group: Any, final: Path) -> None:
+    """Collective over `group`, or alone where it is None. Write the tensors' parts into `folder`, and fsync them.
+
+    tensors: the same names on every rank. final: the checkpoint's path, for messages.
+    Raises CheckpointError on every rank: one of them cannot write.
+    """
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    try:
+        with _alone_is_meant() if group is None else contextlib.nullcontext():
+            dcp.save(
+                {}, storage_writer=writer, planner=WritePlanner(tensors), process_group=group, no_dist=group is None
+            )
+    except dcp.CheckpointException as failure:  # no Exception, so that nobody's `except Exception` would see it
+        raise CheckpointError(
+            _said(failure, f"writing the checkpoint {final}") + " Earlier checkpoints are as they were."
+        ) from None
+
+
+class _Writer(FileSystemWriter):
+    """As torch's, without the folder's path, which changes when the checkpoint is complete, in the metadata."""
+
+    @override
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+class StoredTensors:
+    """The tensors of a checkpoint's folder.
+
+    Raises CheckpointError: the metadata is not there, or holds something that no checkpoint of ours does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._checked: set[str] = set()
+        try:
+            with open(folder / METADATA_FILE, "rb") as file:
+                self._metadata = read_metadata(file)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be read: {error}.") from error
+        except Exception as error:
+            raise CheckpointError(f"{folder / METADATA_FILE} is no metadata of a checkpoint: {error}.") from error
+        self.files: set[str] = set()
+        """Names of the files that the tensors are said to lie in."""
+        for name, info, _, _ in self.places():
+            self.files.add(info)
+            if os.path.basename(info) != info:
+                raise CheckpointError(f"{folder}: '{name}' is said to lie in {info!r}, outside of the folder.")
+
+    def places(self) -> list[tuple[str, str, int, int]]:
+        """Return, of each piece, the tensor's name and its file, offset and length in it. Raises CheckpointError."""
+        try:
+            self._metadata.state_dict_metadata.keys()
+            return list(dcp_places(self._metadata))
+        except (AttributeError, TypeError, ValueError) as error:
+            where = self._folder / METADATA_FILE
+            raise CheckpointError(f"{where} is no metadata of a checkpoint: {error!r}.") from error
+
+    def entry(self, name: str) -> TensorStorageMetadata:
+        """Return what is known of a tensor. Raises CheckpointError: there is none, or its chunks do not cover it."""
+        entry = self._metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self._folder} holds no tensor '{name}'; it has been changed since it was written.")
+        if name not in self._checked:
+            try:
+                whole = tuple(entry.size)
+                boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+                is_covered = _cover(boxes, whole)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{self._folder} is damaged: '{name}' lies nowhere ({error!r}).") from error
+            if not is_covered:
+                raise CheckpointError(f"{self._folder} is damaged: the chunks of '{name}' are not all of it, once.")
+            self._checked.add(name)
+        return entry
+
+    def read(self, wanted: Mapping[str, Sequence[Part]]) -> None:
+        """Read into `wanted`, tensors by name, on this rank alone; what no part in the file covers stays as it is."""
+        for name in wanted:
+            self.entry(name)
+        reader = _Reader(self._folder, self._metadata)
+        try:
+            with _alone_is_meant():
+                dcp.load({}, storage_reader=reader, planner=ReadPlanner(wanted), no_dist=True)
+        except dcp.CheckpointException as failure:
+            reasons = dict.fromkeys(_reason(error) for error, _ in failure.failures.values())  # of this rank alone
+            raise CheckpointError(f"{self._folder} cannot be read: {'; '.join(reasons)}.") from None
+
+
+def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    """Whether rectangles cover a tensor of this shape, nothing of it twice."""
+    inside = all(o >= 0 and s >= 0 and o + s <= n for box in boxes for o, s, n in zip(*box, shape, strict=True))
+    if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    going_on: list[Box] = []  # those of the rows before that reach down here
+    for box in sorted(boxes):
+        going_on = [other for other in going_on if other[0][0] + other[1][0] > box[0][0]]
+        if any(overlap(box, other) is not None for other in going_on):
+            return False
+        going_on.append(box)
+    return True
+
+
+class _Reader(FileSystemReader):
+    """As torch's, with metadata that were read before."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._read_before = metadata
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._read_before
+
+
+def read_metadata(file: IO[bytes]) -> Metadata:
+    """Read torch.distributed.checkpoint's metadata. Raises pickle.UnpicklingError: they hold something else."""
+    metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"a {type(metadata).__name__} in the place of the metadata")
+    return metadata
+
+
+class _MetadataUnpickler(PythonUnpickler):
+    """Builds the metadata's own classes, and refuses everything else by name."""
+
+    dispatch = dict(PythonUnpickler.dispatch)
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in DCP_METADATA_NAMES or is_torch_constant(module, name):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no metadata need")
+
+    @override
+    def get_extension(self, code: int) -> Any:
+        raise pickle.UnpicklingError("it asks for a registered extension, which no metadata need")
+
+    def load_build(self) -> None:
+        """Set the state of what was just built, and of nothing else: a class or a function could be changed so."""
+        if type(self.stack[-2]) not in METADATA_KINDS:
+            raise pickle.UnpicklingError("it changes what it has not built")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+@contextlib.contextmanager
+def _alone_is_meant() -> Iterator[None]:
+    """torch warns that it takes a single process to be meant, where one is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run what the file says
+        return "a tensor's bytes are damaged, or hold something else"
+    return f"{type(error).__name__}: {error}"
+
+
+def _said(failure: dcp.CheckpointException, what: str) -> str:
+    """Return one line that says what failed, on which rank, and why."""
+    said = [f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items())]
+    return f"{what} failed on {'; '.join(said)}."
