@@ -72,7 +72,8 @@ def _put_back(
         raise OptimizerError(
             f"table '{lost[0]}': configure_optimizers returned a {type(optimizer).__name__} that has stepped before "
             "(kept from an earlier fit, or its state was loaded), and the table's state cannot be carried over to "
-            "shards yet. Return a new optimizer, and load no state into it."
+            "shards. Return a new optimizer, and load no state into it; to go on with its state, save a checkpoint and "
+            "call fit with ckpt_path."
         )
     for group in optimizer.param_groups:
         kept: list[nn.Parameter] = []

@@ -65,9 +65,22 @@ class TableUpdate:
         return self.kind in ("fused", "fused_lazy")
 
     @property
+    def state_keys(self) -> list[tuple[str, bool]]:
+        """What FBGEMM keeps for the table, in its order: torch's name for it, and whether it is one number per row."""
+        return _STATE_KEYS[self.arguments["optimizer"]] if self.in_backward else []
+
+    @property
     def adds_up(self) -> bool:
         """Whether two updates, one for each of two gradients, are the update of their sum."""
         return not self.in_backward or self.arguments["optimizer"] == EmbOptimType.EXACT_SGD
+
+
+_STATE_KEYS: dict[EmbOptimType, list[tuple[str, bool]]] = {
+    EmbOptimType.EXACT_SGD: [],
+    EmbOptimType.EXACT_ADAGRAD: [("sum", False)],
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: [("sum", True)],
+    EmbOptimType.ADAM: [("exp_avg", False), ("exp_avg_sq", False)],
+}
 
 
 def translate(

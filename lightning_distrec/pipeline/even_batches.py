@@ -64,14 +64,18 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     return ShortenedLoader(loader, min(lengths))
 
 
-class _Wrapper:
+class Wrapper:
     """A loader that passes on what it does not do itself: samplers, datasets, state for resuming."""
 
-    _own = ("ranks", "end", "agrees", "length")
+    _own: tuple[str, ...] = ("ranks", "end", "agrees", "length")
     """Attributes of the wrappers; all others are the loader's."""
 
     def __init__(self, loader: Any) -> None:
         object.__setattr__(self, "_loader", loader)
+        # Python 3.12 and newer see that a loader has a state by attributes that are there, not by __getattr__.
+        for name in ("state_dict", "load_state_dict"):
+            if hasattr(loader, name):
+                object.__setattr__(self, name, getattr(loader, name))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -85,7 +89,7 @@ class _Wrapper:
             setattr(self._loader, name, value)
 
 
-class ShortenedLoader(_Wrapper):
+class ShortenedLoader(Wrapper):
     """The first `length` batches of a sized loader."""
 
     def __init__(self, loader: Any, length: int) -> None:
@@ -133,7 +137,7 @@ class End:
         self._warn(f"{said}; all stop here (uneven_inputs='stop').")
 
 
-class EvenLoader(_Wrapper):
+class EvenLoader(Wrapper):
     """A loader of unknown length; the ranks agree before each batch that all of them have one.
 
     Iterating over it is collective: a callback that looks at batches on one rank only must take the loader from its

@@ -108,8 +108,15 @@ class PlainEmbeddings:
         return ""
 
 
+def _table_name(path: str) -> str:
+    """Return a name that torchrec may call a module and a parameter by: without dots, and no attribute of theirs."""
+    name = path.replace(".", "/")
+    taken = any(hasattr(kind, name) for kind in (nn.ModuleDict(), nn.ParameterDict()))
+    return f"{name}/rows" if taken else name
+
+
 def _collection(path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCollection:
-    name = path.replace(".", "/")  # torchrec's modules are called by it, and modules have no dots in their names
+    name = _table_name(path)
     options: dict[str, Any] = {
         "name": name,
         "num_embeddings": plain.num_embeddings,

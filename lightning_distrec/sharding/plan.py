@@ -26,6 +26,8 @@ Plan = dict[str, ParameterSharding]
 
 POOLED_TYPES = SHARDING_TYPES
 SEQUENCE_TYPES = ("table_wise", "row_wise", "column_wise")
+TWO_LEVEL_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
+"""Cuts that give a table to some nodes, and cut it further among the ranks there."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,14 @@ class Places:
 
     num_ranks: int
     ranks_on_node: int
+    """How many the node has that has most of them."""
+    alike: bool = True
+    """Whether all nodes have as many."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, each with as many ranks."""
-        return max(1, self.num_ranks // self.ranks_on_node)
+        """Nodes, each with as many ranks; one, where they have unequal numbers, which torchrec knows no word for."""
+        return max(1, self.num_ranks // self.ranks_on_node) if self.alike else 1
 
 
 def allowed_types(table: Table, options: TableOptions, places: Places, whole_rows_for: str) -> tuple[str, ...]:
@@ -100,6 +105,8 @@ def allowed_types(table: Table, options: TableOptions, places: Places, whole_row
 def _why_not(table: Table, cut: str, places: Places, whole_rows_for: str) -> str:
     if not table.pooled and cut not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be cut {', '.join(SEQUENCE_TYPES)}"
+    if not places.alike and cut in TWO_LEVEL_TYPES:
+        return "the nodes have unequal numbers of ranks; allow table_wise, row_wise or column_wise"
     if whole_rows_for and "column" in cut:
         return (
             f"{whole_rows_for} keeps one number for a row, so that a row must stay whole; allow table_wise or row_wise"

@@ -14,6 +14,7 @@ from lightning_distrec.sharding.plan import Plan
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.topology import RESERVED_SHARE
+from lightning_distrec.words import ranks_in_words
 
 NARROWEST_COLUMNS = 150
 """Width of the printed table where the output is no terminal."""
@@ -109,7 +110,7 @@ def print_plan(
             table.full_name,
             f"{table.config.num_embeddings:,} x {table.config.embedding_dim}",
             plan[table.full_name].sharding_type,
-            _ranks(sorted(held)),
+            ranks_in_words(sorted(held)),
             _bytes(largest),
             update.kind,
             update.why,
@@ -153,12 +154,6 @@ def _row_type(table: Table) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(map(str, ranks))
 
 
 def _bytes(count: float) -> str:

@@ -30,6 +30,10 @@ class Shard:
     """The table's name in its collection."""
     weight: nn.Parameter
     """(num_rows, num_columns), a leaf that shares the kernel's memory; empty where this rank has no rows."""
+    row: int = 0
+    """The first of its rows in the whole table."""
+    column: int = 0
+    """The first of its columns in the whole table."""
     sparse: bool = True
     """Whether its gradient holds the rows that were looked up only."""
     replicated: bool = False

@@ -20,6 +20,7 @@ from lightning_distrec._compat import (
     torchrec_quiet,
 )
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.parts import Part
 from lightning_distrec.sharding.initial_weights import (
     Piece,
     copy_from_whole,
@@ -72,6 +73,12 @@ class ShardedTables:
         """Return the tables' pieces on all ranks by full name."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         return {name: pieces_of(weight, num_ranks, rank) for name, weight in self.weights().items()}
+
+    def pieces_of(self, name: str) -> list[Piece]:
+        """Return the pieces on all ranks of one table, by its full name."""
+        table = next(table for table in self.tables if table.full_name == name)
+        weight = table_weights(self.sharded[table.collection], [table])[name]
+        return pieces_of(weight, dist.get_world_size(), dist.get_rank())
 
     def parameters(self) -> dict[str, list[nn.Parameter]]:
         """Return this rank's part of every table by full name, as optimizers step on it."""
@@ -165,21 +172,24 @@ class ShardedTables:
                     for shard in state.local_shards():
                         shard.tensor.fill_(value)
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take this rank's part out of whole tables, by full name, each (num_rows, dim) and present on every rank.
+    def fused_state(self) -> dict[int, list[Tensor]]:
+        """Return id of a shard -> FBGEMM's state of its optimizer, in the kernel's memory; see `state_keys`."""
+        return {
+            id(shard): list(state)
+            for kernel, shards in self.kernels
+            for shard, state in zip(shards, kernel.split_optimizer_states(), strict=False)  # none for SGD
+        }
 
-        Raises ShardingError: a table is missing or has another shape.
+    def load(self, name: str, weight: Any) -> None:
+        """Take this rank's part of a table, by its full name, out of `weight`: a whole tensor, or one in a file.
+
+        Rows that `weight` does not have stay as they are.
         """
-        pieces = self.pieces()
-        for table in self.tables:
-            name = table.full_name
-            wanted = (table.config.num_embeddings, table.config.embedding_dim)
-            if name not in weights or tuple(weights[name].shape) != wanted:
-                found = tuple(weights[name].shape) if name in weights else "nothing"
-                raise ShardingError(
-                    f"table '{name}' is {wanted[0]} x {wanted[1]}, but there is {found} to load into it."
-                )
-            copy_from_whole(pieces[name], weights[name])
+        pieces = self.pieces_of(name)
+        if isinstance(weight, Tensor):
+            copy_from_whole(pieces, weight)
+        else:
+            weight.fill(_parts(pieces))
 
     def step_out(self) -> None:
         """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
@@ -269,6 +279,8 @@ def shard_tables(
         result.kernels += kernels
         result.shards |= _by_table(module, mine, [shard for _, shards in kernels for shard in shards])
         result.in_tree[path] = _stand_in(module, mine, result.shards)
+    for name, pieces in result.pieces().items():
+        _note_places(result.shards[name], pieces)
     for module in sharded.values():
         forget_whole_tables(module)
     for table in tables:
@@ -354,6 +366,15 @@ def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[Shard]) 
     return found
 
 
+def _note_places(shards: list[Shard], pieces: list[Piece]) -> None:
+    """Tell this rank's shards of a table which rectangle of it they are."""
+    at = {piece.tensor.data_ptr(): piece for piece in pieces if piece.tensor is not None and piece.tensor.numel()}
+    for shard in shards:
+        if shard.weight.numel():
+            piece = at[shard.weight.data_ptr()]
+            shard.row, shard.column = piece.row, piece.column
+
+
 def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[Shard]]) -> StandIn:
     prefix = f"{tables[0].collection}."
     keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
@@ -361,15 +382,25 @@ def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, 
     return stand_in(tables[0].original, sharded, keys, weights, partial(_load, sharded))
 
 
+def _parts(pieces: list[Piece]) -> list[Part]:
+    return [Part((p.row, p.column), p.tensor) for p in pieces if p.tensor is not None and p.tensor.numel()]
+
+
 @torch.no_grad()
-def _load(sharded: ShardedModule, name: str, value: Tensor) -> str:
-    """Load one table of `sharded`, by its name in the state_dict; `value` whole, or sharded in the same way."""
+def _load(sharded: ShardedModule, name: str, value: Any) -> str:
+    """Load one table of `sharded`, by its name in the state_dict; `value` whole, in a file, or sharded in this way."""
     target = sharded.state_dict()[name]
     if tuple(value.size()) != tuple(target.size()):
         return f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into it."
     pieces = pieces_of(target, dist.get_world_size(), dist.get_rank())
-    if not isinstance(value, ShardedTensor):
+    if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
         copy_from_whole(pieces, value)
+        return ""
+    if not isinstance(value, ShardedTensor):
+        try:
+            value.fill(_parts(pieces))
+        except ValueError as error:
+            return f"{error}; load a checkpoint of trainer.save_checkpoint."
         return ""
     mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
     for piece in pieces:

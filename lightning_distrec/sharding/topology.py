@@ -1,26 +1,14 @@
 """Ranks, nodes and memory, as torchrec's planner wants to know them."""
 
-from pathlib import Path
-
 import torch
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.machine import host_memory_bytes
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 RESERVED_SHARE = 0.15
 """Share of each rank's memory that is kept for what is not tables: dense layers, activations, exchanged batches."""
-
-
-def host_memory_bytes() -> int:
-    """Return the memory of this machine, or of its container where that is less. Source: /proc/meminfo, cgroup."""
-    with open("/proc/meminfo") as file:
-        total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal:"))
-    for path in CGROUP_LIMITS:
-        if path.exists() and (limit := path.read_text().strip()).isdigit():
-            total = min(total, int(limit))
-    return total
 
 
 def memory_bytes_per_rank(device: torch.device, ranks_on_node: int, given: int | None) -> int:
