@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_distrec._compat import choose_environments
+
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.callbacks.timeline import Timeline
+    from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.pipeline.options import PipelineOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.tables import TableOptions
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointOptions",
     "Communication",
     "PipelineOptions",
     "QuantizedComms",
@@ -31,6 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
@@ -49,6 +54,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _choose_environment() -> Any:
+    return import_module("lightning_distrec.cluster.environment").choose_environment()
+
+
+def _is_ours(strategy: Any) -> bool:
+    return strategy == "torchrec_sharded" or getattr(strategy, "takes_launched_ranks", False)
+
+
+choose_environments(_is_ours, _choose_environment)
 
 
 def _make_torchrec_sharded(**arguments: Any) -> Any:

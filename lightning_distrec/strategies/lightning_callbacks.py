@@ -1,6 +1,6 @@
 """Lightning's own callbacks that walk a module's parameters: what they see when those are shards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,20 @@ class WeightCopies(nn.Module):
             state = {key: value.clone() for key, value in self._whole_state().items()}
         destination.update({f"{prefix}{key}": value for key, value in state.items()})
         return destination
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+    ) -> None:
+        unexpected, errors = others
+        mine = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        with self._exchanged():
+            try:
+                not_there, not_known = self._of[0].load_state_dict(mine, strict=False)
+            except RuntimeError as error:
+                errors.append(str(error))
+                return
+        missing += [f"{prefix}{key}" for key in not_there]
+        unexpected += [f"{prefix}{key}" for key in not_known]
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:

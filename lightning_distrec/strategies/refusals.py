@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -43,7 +43,6 @@ def refuse_what_is_not_exact(
 
     kinds: full name of a table -> what updates it ("fused", "dense", ...).
     """
-    _refuse_callbacks(trainer)
     fused = [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")]
     if not fused:
         return
@@ -106,13 +105,3 @@ def refuse_clip(value: Any, fused: list[str]) -> None:
 def _most_accumulated(trainer: Trainer) -> int:
     schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     return max([trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values())])
-
-
-def _refuse_callbacks(trainer: Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, LearningRateFinder):
-            raise UnsupportedError(
-                f"{type(callback).__name__} trains some steps and then restores a checkpoint with the optimizers' "
-                "state, which for sharded tables cannot be restored yet. Run it with fewer rows on one device "
-                "(strategy='auto'), and set the value it finds."
-            )

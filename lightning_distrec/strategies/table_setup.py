@@ -6,7 +6,7 @@ shard      torchrec's modules take the collections' places, rows travel to their
 connect    param groups, learning rates and the user's calls meet the shards
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_distrec._compat import has_gradient_hooks
+from lightning_distrec._compat import has_gradient_hooks, set_fbgemm_iterations
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import CheckpointError, OptimizerError, ShardingError
+from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
 from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
@@ -61,6 +61,7 @@ class TableSetup:
     """What was put on optimizers and plugins for the time of the run."""
 
     def __post_init__(self) -> None:
+        self._num_steps: dict[int, int] = {}
         self.backward_watch = BackwardWatch(self.fused_tables)
         self.thawing = Thawing(self.shards, self.updates)
 
@@ -91,9 +92,10 @@ class TableSetup:
                     "inside of backward. Set embedding_update='sparse' or 'dense' for it."
                 )
 
-    def after_optimizer_step(self, *_: Any) -> None:
-        """The gradients of the lookups so far are used up. Called by the optimizers themselves."""
+    def after_optimizer_step(self, number: int, *_: Any) -> None:
+        """The gradients of the lookups so far are used up. Called by the optimizers, of this number, themselves."""
         self.backward_watch.step()
+        self._num_steps[number] = self._num_steps.get(number, 0) + 1
         for lookup in self.lookups:
             lookup.forget_gradients()
 
@@ -102,19 +104,20 @@ class TableSetup:
         for lookup in self.lookups:
             lookup.begin_step()
 
-    def load_state_dict(self, module: LightningModule, state: Mapping[str, Any], strict: bool) -> None:
-        """Load a plain state_dict of the unsharded module, present on every rank, into the module and the shards."""
-        keys = self.shards.keys_in_tree()
-        self.shards.load({keys[key]: value for key, value in state.items() if key in keys})
-        rest = {key: value for key, value in state.items() if key not in keys}
-        missing, unexpected = module.load_state_dict(rest, strict=False)
-        further = tuple(f"{key}_" for key in keys)  # of tables with several shards on this rank
-        missing = [key for key in missing if key not in keys and not key.startswith(further)]
-        if strict and (missing or unexpected):
-            raise CheckpointError(
-                f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. "
-                "Build the module that was saved, or set strict_loading=False on it."
-            )
+    def num_fused_steps(self, name: str) -> int:
+        """Return how often the optimizer of a table that is updated inside of backward has stepped."""
+        owner = self.updates[name].owner
+        return 0 if owner is None else self._num_steps.get(owner.optimizer_index, 0)
+
+    def set_fused_steps(self, name: str, num_steps: int) -> None:
+        """Go on counting a table's steps from here."""
+        owner = self.updates[name].owner
+        assert owner is not None
+        self._num_steps[owner.optimizer_index] = num_steps
+        shards = {id(shard) for shard in self.shards.shards[name]}
+        for kernel, held in self.shards.kernels:
+            if any(id(shard) in shards for shard in held):
+                set_fbgemm_iterations(kernel, num_steps)
 
 
 def set_up_tables(
@@ -123,7 +126,7 @@ def set_up_tables(
     settings: TableSettings,
     consensus: Consensus,
     device: torch.device,
-    ranks_on_node: int,
+    places: Places,
     output_dtype: torch.dtype | None,
 ) -> TableSetup | None:
     """Collective. Shard the module's tables and return them; None where it has none.
@@ -137,7 +140,6 @@ def set_up_tables(
     if present is not None and trainer.state.fn != TrainerFn.FITTING and not find_tables(module).tables:
         updates = {table.full_name: frozen("evaluation only") for table in present.tables}
         return _look_up(present, updates, settings, consensus, output_dtype)
-    places = Places(consensus.num_ranks, ranks_on_node)
     earlier = {} if present is None else present.parameters()
     if present is not None:
         present.step_out()
@@ -170,7 +172,8 @@ def _plan(
     output_dtype: torch.dtype | None,
 ) -> Plan:
     memory = memory_bytes_per_rank(device, places.ranks_on_node, settings.memory_bytes_per_rank)
-    topology = make_topology(device, places.num_ranks, places.ranks_on_node, memory)
+    on_node = places.ranks_on_node if places.alike else places.num_ranks
+    topology = make_topology(device, places.num_ranks, on_node, memory)
     costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
 
     def planned() -> Plan:
@@ -247,8 +250,9 @@ def _shard(
     rewrite_groups(look.optimizers, unsharded, shards.parameters(), look.updates.keys() - kept.keys())
     setup = _look_up(shards, look.updates, settings, consensus, output_dtype)
     setup.optimizers, setup.lr_scheduler_configs = look.optimizers, look.lr_scheduler_configs
-    for optimizer in setup.optimizers:
-        setup.undo.append(optimizer.register_step_post_hook(setup.after_optimizer_step).remove)
+    for number, optimizer in enumerate(setup.optimizers):
+        stepped = partial(setup.after_optimizer_step, number)
+        setup.undo.append(optimizer.register_step_post_hook(stepped).remove)
     for name in setup.fused_tables:
         for shard in shards.shards[name]:
             shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))

@@ -1,6 +1,6 @@
 """`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -24,11 +24,10 @@ from lightning_distrec._compat import (
     move_optimizers_to_device,
     send_module_states,
 )
-from lightning_distrec.checkpoint.plain_state import gather_plain_state
-from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
-from lightning_distrec.cluster.environment import publish_local_world_size
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
-from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.pipeline.even_batches import End, UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.pipeline.fetcher import Handed
@@ -37,20 +36,23 @@ from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
+from lightning_distrec.sharding.plan import Places
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.buffers import QuietBuffers
+from lightning_distrec.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.pipelining import Pipelining
 from lightning_distrec.strategies.precision import GlobalClipping, agree_on_overflows, output_dtype
-from lightning_distrec.strategies.stopping import StopTogether
+from lightning_distrec.strategies.ranks import CountedRanks
+from lightning_distrec.strategies.stopping import STOPPED, StopOptions, StopTogether
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
 
 
-class TorchRecShardedStrategy(DDPStrategy):
+class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
     """Shards the embedding tables of an unchanged LightningModule; the rest of it trains as under DDP.
 
     Every EmbeddingBagCollection and EmbeddingCollection of the module, and every large nn.Embedding and
@@ -74,6 +76,10 @@ class TorchRecShardedStrategy(DDPStrategy):
             batch's ids travel while this one computes; 3 if None.
         quantized_comms: forward and backward, the types in which rows and their gradients travel: "fp32", "fp16" or
             "bf16". Fewer bytes, and not the same numbers; None: float32.
+        checkpoint: distributed, async_save, start_from, rename, grow_tables: see CheckpointOptions; by default every
+            rank writes its own part of a folder, which any number of ranks and any plan can load.
+        stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions; by default the signal that Slurm
+            sends before the time is over saves a checkpoint and requeues the job, which goes on from it.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
             ranks are weighted by their number of examples, where lookups tell it (not those of nn.Embedding); "sum"
             over it; "rank_mean": all ranks count alike, as in DDP.
@@ -99,6 +105,8 @@ class TorchRecShardedStrategy(DDPStrategy):
         uneven_inputs: UnevenInputs = "stop",
         pipeline: PipelineOptions | dict[str, int] | None = None,
         quantized_comms: QuantizedComms | dict[str, str] | None = None,
+        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
+        stopping: StopOptions | dict[str, Any] | None = None,
         loss_reduction: LossReduction = "mean",
         memory_bytes_per_rank: int | None = None,
         batch_size_per_rank: int = 512,
@@ -127,12 +135,15 @@ class TorchRecShardedStrategy(DDPStrategy):
         )
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
+        self._checkpoint_options = chosen("checkpoint", CheckpointOptions, checkpoint)
+        self._stop_options = chosen("stopping", StopOptions, stopping)
+        self._resumes = self._stop_options.resume == "auto"
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, Count] = {}
         self._buffers: QuietBuffers | None = None
         self._stopping: StopTogether | None = None
         self._timeout_seconds = timeout_seconds
-        self._ranks_on_node = 1
+        self._places = Places(1, 1)
         self._consensus: Consensus | None = None
         self._of_steps: Consensus | None = None
         self._tables: TableSetup | None = None
@@ -162,8 +173,10 @@ class TorchRecShardedStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._ranks_on_node = publish_local_world_size(self.cluster_environment, self.num_processes)
-        self._consensus, self._of_steps = consensus_of_all_ranks(self._timeout_seconds)
+        self._consensus, self._of_steps = self.all_ranks()
+        on_nodes = self._consensus.everyone(self.num_local_ranks)
+        self._places = Places(len(on_nodes), max(on_nodes), len(set(on_nodes)) == 1)
+        self.set_up_checkpoints(self._checkpoint_options, self._timeout_seconds)
 
     @contextmanager
     @override
@@ -178,21 +191,23 @@ class TorchRecShardedStrategy(DDPStrategy):
         assert self._consensus is not None
         assert self._of_steps is not None
         self._failed = False
-        self._stopping = StopTogether(trainer, self._of_steps)
+        self._stopping = StopTogether(trainer, self._of_steps, self._stop_options, self.job_checkpoint)
         self._tables = set_up_tables(
             trainer,
             module,
             self._settings,
             self._consensus,
             self.root_device,
-            self._ranks_on_node,
+            self._places,
             output_dtype(str(trainer.precision)),
         )
         if self._tables is None:
             rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
             super().setup(trainer)
+            self.begin_checkpoints(module, self._tables)
             return
         self._setup_around_tables(trainer, self._tables)
+        self.begin_checkpoints(module, self._tables)
         if self._pipeline_options.depth > 1:
             self._pipelining = Pipelining(
                 trainer,
@@ -257,6 +272,7 @@ class TorchRecShardedStrategy(DDPStrategy):
             self._tables.before_training_step()
         if self._buffers is not None:
             self._buffers.before_step()
+        self.before_step()
         with spans.span(spans.FORWARD), self._step(args, self.lightning_module.automatic_optimization):
             return super().training_step(*args, **kwargs)
 
@@ -287,7 +303,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         with self._step(args, has_backward=False):
             yield
         assert self._stopping is not None
-        if self._stopping.is_agreed():
+        if self._stopping.ends_evaluation():
             assert self.lightning_module is not None
             mark_stop(self.lightning_module.trainer)
 
@@ -320,49 +336,31 @@ class TorchRecShardedStrategy(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self._consensus is not None
-        return even(dataloader, self._consensus, self._uneven_inputs, _warn)
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collective. Return the module's state with whole tables on rank 0, also after fit has ended."""
-        return gather_plain_state(super().lightning_module_state_dict())
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._tables is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
         assert self.lightning_module is not None
-        self._tables.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._tables is not None:
-            raise CheckpointError(
-                "fit(ckpt_path=...) over sharded tables: the tables' optimizer state is not in checkpoints yet, "
-                "so that training would go on with other numbers. To start a new run from its weights, load the "
-                "checkpoint's state_dict into the module before fit."
-            )
-        super().load_optimizer_state_dict(checkpoint)
+        loader = even(dataloader, self._consensus, self._uneven_inputs, _warn)
+        return self.keep_position(loader) if self.lightning_module.trainer.training else loader
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         note_failure()
         self._failed = True
+        if isinstance(exception, SystemExit) and exception.code is None and self._stopping is not None:
+            exception.code, exception.args = STOPPED, (STOPPED,)  # Lightning's, out of an evaluation
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
+        try:
+            self.finish_checkpoints(self._failed)
+        finally:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
         if self._pipelining is not None:
             self._pipelining.release(self._failed)
             self._pipelining = None
         if self._stopping is not None:
-            self._stopping.undo()
+            self._stopping.undo(self._failed)
         self._stopping = self._buffers = None
         self._clipping.take_off()
         if self._tables is not None:
@@ -392,6 +390,7 @@ class TorchRecShardedStrategy(DDPStrategy):
         self.model = None
         self._lightning_module = None
         self._tables = self._consensus = self._of_steps = None
+        self.forget_checkpoints()
         self.optimizers, self.lr_scheduler_configs = [], []
 
 

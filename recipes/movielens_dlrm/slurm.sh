@@ -7,6 +7,9 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=4
 #SBATCH --time=00:30:00
+#SBATCH --signal=USR1@90
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
 set -euo pipefail
@@ -16,7 +19,6 @@ set -euo pipefail
 test -d data/movielens-100k || .venv/bin/python -c \
     "from recipes.movielens_dlrm.data import MovieLensDataModule; MovieLensDataModule().prepare_data()"
 
-# srun starts one process per GPU; num_nodes and devices repeat what was asked of Slurm above.
-srun --kill-on-bad-exit=1 .venv/bin/lightning-distrec fit --config recipes/movielens_dlrm/gpu.yaml \
-    --trainer.num_nodes="$SLURM_JOB_NUM_NODES" \
-    --trainer.devices="$SLURM_NTASKS_PER_NODE"
+# srun starts one process per GPU; how many there are is Slurm's to say. 90 seconds before the time is over they save a
+# checkpoint, the job is requeued, and goes on from there.
+srun --kill-on-bad-exit=1 .venv/bin/lightning-distrec fit --config recipes/movielens_dlrm/gpu.yaml

@@ -1,0 +1,249 @@
+"""Commands of the console script that need no Trainer: about checkpoints, and about the machines they run on.
+
+None of them loads torchrec, and only the doctor starts a process group.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from lightning_distrec.errors import DistRecError
+
+OF_LIGHTNING = {
+    "fit": "Train a model: fit --config FILE.yaml.",
+    "validate": "Evaluate a model on its validation data.",
+    "test": "Evaluate a model on its test data.",
+    "predict": "Run a model over its prediction data.",
+}
+"""The commands that a LightningCLI has, for those who ask what there is."""
+
+SAME, DIFFERENT, TROUBLE = 0, 1, 2
+"""Exit codes, those of `diff`."""
+NARROWEST_COLUMNS = 160
+"""Width of what is printed where the output is no terminal."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one of the commands; returns the exit code. What cannot be done is said in one line on stderr.
+
+    args: the command line, without the program. Raises SystemExit: it asks for help, or is not understood.
+    """
+    parser = _parser()
+    if not args:
+        parser.print_help(sys.stderr)
+        return TROUBLE
+    given = parser.parse_args(list(args))
+    command = given[given.subcommand]
+    action = command[command.subcommand] if given.subcommand == "checkpoint" else command
+    name = command.subcommand if given.subcommand == "checkpoint" else given.subcommand
+    try:
+        return _ACTIONS[name](action)
+    except (DistRecError, OSError) as error:
+        print(f"lightning-distrec: {error}", file=sys.stderr)
+        return TROUBLE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec",
+        description="Train recommendation models with sharded embedding tables, and handle their checkpoints.",
+        epilog="The options of a command: lightning-distrec fit --help.",
+    )
+    commands = parser.add_subcommands(title="commands", metavar="COMMAND")
+    for name, text in OF_LIGHTNING.items():
+        commands.add_subcommand(name, ArgumentParser(), help=text)
+    commands.add_subcommand("doctor", _doctor_parser(), help="Look at the ranks, machines and links of a job.")
+    commands.add_subcommand("slurm", _slurm_parser(), help="Write a script for sbatch that runs a recipe.")
+    commands.add_subcommand("export", _export_parser(), help="Write a checkpoint as one plain file.")
+    checkpoint = ArgumentParser(description="Look into checkpoints: folders, and plain files of torch or safetensors.")
+    commands.add_subcommand("checkpoint", checkpoint, help="Look into checkpoints: inspect, diff.")
+    of_checkpoint = checkpoint.add_subcommands(title="commands", metavar="COMMAND")
+    of_checkpoint.add_subcommand("inspect", _inspect_parser(), help="Show what a checkpoint holds.")
+    of_checkpoint.add_subcommand("diff", _diff_parser(), help="Show in what two checkpoints differ.")
+    return parser
+
+
+def _doctor_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Look at the ranks, machines and links that a job would get, and say what stands in its way. "
+        "Alone, or started as the job will be: srun -N2 --ntasks-per-node=8 lightning-distrec doctor. Exit code 1: "
+        "something does; 2: the ranks do not meet."
+    )
+    parser.add_argument("--folder", type=str, default=".", help="A folder that all ranks are to see.")
+    parser.add_argument("--timeout", type=float, default=60.0, help="How many seconds ranks wait for each other.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, on rank 0, with all that was found.")
+    return parser
+
+
+def _slurm_parser() -> ArgumentParser:
+    from lightning_distrec.cluster.batch_script import Wanted
+
+    parser = ArgumentParser(
+        description="Write a script for sbatch that runs a recipe: with srun, and a signal before the time is over."
+    )
+    parser.add_class_arguments(Wanted)
+    parser.add_argument("--out", type=str, default="-", help="A file, which must not be there yet; -: print it.")
+    return parser
+
+
+def _export_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Write a checkpoint as one plain file, in one process and with little memory, however large the "
+        "tables are."
+    )
+    parser.add_argument("checkpoint", type=str, help="A checkpoint's folder, or a .ckpt, .pt or .safetensors file.")
+    parser.add_argument(
+        "out",
+        type=str,
+        help="*.pt or *.safetensors: the unsharded module's state_dict. *.ckpt: a Lightning checkpoint, which any "
+        "Trainer resumes from.",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="Replace OUT if it is there.")
+    return parser
+
+
+def _inspect_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Show what a checkpoint holds, who wrote it, and whether it is complete. Exit code 2: it is not."
+    )
+    parser.add_argument("path", type=str, help="A checkpoint's folder, or a .ckpt, .pt or .safetensors file.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, with all tensors.")
+    parser.add_argument("--all", action="store_true", help="List all tensors, and not only the largest.")
+    parser.add_argument("--verify", action="store_true", help="Read all of it, and compare it with its checksums.")
+    return parser
+
+
+def _diff_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Show in what two checkpoints differ. Exit code 0: in nothing; 1: in something; 2: one of them "
+        "cannot be read."
+    )
+    parser.add_argument("a", type=str, help="A checkpoint's folder, or a .ckpt, .pt or .safetensors file.")
+    parser.add_argument("b", type=str, help="The other one; it may be of another kind.")
+    parser.add_argument("--values", action="store_true", help="Read all tensors, and compare their values.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, with all differences.")
+    return parser
+
+
+# torch loads with what is imported below, which those who ask for help need not wait for.
+
+
+def _doctor(given: Namespace) -> int:
+    from lightning_distrec.cluster.diagnosis import as_json, print_diagnosis, remarks_on
+    from lightning_distrec.cluster.doctor import examine
+    from lightning_distrec.cluster.environment import find_launched
+
+    found = examine(Path(given.folder).absolute(), given.timeout, lambda said: print(said, file=sys.stderr, flush=True))
+    remarks = remarks_on(found)
+    launched = find_launched()
+    if launched is None or launched.rank == 0:
+        if given.json:
+            print(json.dumps(as_json(found, remarks), indent=1))
+        else:
+            print_diagnosis(found, remarks, _console())
+    return DIFFERENT if any(remark.kind == "error" for remark in remarks) else SAME
+
+
+def _slurm(given: Namespace) -> int:
+    from lightning_distrec.cluster.batch_script import Wanted, batch_script
+
+    options = {name: value for name, value in vars(given).items() if name != "out"}
+    text = batch_script(Wanted(**options))
+    if given.out == "-":
+        print(text, end="")
+    else:
+        with open(given.out, "x") as file:
+            file.write(text)
+        print(f"Written: {given.out}. Submit it with: sbatch {given.out}")
+    return SAME
+
+
+def _export(given: Namespace) -> int:
+    from lightning_distrec.checkpoint.export import export
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with (
+        _leaving_when_asked(),
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("", total=None)
+        export(
+            Path(given.checkpoint),
+            Path(given.out),
+            overwrite=given.overwrite,
+            told=lambda written, total: progress.update(task, completed=written, total=total),
+        )
+    return SAME
+
+
+@contextmanager
+def _leaving_when_asked() -> Iterator[None]:
+    """Leave by an exception where the process is asked to end, so that nothing half-written stays."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _inspect(given: Namespace) -> int:
+    from lightning_distrec.checkpoint.describe import describe, print_description
+
+    found = describe(Path(given.path))
+    if given.json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        print_description(found, _console(), given.all)
+    if found.problem is not None:
+        print(f"lightning-distrec: {found.problem}", file=sys.stderr)
+        return TROUBLE
+    return _verify(Path(given.path)) if given.verify else SAME
+
+
+def _verify(path: Path) -> int:
+    from lightning_distrec.checkpoint.verify import verify
+
+    changed = verify(path)
+    for what in changed:
+        print(f"lightning-distrec: {path}: {what} is not as it was written.", file=sys.stderr)
+    if not changed:
+        print("All bytes are as they were written.", file=sys.stderr)
+    return TROUBLE if changed else SAME
+
+
+def _diff(given: Namespace) -> int:
+    from lightning_distrec.checkpoint.compare import compare, print_comparison
+
+    found = compare(Path(given.a), Path(given.b), values=given["values"])  # given.values is a method
+    if given.json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        print_comparison(found, _console())
+    return SAME if found.is_same else DIFFERENT
+
+
+def _console() -> Console:
+    """Return a console that takes names of tensors for what they are."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console = Console(markup=False, emoji=False, highlight=False, width=NARROWEST_COLUMNS)
+    return console
+
+
+_ACTIONS: dict[str, Callable[[Namespace], int]] = {
+    "doctor": _doctor,
+    "slurm": _slurm,
+    "export": _export,
+    "inspect": _inspect,
+    "diff": _diff,
+}
