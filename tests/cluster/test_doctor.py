@@ -1,0 +1,95 @@
+"""The doctor, alone and under a real Slurm; and what it makes of findings."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_distrec.cluster.diagnosis import remarks_on
+from lightning_distrec.cluster.doctor import Findings, Link, Rank
+from tests.support.slurm import Slurm
+
+pytestmark = pytest.mark.timeout(300)
+
+DOCTOR = [sys.executable, "-m", "lightning_distrec.cli", "doctor"]
+
+
+def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
+    done = subprocess.run([*DOCTOR, f"--folder={tmp_path}"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 rank on 1 node, started by nobody" in done.stdout
+    assert "torchrec" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "not there"
+    done = subprocess.run([*DOCTOR, f"--folder={missing}"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lightning-distrec: rank 0 cannot write into {missing}: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
+    arguments = ["--json", f"--folder={slurm.folder}"]
+    done = slurm.srun(["-N2", "-n3"], [*DOCTOR, *arguments], timeout_seconds=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "node1"), (1, "node1"), (2, "node2")]
+    assert all(rank["sees_folder"] for rank in found["ranks"])
+    links = [(link["one"], link["other"], link["across_nodes"]) for link in found["links"]]
+    assert links == [(0, 1, False), (0, 2, True)]
+    assert all(0 < link["latency_seconds"] < 0.1 and link["bytes_per_second"] > 1e6 for link in found["links"])
+
+
+def test_ranks_that_do_not_meet_are_told(slurm: Slurm) -> None:
+    command = f"[ $SLURM_PROCID = 1 ] || exec {' '.join(DOCTOR)} --timeout=3"
+    done = slurm.srun(["-N2", "-n2"], ["bash", "-c", command], timeout_seconds=120)
+    assert done.returncode == 2
+    assert "1 of 2 ranks arrived" in done.stderr
+    assert "missing: rank 1 on node2: not within timeout_seconds=3." in done.stderr
+
+
+FINE = Rank(0, 0, "a", "3.11.4", "torch 2.13", None, ("H200",) * 2, 8, 1 << 36, 65536, 1 << 34, True, (1.0, 2.0, 3.0))
+OTHER = replace(FINE, rank=1, node=1, host="b")
+LINK = Link(0, 1, True, 1e-5, 1e9)
+
+
+def _said(one: Rank = FINE, other: Rank = OTHER, link: Link = LINK) -> list[str]:
+    found = Findings("srun", 2, "/shared", (one, other), (link,))
+    return [f"{remark.kind}: {remark.what} {remark.advice}" for remark in remarks_on(found)]
+
+
+def test_nothing_is_said_where_all_is_well() -> None:
+    assert _said() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sees_folder": False}, "error: rank 1 on b do not see what rank 0 writes into /shared. Checkpoints need"),
+        ({"versions": "torch 2.14"}, "error: ranks have different versions: torch 2.13, Python 3.11; torch 2.14"),
+        ({"python": "3.12.1"}, "error: ranks have different versions"),
+        ({"versions_problem": "no torchrec"}, "error: rank 1 on b: no torchrec Install"),
+        ({"node": 0, "devices": (), "host": "a"}, ""),
+        ({"open_files": 1024}, "warning: rank 1 on b may have 1024 files open. Workers"),
+        ({"shared_memory_bytes": 64_000_000}, "warning: rank 1 on b have 64.0 MB free in /dev/shm"),
+        ({"clocks": (4.0, 4.5, 5.2)}, "warning: clocks differ by 2.2 s."),
+    ],
+)
+def test_what_stands_in_the_way_is_said_with_what_to_do(changes: dict, said: str) -> None:
+    (line,) = _said(other=replace(OTHER, **changes)) or [""]
+    assert line.startswith(said)
+
+
+def test_more_ranks_than_gpus_or_cpus_and_slow_links_are_said() -> None:
+    one = replace(FINE, devices=("H200",), cpus=1)
+    assert _said(replace(one, devices=()), replace(one, rank=1, devices=("H200",)))[0] == (
+        "error: a has 2 ranks and 1 GPUs. Start one per GPU."
+    )
+    assert any("has 2 ranks on 1 CPUs" in line for line in _said(one, replace(one, rank=1)))
+    slow = _said(link=replace(LINK, bytes_per_second=2e7))
+    assert slow[0].startswith("warning: 20.0 MB/s between a and b, less than a gigabit link")

@@ -1,0 +1,66 @@
+"""A job that is asked to leave saves, is requeued, and goes on with the losses of one that was never asked."""
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from tests.support.launched_script import NUM_SAMPLES
+from tests.support.launches import ONE_THREAD, SHELL, Result, on_one_machine, results_of
+from tests.support.slurm import Slurm
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+def _went_on(results: list[Result], code: int) -> None:
+    """Check that two attempts of two ranks are together the run that never stopped."""
+    first, then = ([r for r in results if r["attempt"] == attempt] for attempt in (0, 1))
+    assert len(first) == len(then) == 2
+    assert {r["code"] for r in first} == {code}
+    assert {r["code"] for r in then} == {0}
+    assert len({len(r["losses"]) for r in first}) == 1, "they left after different steps"
+    for before, after, alone in zip(first, then, on_one_machine(2), strict=True):
+        assert 3 <= len(before["losses"]) < len(alone["losses"])
+        assert before["seen"] + after["seen"] == alone["seen"]
+        assert before["losses"] + after["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+    assert sorted(number for r in results for number in r["seen"]) == list(range(NUM_SAMPLES))
+
+
+def _options(slurm: Slurm, name: str, **more: Any) -> dict[str, str]:
+    folder = slurm.folder / name
+    folder.mkdir()
+    (folder / "hpc_ckpt_7.ckpt").write_text("left by another job")
+    return ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"default_root_dir": str(folder)} | more)}
+
+
+def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None:
+    options = _options(slurm, "requeued") | {"LAUNCHED_SIGNALS": "SIGUSR1 SIGUSR1"}  # the second a second later
+    job = slurm.sbatch(f"srun {SHELL}", ["-N2", "--ntasks-per-node=1"], env=options)
+    slurm.wait_for_output(job, "Requeued", timeout_seconds=60)
+    assert slurm.wait(job, timeout_seconds=90) == "COMPLETED", slurm.output(job)
+    printed = slurm.output(job)
+    assert "Restoring states from the checkpoint path" in printed
+    _went_on(results_of(printed), 75)
+    left = os.listdir(slurm.folder / "requeued")
+    assert left == ["hpc_ckpt_7.ckpt"], "what has come to its end leaves nothing to go on from"
+
+
+@pytest.mark.parametrize(
+    ("signal", "code", "said"),
+    [("SIGUSR1", 75, "the job is not requeued: scontrol: "), ("SIGTERM", 143, "Asked to stop: saving")],
+)
+def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_again(
+    slurm: Slurm, signal: str, code: int, said: str
+) -> None:
+    options = _options(slurm, signal, stopping={"on_sigterm": "checkpoint"})
+    # To one rank only. MASTER_ADDR, since scontrol would know the address.
+    options |= {"LAUNCHED_SIGNALS": f"no {signal}", "MASTER_ADDR": "127.0.0.1"}
+    step = f"srun -N2 -n2 env PATH=/nowhere {SHELL}"
+    script = f"{step}; code=$?; echo code $code; [ $code = {code} ] && {step}"
+    job = slurm.sbatch(script, ["-N2", "-n2"], env=options)
+    assert slurm.wait(job, timeout_seconds=120) == "COMPLETED", slurm.output(job)
+    printed = slurm.output(job)
+    assert f"code {code}" in printed
+    assert said in printed
+    _went_on(results_of(printed), code)

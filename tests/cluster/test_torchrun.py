@@ -1,0 +1,34 @@
+"""torchrun: agents with unequal numbers of ranks, and attempts after a rank was killed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.launches import SCRIPT, check, ended, free_port, results_of, start
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+KILLS = int(os.environ.get("DISTREC_RESTARTS", "1"))
+
+
+def _agent(*arguments: str, **more: str) -> "subprocess.Popen[str]":
+    return start(sys.executable, "-m", "torch.distributed.run", *arguments, *SCRIPT[1:], **more)
+
+
+def test_agents_may_have_unequal_numbers_of_ranks() -> None:
+    together = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=unequal")
+    out, _ = ended(*(_agent(*together, f"--nproc-per-node={ranks}") for ranks in (2, 1)))
+    results = results_of(out)
+    sizes = [int(result["published"]["LOCAL_WORLD_SIZE"]) for result in results]
+    check(results, [2, 1] if sizes == [2, 2, 1] else [1, 2])  # whichever agent came first
+
+
+@pytest.mark.timeout(60 + 60 * KILLS)
+def test_every_attempt_after_a_kill_begins_anew() -> None:
+    agent = _agent("--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}", LAUNCHED_KILLS=str(KILLS))
+    out, _ = ended(agent, timeout_seconds=60 + 50 * KILLS)
+    results = results_of(out)
+    check(results, [2])
+    assert {result["attempt"] for result in results} == {KILLS}

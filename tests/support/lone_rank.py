@@ -1,0 +1,48 @@
+"""Checkpoint folders written by one process without a process group, tables cut as on several ranks."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_distrec.checkpoint.save import take_snapshot, write
+from lightning_distrec.parts import Part, Parted
+
+
+class LoneRank:
+    """The only rank."""
+
+    rank = 0
+    num_ranks = 1
+    group = None
+
+    def everyone(self, value: Any) -> list[Any]:
+        return [value]
+
+    def all_or_none(self, what: str, action: Any) -> Any:
+        return action()
+
+
+def by_rows(tensor: Tensor, *ends: int) -> Parted:
+    """Return a tensor cut before the rows `ends`."""
+    bounds = [0, *ends, len(tensor)]
+    parts = [
+        Part((first, *[0] * (tensor.dim() - 1)), tensor[first:end])
+        for first, end in zip(bounds, bounds[1:], strict=False)
+    ]
+    return Parted(tuple(tensor.shape), tensor.dtype, parts)
+
+
+def by_columns(tensor: Tensor, *ends: int) -> Parted:
+    """Return a table cut before the columns `ends`."""
+    bounds = [0, *ends, tensor.shape[1]]
+    parts = [Part((0, first), tensor[:, first:end]) for first, end in zip(bounds, bounds[1:], strict=False)]
+    return Parted(tuple(tensor.shape), tensor.dtype, parts)
+
+
+def write_folder(path: Path, checkpoint: dict[str, Any], **marker: Any) -> Path:
+    """Write a checkpoint's folder; returns its path. marker: what it says of itself besides what is needed."""
+    whole = {"epoch": 2, "global_step": 30, "pytorch-lightning_version": "2.6.0", "loops": {}, **checkpoint}
+    marker = {"epoch": whole["epoch"], "global_step": whole["global_step"], "versions": "torch 2.13.0", **marker}
+    write(take_snapshot(path.absolute(), whole, {}, marker, LoneRank()), LoneRank())
+    return path
