@@ -5,15 +5,16 @@ import re
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from tests.multiprocess import (
-    test_checkpoints,
     test_ids_check,
     test_learning_rates,
     test_plain_embedding_refusals,
     test_refusals,
     test_replicas,
+    test_resuming,
     test_uneven_inputs,
     test_watches,
 )
@@ -23,8 +24,8 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 NOTHING = "nothing was raised"
 
 
-def _cases(folder: str) -> dict[str, dict[str, Call]]:
-    """Return heading -> case -> what raises, or returns what was raised. folder: empty, and seen by all ranks."""
+def _cases() -> dict[str, dict[str, Call]]:
+    """Return heading -> case -> what raises, or returns what was raised."""
     plain = test_plain_embedding_refusals
     tiny = {"tables": {"t1": {"sharding_types": ["row_wise"]}}}
     return {
@@ -33,7 +34,6 @@ def _cases(folder: str) -> dict[str, dict[str, Call]]:
             "a row-wise cut of one row": (test_watches._train, (test_watches.TinyTables, test_watches.SGD, tiny)),
             "tables that differ between ranks": (test_refusals._other_tables, ()),
             "tables that another module sharded": (test_watches._borrowed, ()),
-            "resuming": (_resume, (folder,)),
         },
         "nn.Embedding and nn.EmbeddingBag": {name: (plain._refused, (name,)) for name in plain.REFUSED}
         | {name: (plain._call_wrongly, (name,)) for name in plain.WRONG_CALLS},
@@ -66,15 +66,11 @@ def _words(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z][a-z]|[A-Z]\d)", " ", name).lower().replace("l2", "L2")
 
 
-def _resume(folder: str) -> None:
-    test_checkpoints._resume(test_checkpoints._save_and_test(folder)["path"])
-
-
 def _provoke(folder: str) -> dict[str, dict[str, str]]:
     with redirect_stdout(io.StringIO()):
-        return {
-            heading: {name: _said(*call) for name, call in calls.items()} for heading, calls in _cases(folder).items()
-        }
+        said = {heading: {name: _said(*call) for name, call in calls.items()} for heading, calls in _cases().items()}
+        resumed = test_resuming._refused({name: case for name, (case, _) in test_resuming.CASES.items()}, folder)
+        return said | {"Checkpoints": {name: outcome.failed or NOTHING for name, outcome in resumed.items()}}
 
 
 def _said(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
@@ -89,6 +85,7 @@ def _said(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 def refusals() -> dict[str, dict[str, str]]:
     """Return heading -> case -> what rank 0 raised, each provoked on two ranks, which raise errors of one kind."""
     with tempfile.TemporaryDirectory() as folder:
+        test_resuming.write_wrong_files(Path(folder))
         first, second = run_on_ranks(_provoke, 2, folder, timeout_seconds=400)
     for heading, said in first.items():
         for case, message in said.items():

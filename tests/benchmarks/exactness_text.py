@@ -112,5 +112,5 @@ end, to one unsharded process:"""
 
 REFUSED = """## What is refused
 
-Each of these was provoked on 2 ranks in the run that wrote this page; what stands here is what was said. All ranks
+Each of these was provoked on 2 ranks in the run that wrote this list; what stands here is what was said. All ranks
 raise an error of the same kind. What the first list names is raised before the first step."""

@@ -49,7 +49,7 @@ def main() -> int:
             _tell(" | ".join(row.cells()))
     out = options.out or (None if options.only or options.quick else PAGE)
     if out is not None:
-        out.write_text(_page(measured, rounds), encoding="utf-8")
+        out.write_text(_with_checkpoints(_page(measured, rounds), out), encoding="utf-8")
     for name, why in measured.missing.items():
         _tell(f"not measured: {name}: {why}")
     for problem in measured.problems:
@@ -82,6 +82,16 @@ def _page(measured: Measured, rounds: int) -> str:
         text.GPU,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _with_checkpoints(page: str, before: Path) -> str:
+    """Return the page with the section that tests.benchmarks.checkpointing has written into it before."""
+    begin, end = "<!-- checkpointing: begin -->", "<!-- checkpointing: end -->"
+    old = before.read_text(encoding="utf-8") if before.exists() else ""
+    if begin not in old:
+        return page
+    section = old[old.index(begin) : old.index(end) + len(end)]
+    return page.replace("## On a GPU", f"{section}\n\n## On a GPU")
 
 
 def _notes(measured: Measured) -> list[str]:

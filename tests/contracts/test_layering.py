@@ -10,17 +10,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_distrec"
 
 ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
-GROUND = {"errors", "versions", "_compat", "spans"}
+GROUND = {"errors", "versions", "_compat", "spans", "parts", "machine", "words"}
 
 MAY_IMPORT = {
     "errors": set(),
     "versions": {"errors"},
     "spans": set(),
+    "parts": set(),
+    "machine": set(),
+    "words": set(),
     "_compat": {"errors", "versions"},
     **{room: GROUND for room in ROOMS},  # and never one another: strategies join them
     "strategies": GROUND | ROOMS,
     "callbacks": {"errors", "_compat", "spans"},  # any strategy will do: they read what it exposes, and hear its spans
-    "cli": GROUND | ROOMS | {"strategies", "callbacks", "__init__"},
+    "commands": GROUND | {"checkpoint", "cluster"},  # without strategies, so that they start at once
+    "cli": GROUND | ROOMS | {"strategies", "callbacks", "commands", "__init__"},
     "__init__": GROUND | ROOMS | {"strategies", "callbacks"},
 }
 """Part of the package -> the parts that it may import. Recipes stand on top and may import all of them."""

@@ -24,6 +24,7 @@ from tests.support.click_model import (
     train_sharded,
 )
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.saved import whole_checkpoint
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
 ADAM = (torch.optim.Adam, {"lr": 0.001})
@@ -96,7 +97,7 @@ def test_a_moving_average_is_that_of_the_unsharded_run(optimizer: Any, tmp_path:
     assert max(largest_difference(found[0][0], reference.state).values()) <= limit
     for rank in range(2):
         assert found[rank][1] == pytest.approx([of_ranks[rank] for of_ranks in reference.validated], abs=1e-4)
-    saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)
+    saved = whole_checkpoint(tmp_path / "saved.ckpt")
     assert max(largest_difference(saved["state_dict"], reference.after_two_epochs).values()) <= limit
     assert max(largest_difference(saved["current_model_state"], reference.after_two_epochs).values()) > 1e-4
 

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from torch import Tensor
 
-from tests.support.click_model import ClickModel, EvaluatedModel, largest_difference, rank_loader, seeded
+from tests.support.click_model import (
+    ClickModel,
+    EvaluatedModel,
+    largest_difference,
+    rank_loader,
+    seeded,
+)
 from tests.support.plain_loop import OPTIMIZERS, USUAL, State, global_batches, limit_of, loss_of, train_plain
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import make_ddp_trainer, make_trainer
@@ -162,20 +169,47 @@ class Sized(EvaluatedModel):
         return rank_loader(4, rank_and_num_ranks()[0])
 
 
-TUNERS: dict[str, tuple[type, str]] = {
-    "LearningRateFinder": (
-        LearningRateFinder,
-        "UnsupportedError: LearningRateFinder trains some steps and then restores a checkpoint",
-    ),
-    # Lightning's own words, before those of the strategy.
-    "BatchSizeFinder": (
-        BatchSizeFinder,
-        "MisconfigurationException: The Batch size finder is not supported with distributed strategies",
-    ),
-}
+def _search(strategy: str, optimizer: str) -> dict[str, Any]:
+    """Look for a learning rate over 20 steps, then train on."""
+    model = seeded(Searched, *OPTIMIZERS[optimizer])
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=20, early_stop_threshold=None)
+    trainer = BOTH[strategy](callbacks=[finder], default_root_dir=tempfile.mkdtemp())
+    trainer.fit(model)
+    return {
+        "losses": model.losses,
+        "suggested": model.lr,
+        "tried": finder.optimal_lr.results,
+        "left": list(Path(trainer.default_root_dir).glob(".*")),
+    }
 
 
-def _tune(name: str, optimizer: str) -> str:
+class Searched(Sized):
+    """Learns at the rate that was found."""
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), **{**self.options, "lr": self.lr})
+
+    def on_train_end(self) -> None:
+        pass
+
+    def train_dataloader(self) -> Any:
+        return rank_loader(22, rank_and_num_ranks()[0])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_the_learning_rate_finder_finds_and_restores_what_it_does_under_ddp(optimizer: str) -> None:
+    calls = {strategy: (_search, strategy, optimizer) for strategy in BOTH}
+    for found in run_each_on_ranks(calls, 2):
+        sharded, ddp = found["sharded"], found["ddp"]
+        assert len(ddp["losses"]) == 42
+        assert sharded["losses"] == pytest.approx(ddp["losses"], abs=2e-5)
+        assert sharded["tried"]["lr"] == ddp["tried"]["lr"]
+        assert sharded["tried"]["loss"] == pytest.approx(ddp["tried"]["loss"], abs=2e-5)
+        assert sharded["suggested"] == ddp["suggested"] != 0.1
+        assert sharded["left"] == []
+
+
+def _tune(optimizer: str) -> str:
     model = seeded(Sized, *OPTIMIZERS[optimizer])
 
     def started(*_: Any) -> None:
@@ -183,23 +217,14 @@ def _tune(name: str, optimizer: str) -> str:
 
     model.training_step = started  # type: ignore[method-assign]
     try:
-        make_trainer(callbacks=[TUNERS[name][0]()]).fit(model)
+        make_trainer(callbacks=[BatchSizeFinder()]).fit(model)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 
-@pytest.fixture(scope="module")
-def tuned() -> list[dict[str, str]]:
-    """What each rank raised, by callback and optimizer."""
-    calls = {f"{name} {optimizer}": (_tune, name, optimizer) for name in TUNERS for optimizer in ("SGD", "Adam")}
-    return run_each_on_ranks(calls, 2)
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-@pytest.mark.parametrize("name", TUNERS)
-def test_callbacks_that_restore_optimizers_are_refused_before_the_first_step(
-    tuned: list[dict[str, str]], name: str, optimizer: str
-) -> None:
-    for found in tuned:
-        assert found[f"{name} {optimizer}"].startswith(TUNERS[name][1])
+def test_lightning_refuses_the_batch_size_finder_before_the_first_step() -> None:
+    for said in run_on_ranks(_tune, 2, "SGD"):
+        assert said.startswith(
+            "MisconfigurationException: The Batch size finder is not supported with distributed strategies"
+        )

@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded run are plain: the user's own unsharded module loads them."""
+"""Checkpoints of one file, for those who want them, and what holds for all: whole tables, strictness, no leaks."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.saved import whole_checkpoint
 from tests.support.trainers import make_trainer
 
+ONE_FILE = {"checkpoint": {"distributed": False}}
 SGD = (torch.optim.SGD, {"lr": 1.0})
 
 
@@ -19,7 +21,7 @@ def _save_and_test(folder: str) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     model = seeded(EvaluatedModel, *SGD)
     keep = ModelCheckpoint(folder, filename="best", monitor="val_loss")
-    trainer = make_trainer(callbacks=[keep], enable_checkpointing=True, max_epochs=2)
+    trainer = make_trainer(ONE_FILE, callbacks=[keep], enable_checkpointing=True, max_epochs=2)
     trainer.fit(model, rank_loader(5, rank), rank_loader(3, rank))
     best = trainer.test(model, rank_loader(3, rank), ckpt_path="best", verbose=False)[0]["val_loss"]
     return {
@@ -48,17 +50,6 @@ def _test_from(path: str) -> float:
     return float(value)
 
 
-def _resume(path: str) -> None:
-    make_trainer().fit(seeded(EvaluatedModel, *SGD), rank_loader(5, rank_and_num_ranks()[0]), ckpt_path=path)
-
-
-def test_resuming_is_refused_on_every_rank_with_the_way_out(tmp_path: Path) -> None:
-    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
-    with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_resume, 2, found[0]["path"])
-    assert str(failed.value).count("CheckpointError: fit(ckpt_path=...) over sharded tables") == 2
-
-
 def _load_what_does_not_fit(path: str) -> None:
     model = ClickModel(*SGD)
     model.extra = torch.nn.Linear(2, 2)
@@ -74,7 +65,7 @@ def test_a_checkpoint_that_does_not_fit_names_what_is_missing(tmp_path: Path) ->
 
 def _save_after_fit(path: str) -> dict[str, torch.Tensor]:
     model = seeded(EvaluatedModel, *SGD)
-    trainer = make_trainer()
+    trainer = make_trainer(ONE_FILE)
     trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]))
     trainer.save_checkpoint(path)
     return model.final_state
@@ -107,7 +98,7 @@ def test_shards_go_when_the_module_and_trainer_go() -> None:
 
 
 def _validate_loaded(path: str) -> float:
-    """Start a new run from a checkpoint's weights, as the refusal of resuming proposes."""
+    """Start a new run from a checkpoint's weights, by torch's own means."""
     rank, _ = rank_and_num_ranks()
     model = EvaluatedModel(*SGD)
     model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
@@ -121,12 +112,12 @@ def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
 
 
 def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
-    from lightning_distrec.checkpoint import plain_state
+    from lightning_distrec import parts
 
-    plain_state.CHUNK_BYTES = 100  # a few rows at a time
+    parts.CHUNK_BYTES = 100  # a few rows at a time
     model = seeded(EvaluatedModel, *SGD)
     tables = {name: {"sharding_types": [cut], "min_partition": 4} for name, cut in CUTS.items()}
-    trainer = make_trainer({"tables": tables})
+    trainer = make_trainer(ONE_FILE | {"tables": tables})
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model.options = {"lr": 0.0}
     trainer.fit(model, rank_loader(1, rank_and_num_ranks()[0]))
@@ -145,11 +136,11 @@ def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_cut(tmp_path: Pa
 
 
 def _save_without_room(path: str) -> str:
-    from lightning_distrec.checkpoint import plain_state
+    from lightning_distrec.checkpoint import whole
 
-    plain_state._free_host_bytes = lambda: 1000
+    whole._free_host_bytes = lambda: 1000
     model = seeded(EvaluatedModel, *SGD)
-    trainer = make_trainer()
+    trainer = make_trainer(ONE_FILE)
     model.on_train_end = lambda: None
     trainer.fit(model, rank_loader(1, rank_and_num_ranks()[0]))
     try:
@@ -161,4 +152,45 @@ def _save_without_room(path: str) -> str:
 
 def test_tables_that_do_not_fit_rank_zeros_host_are_told_on_every_rank(tmp_path: Path) -> None:
     for said in run_on_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
-        assert said.startswith("CheckpointError: a checkpoint gathers the tables on rank 0: 5,376 bytes")
+        assert said.startswith("CheckpointError: ")
+        assert "a checkpoint in one file gathers the tables on rank 0: 5,376 bytes" in said
+
+
+class Failing(ClickModel):
+    """Fails after a step, on all ranks or on one that the others hear nothing of."""
+
+    only_rank: int | None = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 3 and self.only_rank in (None, self.trainer.global_rank):
+            raise ValueError("on purpose")
+
+    def on_train_end(self) -> None:
+        pass
+
+
+def _fail(folder: str, only_rank: int | None) -> str:
+    from lightning_distrec.strategies import checkpointing
+
+    checkpointing.MEETING_SECONDS = 3.0
+    model = seeded(Failing, *SGD)
+    model.only_rank = only_rank
+    trainer = make_trainer(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+    if only_rank is not None:
+        trainer.fit(model, rank_loader(6, rank_and_num_ranks()[0]))
+    with pytest.raises(ValueError, match="on purpose"):
+        trainer.fit(model, rank_loader(6, rank_and_num_ranks()[0]))
+    return str(whole_checkpoint(f"{folder}/on_exception.ckpt")["global_step"])
+
+
+def test_an_exception_of_all_ranks_is_followed_by_a_checkpoint(tmp_path: Path) -> None:
+    assert run_on_ranks(_fail, 2, str(tmp_path), None) == ["3", "3"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_of_one_rank_is_seen_soon_and_saves_nothing(tmp_path: Path, rank: int) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_fail, 2, str(tmp_path), rank)
+    assert "ValueError: on purpose" in str(failed.value)
+    assert "CheckpointError: no checkpoint is saved after the exception above" in str(failed.value)
+    assert list(tmp_path.iterdir()) == []

@@ -46,13 +46,6 @@ def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_change
     assert "Adam moves rows that no id touched" in done.stdout
 
 
-def test_torchrun_starts_it_too(unsharded: dict[str, Any]) -> None:
-    command = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", SCRIPT]
-    sharded = _metrics(_run(*command, "--strategy", "torchrec_sharded", "--devices", "2"))
-    assert sharded["loss_epoch"] == pytest.approx(unsharded["loss_epoch"], abs=1e-5)
-    assert sharded["LOCAL_WORLD_SIZE"] == "2"
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: str) -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", RAISE_ON_RANK=rank)
@@ -60,8 +53,3 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: s
     assert "ValueError: the user's code failed" in done.stderr
     assert "terminate called" not in done.stderr
     assert "core dumped" not in done.stderr
-
-
-def test_the_process_ends_cleanly_every_time() -> None:
-    for _ in range(3):
-        _metrics(_run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", "--batch-size", "512"))

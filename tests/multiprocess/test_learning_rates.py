@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec.errors import OptimizerError
 from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
+from tests.support.embedding_models import whole_state
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
@@ -110,8 +111,7 @@ class RateOfTheStep(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
     def on_train_end(self) -> None:
-        state = self.trainer.strategy.lightning_module_state_dict()
-        self.final_state = {name: value.clone() for name, value in state.items()}
+        self.final_state = whole_state(self)
 
 
 def _train_with_rates_of_steps(depth: int) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from tests.support.click_model import (
     train_sharded,
     train_unsharded,
 )
+from tests.support.embedding_models import whole_state
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
@@ -255,7 +256,7 @@ class NestedModel(pl.LightningModule):
         return torch.optim.SGD(groups, lr=0.5)
 
     def on_train_end(self) -> None:
-        self.final_state = self.trainer.strategy.lightning_module_state_dict()
+        self.final_state = whole_state(self)
 
 
 def _nested() -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -48,7 +48,8 @@ def _live(folder: str) -> dict[str, Any]:
     }
     model = seeded(Nested)
     keep = ModelCheckpoint(folder, filename="last", save_weights_only=True)
-    trainer = make_trainer(options, callbacks=[keep], enable_checkpointing=True)
+    in_one_file = options | {"checkpoint": {"distributed": False}}
+    trainer = make_trainer(in_one_file, callbacks=[keep], enable_checkpointing=True)
     validation = loader([pairs(step, rank) for step in range(100, 103)])
     found["before"] = trainer.validate(model, validation, verbose=False)[0]["val_loss"]
     trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]), validation)

@@ -170,17 +170,20 @@ def _train_one_table(optimizer: str, strategy: dict[str, Any]) -> dict[str, Tens
 
 
 class SparseModel(KeepsState):
-    """As users of SparseAdam write it: an optimizer for the embeddings, one for the rest, stepped by hand."""
+    """As users of SparseAdam write it: an optimizer for the embeddings, one for the rest, stepped by hand.
+
+    `items` is also what a method of nn.ModuleDict is called, in which torchrec puts its tables.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.item = nn.Embedding(ROWS, DIM, sparse=True, padding_idx=0)
+        self.items = nn.Embedding(ROWS, DIM, sparse=True, padding_idx=0)
         self.tags = nn.EmbeddingBag(ROWS, DIM, mode="mean", sparse=True)
         self.head = nn.Linear(DIM, 1)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        scores = self.head(self.item(batch["item"]) * self.tags(batch["tags"])).squeeze(-1)
+        scores = self.head(self.items(batch["item"]) * self.tags(batch["tags"])).squeeze(-1)
         return nn.functional.binary_cross_entropy_with_logits(scores, batch["label"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -200,7 +203,7 @@ class SparseModel(KeepsState):
 def _train_sparse(cut: str) -> dict[str, Tensor]:
     rank, _ = rank_and_num_ranks()
     model = seeded(SparseModel)
-    tables = {name: {"sharding_types": [cut], "min_partition": 4} for name in ("item", "tags")}
+    tables = {name: {"sharding_types": [cut], "min_partition": 4} for name in ("items", "tags")}
     trainer = make_trainer({"convert_embeddings": "all", "tables": tables})
     trainer.fit(model, loader([_clicks(step, rank) for step in range(STEPS)]))
     return model.final_state

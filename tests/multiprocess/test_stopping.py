@@ -1,4 +1,4 @@
-"""SIGTERM to any rank, at any time: all ranks leave after the same step, with Lightning's SIGTERMException."""
+"""SIGTERM to any rank, at any time: all ranks leave after the same step, with Lightning's SIGTERMException and 143."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_all_ranks_stop_after_the_same_step(model: str, depth: int, in_validatio
     found = run_on_ranks(_signalled, 2, model, depth, in_validation, timeout_seconds=60)
     for who in WHO:
         one, other = (of_rank[who] for of_rank in found)
-        assert one.raised == other.raised == "SIGTERMException: ", who
+        assert one.raised == other.raised == "SIGTERMException: 143", who
         assert [line[0] for line in one.of("exception")] == [line[0] for line in other.of("exception")], who
         assert one.of("exception"), who
         assert one.returned == other.returned, who

@@ -68,7 +68,7 @@ def test_cpu_yaml_trains_and_says_what_it_did(data_dir: str, tmp_path: Path) -> 
     folder = tmp_path / "movielens_dlrm" / "version_0"
     assert f"Outputs in {folder}" in done.stdout
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "checkpoints" / "best.ckpt").is_file()
+    assert (folder / "checkpoints" / "best.ckpt" / "complete.json").is_file()
 
 
 def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:

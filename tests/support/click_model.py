@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
+from tests.support.embedding_models import whole_state
 from tests.support.ranks import rank_and_num_ranks
 
 FEATURES = ["a", "b", "c", "d"]
@@ -80,8 +81,7 @@ class ClickModel(pl.LightningModule):
         return self.optimizer(self.parameters(), **self.options)
 
     def on_train_end(self) -> None:
-        state = self.trainer.strategy.lightning_module_state_dict()
-        self.final_state = {key: value.clone() for key, value in state.items()}
+        self.final_state = whole_state(self)
 
 
 class EvaluatedModel(ClickModel):

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from lightning_distrec.errors import DistRecError
 from tests.support.click_model import NO_OUTPUT
+from tests.support.embedding_models import whole_state
 from tests.support.jobs import OPTIMIZERS, Collection, Job
 from tests.support.ranks import rank_and_num_ranks
 
@@ -76,8 +77,7 @@ class JobModel(pl.LightningModule):
         self.outcome.updates = [f"{update.kind} {plan[name].sharding_type}" for name, update in setup.updates.items()]
 
     def on_train_end(self) -> None:
-        state = self.trainer.strategy.lightning_module_state_dict()
-        self.outcome.state = {key: value.clone() for key, value in state.items()}
+        self.outcome.state = whole_state(self)
 
 
 def _build(collection: Collection, index: int) -> nn.Module:

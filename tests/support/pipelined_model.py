@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from tests.support.click_model import FEATURES, bag_configs, join_batches, make_batch
+from tests.support.embedding_models import whole_state
 from tests.support.ranks import rank_and_num_ranks
 
 Batch = dict[str, Tensor]
@@ -84,8 +85,7 @@ class Watched(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
     def on_train_end(self) -> None:
-        state = self.trainer.strategy.lightning_module_state_dict()
-        self.final_state = {key: value.clone() for key, value in state.items()}
+        self.final_state = whole_state(self)
         self.ahead = {kind: count.ahead for kind, count in self.trainer.strategy.lookups_ahead.items()}
 
 

@@ -1,0 +1,893 @@
+"""Saving and loading when something goes wrong: all ranks say so, with the reason, and what was complete stays."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+
+from lightning_distrec.checkpoint import folders, storage
+from lightning_distrec.checkpoint.folders import MARKER, UNFINISHED, is_checkpoint
+from lightning_distrec.checkpoint.load import load, materialised
+from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
+
+KINDS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+TOO_LARGE = {"tensors": 4096, "the rest": 15000}
+"""What is written when a file may not be larger than that: the tensors' files have 14.8 kB, the ranks' own 15.7 kB."""
+
+
+class Model(ClickModel):
+    """A click model that calls what it is told to at a step, keeps what it finds at every step, and logs a score."""
+
+    def __init__(self, at: dict[int, Callable[[], Any]] | None = None, watch: Path | None = None) -> None:
+        super().__init__(torch.optim.Adagrad, {"lr": 0.1})
+        self.at, self.watch = at or {}, watch
+        self.seconds = 0.0
+        """Of each step."""
+        self.steps = 0
+        self.watched: list[list[str]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.watch is not None:
+            self.watched.append(_names(self.watch))
+        self.steps = batch_idx + 1
+        time.sleep(self.seconds)
+        loss = super().training_step(batch, batch_idx)
+        self.log("score", float(batch_idx))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (act := self.at.get(batch_idx + 1)) is not None:
+            act()
+
+    def on_train_end(self) -> None:
+        pass
+
+
+def _model(*args: Any, **options: Any) -> Model:
+    return seeded(Model, *args, **options)
+
+
+def _trainer(is_async: bool = False, *callbacks: Any, **options: Any) -> pl.Trainer:
+    tables = {"ebc.narrow": {"embedding_update": "dense"}}
+    strategy = {"checkpoint": {"async_save": is_async} | options.pop("checkpoint", {}), "tables": tables}
+    strategy |= {key: options.pop(key) for key in ("pipeline", "tables") if key in options}
+    checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    return make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=checkpointing, **options)
+
+
+def _fit(trainer: pl.Trainer, model: Model, steps: int, **options: Any) -> str:
+    """Return the exception that ended the fit, or ""."""
+    try:
+        trainer.fit(model, rank_loader(steps, rank_and_num_ranks()[0]), **options)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _names(folder: Path) -> list[str]:
+    """Return what is in a folder; all hidden ones have one name."""
+    return sorted(UNFINISHED if path.name.startswith(UNFINISHED) else path.name for path in folder.iterdir())
+
+
+def _names_in_the_end(folder: Path) -> list[str]:
+    """Collective. The same, once rank 0 has removed what it is removing."""
+    torch.distributed.barrier()
+    return _names(folder)
+
+
+def _content(path: Path, rank: int = 0) -> tuple[Any, Any]:
+    """Return all that a checkpoint of two ranks holds, read in full."""
+    loaded = load(path, rank, 2)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: read(each) for key, each in value.items()}
+        return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else materialised(value)
+
+    return read(loaded.checkpoint), read(loaded.of_rank)
+
+
+def _step(path: Path) -> int:
+    """Return the step that a checkpoint is of, once all of it was read."""
+    return _content(path)[0]["global_step"] if path.exists() else 0
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+@contextlib.contextmanager
+def _slow(seconds: float) -> Iterator[list[tuple[float, float]]]:
+    """Make writes take longer; yields when those began and ended that were done."""
+    save, times = storage.dcp.save, []
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        time.sleep(seconds)
+        try:
+            return save(*args, **options)
+        finally:
+            times.append((began, time.monotonic()))
+
+    storage.dcp.save = slowly
+    try:
+        yield times
+    finally:
+        storage.dcp.save = save
+
+
+@contextlib.contextmanager
+def _no_limit() -> Iterator[None]:
+    """Undo, in the end, what `_limit` did."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _limit(who: int, size: int) -> None:
+    """Let files of one rank be no larger than that: EFBIG, as a full disk gives ENOSPC."""
+    if rank_and_num_ranks()[0] == who:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+# ----------------------------------------------------------------------------------------------------- a disk is full
+
+
+class WithoutTables(Model):
+    """Has dense layers only."""
+
+    def configure_model(self) -> None:
+        self.ebc = None
+
+    def forward(self, batch: Any) -> Any:
+        return self.mlp(batch["label"].unsqueeze(1).expand(-1, 56)).squeeze(-1)
+
+
+def _disk_full(
+    scratch: str, is_async: bool, who: int, what: str, steps: int, kind: type[Model] = Model, depth: int = 3
+) -> dict[str, Any]:
+    """Save at step 2, then to the same name at step 4, when one rank's disk is full."""
+    path = _folder(scratch, f"{is_async}-{who}-{what}-{steps}-{kind.__name__}-{depth}") / "it.ckpt"
+    trainer = _trainer(is_async, pipeline={"depth": depth}, **{} if kind is Model else {"tables": {}})
+
+    def again() -> None:
+        if is_async:
+            trainer.strategy._checkpointing._saver.finish()  # of step 2
+        _limit(who, TOO_LARGE[what])
+        trainer.save_checkpoint(path)
+
+    model = seeded(kind, {2: lambda: trainer.save_checkpoint(path), 4: again})
+    model.seconds = 0.02 if is_async else 0.0
+    with _no_limit():
+        raised = _fit(trainer, model, steps)
+    return {"raised": raised, "steps": model.steps, "old": _step(path), "names": _names_in_the_end(path.parent)}
+
+
+def _folder(scratch: str, name: str) -> Path:
+    folder = Path(scratch) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@KINDS
+def test_a_full_disk_of_one_rank_is_told_on_all_and_the_old_checkpoint_stays(tmp_path: Path, is_async: bool) -> None:
+    further = (60, 4) if is_async else (60,)  # steps after it, or none
+    cases: list[Any] = [(who, what, steps) for who in (0, 1) for what in TOO_LARGE for steps in further]
+    cases += [(0, "tensors", 60, Model, 1), (1, "the rest", 60, WithoutTables)]
+    calls = {str(case): (_disk_full, str(tmp_path), is_async, *case) for case in cases}
+    ranks = run_each_on_ranks(calls, 2, timeout_seconds=60)
+    for case in cases:
+        who, what, steps = case[:3]
+        one, other = (of_rank[str(case)] for of_rank in ranks)
+        for found in (one, other):
+            assert found["raised"].startswith("CheckpointError: "), found
+            assert "File too large" in found["raised"], found
+            assert "it.ckpt" in found["raised"], found
+            assert found["old"] == 2, found
+            assert found["names"] == ["it.ckpt"], found
+        told = (other if who == 0 else one)["raised"]  # to the rank that could write
+        assert f"rank {who}: " in told, told
+        assert one["steps"] == other["steps"], (one, other)
+        assert 4 < one["steps"] < 60 if is_async and steps == 60 else one["steps"] == 4, one
+
+
+def _disk_full_for_all(folder: str, is_async: bool) -> dict[str, Any]:
+    path, trainer = Path(folder) / "it.ckpt", _trainer(is_async)
+
+    def again() -> None:
+        if trainer.is_global_zero:
+            while not is_checkpoint(path):  # the first may still be on its way
+                time.sleep(0.01)
+            free = os.statvfs(folder)
+            (Path(folder) / "ballast").write_bytes(b"x" * (free.f_bavail * free.f_bsize - 8192))
+        trainer.strategy.barrier()
+        trainer.save_checkpoint(path)
+
+    raised = _fit(trainer, _model({2: lambda: trainer.save_checkpoint(path), 4: again}), 4)
+    return {"raised": raised, "old": _step(path), "names": _names_in_the_end(path.parent)}
+
+
+@KINDS
+def test_a_file_system_without_room_is_told_on_all_ranks_and_keeps_the_old_checkpoint(
+    tmp_path: Path, is_async: bool
+) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        for found in run_on_ranks(_disk_full_for_all, 2, str(tmp_path), is_async):
+            assert found["raised"].startswith("CheckpointError: "), found
+            assert "No space left on device" in found["raised"], found
+            assert found["old"] == 2
+            assert found["names"] == ["ballast", "it.ckpt"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def _fails_at_the_end(scratch: str, is_async: bool, what: str) -> dict[str, Any]:
+    """The last steps of a write fail on rank 0, the only one that has them."""
+    path, trainer = _folder(scratch, f"{is_async}-{what}") / "it.ckpt", _trainer(is_async)
+    write_file, exchange = folders.write_file, folders._exchange
+
+    def no_marker(file: Path, content: bytes) -> None:
+        if file.name == MARKER:
+            raise OSError(5, "Input/output error", str(file))
+        write_file(file, content)
+
+    def no_exchange(new: Path, old: Path) -> None:
+        raise OSError(5, "Input/output error", str(old))
+
+    def again() -> None:
+        if is_async:
+            trainer.strategy._checkpointing._saver.finish()
+        if what == "marker":
+            folders.write_file = no_marker
+        else:
+            folders._exchange = no_exchange
+        trainer.save_checkpoint(path)
+
+    try:
+        raised = _fit(trainer, _model({2: lambda: trainer.save_checkpoint(path), 4: again}), 4)
+    finally:
+        folders.write_file, folders._exchange = write_file, exchange
+    return {"raised": raised, "old": _step(path), "names": _names_in_the_end(path.parent)}
+
+
+@KINDS
+def test_a_disk_that_fails_at_the_very_end_leaves_the_old_checkpoint(tmp_path: Path, is_async: bool) -> None:
+    calls = {what: (_fails_at_the_end, str(tmp_path), is_async, what) for what in ("marker", "exchange")}
+    for of_rank in run_each_on_ranks(calls, 2):
+        for found in of_rank.values():
+            assert found["raised"].startswith("CheckpointError: "), found
+            assert "Input/output error" in found["raised"], found
+            assert (found["old"], found["names"]) == (2, ["it.ckpt"]), found
+
+
+def _nowhere(scratch: str, is_async: bool) -> list[str]:
+    file = Path(scratch) / "a file"
+    file.touch()
+    paths = [file / "it.ckpt", file / "further" / "it.ckpt", Path("/proc/nowhere/it.ckpt")]
+    found = []
+    for path in paths:
+        trainer = _trainer(is_async)
+        found.append(_fit(trainer, _model({2: lambda t=trainer, p=path: t.save_checkpoint(p)}), 4))
+    return found
+
+
+@KINDS
+def test_a_path_that_cannot_be_is_told_on_every_rank(tmp_path: Path, is_async: bool) -> None:
+    for of_rank in run_on_ranks(_nowhere, 2, str(tmp_path), is_async):
+        for said, why in zip(of_rank, ["File exists", "Not a directory", "No such file"], strict=True):
+            assert said.startswith("CheckpointError: "), said
+            assert why in said
+            assert "cannot be written" in said
+
+
+def _over_a_file(folder: str) -> tuple[int, list[str]]:
+    path, trainer = Path(folder) / "it.ckpt", _trainer()
+    path.write_text("a checkpoint of another strategy")
+    assert not _fit(trainer, _model({2: lambda: trainer.save_checkpoint(path)}), 2)
+    return _step(path), _names(path.parent)
+
+
+def test_a_file_of_the_same_name_is_replaced(tmp_path: Path) -> None:
+    assert run_on_ranks(_over_a_file, 2, str(tmp_path)) == [(2, ["it.ckpt"])] * 2
+
+
+# ------------------------------------------------------------------------------------------- what is kept meanwhile
+
+
+def _top_1(scratch: str, is_async: bool, fails: bool) -> dict[str, Any]:
+    folder = _folder(scratch, f"{is_async}-{fails}")
+    keep = ModelCheckpoint(
+        folder, filename="best-{step}", monitor="score", mode="max", save_top_k=1, every_n_train_steps=4
+    )
+    trainer, model = _trainer(is_async, keep), _model(watch=folder)
+
+    def before_second() -> None:
+        if is_async:
+            trainer.strategy._checkpointing._saver.finish()
+        if fails:
+            _limit(1, TOO_LARGE["tensors"])
+
+    model.at, model.seconds = {7: before_second}, 0.05
+    with _no_limit(), _slow(0.4) as writes:
+        raised = _fit(trainer, model, 11 if is_async else 9)
+    return {"raised": raised, "watched": model.watched, "names": _names_in_the_end(folder), "writes": len(writes)}
+
+
+def test_the_old_best_is_removed_only_once_the_new_one_is_complete(tmp_path: Path) -> None:
+    calls = {
+        str(case): (_top_1, str(tmp_path), *case) for case in [(a, f) for a in (False, True) for f in (False, True)]
+    }
+    for of_rank in run_each_on_ranks(calls, 2):
+        for is_async in (False, True):
+            good, bad = of_rank[str((is_async, False))], of_rank[str((is_async, True))]
+            assert (good["raised"], good["names"]) == ("", ["best-step=8.ckpt"]), good
+            assert bad["raised"].startswith("CheckpointError: "), bad
+            assert bad["names"] == ["best-step=4.ckpt"], bad
+            assert good["writes"] == 2
+            for names in good["watched"][8:] if is_async else []:  # the write takes longer than the rest of the steps
+                assert names == [UNFINISHED, "best-step=4.ckpt"]
+
+
+def _every_step(folder: str) -> dict[str, Any]:
+    keep = ModelCheckpoint(
+        folder, filename="{step}", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
+    )
+    model = _model(watch=Path(folder))
+    with _slow(0.1) as writes:
+        raised = _fit(_trainer(True, keep), model, 5)
+    return {"raised": raised, "watched": model.watched, "names": _names_in_the_end(Path(folder)), "writes": writes}
+
+
+def test_at_most_one_checkpoint_is_being_written(tmp_path: Path) -> None:
+    for found in run_on_ranks(_every_step, 2, str(tmp_path), timeout_seconds=40):
+        assert not found["raised"]
+        assert found["names"] == ["last.ckpt", "step=4.ckpt", "step=5.ckpt"]
+        assert len(found["writes"]) == 10
+        for (_, ended), (began, _) in zip(found["writes"], found["writes"][1:], strict=False):
+            assert began >= ended
+        assert max(names.count(UNFINISHED) for names in found["watched"]) == 1
+    assert [_step(tmp_path / name) for name in ("last.ckpt", "step=4.ckpt", "step=5.ckpt")] == [5, 4, 5]
+
+
+def _same_names(scratch: str, is_async: bool) -> list[tuple[str, int]]:
+    folder = _folder(scratch, str(is_async))
+    keep = ModelCheckpoint(folder, filename="best", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1)
+    with _slow(0.2):
+        assert not _fit(_trainer(is_async, keep), _model(), 2)
+    return [(name, _step(folder / name)) for name in _names_in_the_end(folder)]
+
+
+def test_names_that_repeat_get_the_same_versions_as_in_synchronous_saving(tmp_path: Path) -> None:
+    calls = {str(is_async): (_same_names, str(tmp_path), is_async) for is_async in (False, True)}
+    for of_rank in run_each_on_ranks(calls, 2):
+        assert of_rank["False"] == [("best-v1.ckpt", 2), ("best.ckpt", 1)]
+        assert of_rank["True"] == of_rank["False"]
+
+
+def _snapshot(scratch: str, is_async: bool) -> int:
+    path, trainer = Path(scratch) / f"{is_async}.ckpt", _trainer(is_async)
+    save = {3: lambda: trainer.save_checkpoint(path)}
+    model = _model(save)
+    with _slow(0.5):
+        assert not _fit(trainer, model, 12)
+    return model.steps
+
+
+def test_what_an_asynchronous_checkpoint_holds_is_of_the_step_at_which_it_was_saved(tmp_path: Path) -> None:
+    calls = {str(is_async): (_snapshot, str(tmp_path), is_async) for is_async in (False, True)}
+    run_each_on_ranks(calls, 2)
+    for rank in range(2):
+        sync, asynchronous = (_content(tmp_path / f"{is_async}.ckpt", rank) for is_async in (False, True))
+        assert sync[0]["global_step"] == 3
+        assert _same(sync, asynchronous)
+
+
+def _right_after(scratch: str) -> dict[str, bool]:
+    trainer = _trainer(True)
+    during, after = Path(scratch) / "during.ckpt", Path(scratch) / "after.ckpt"
+    with _slow(0.5):
+        assert not _fit(trainer, _model({4: lambda: trainer.save_checkpoint(during)}), 4)
+        found = {"fit": is_checkpoint(during)}
+        trainer.save_checkpoint(after)
+        found["save_checkpoint"] = is_checkpoint(after)
+        time.sleep(1.5)
+        return found | {"later": is_checkpoint(after)}
+
+
+def test_the_end_of_fit_and_saving_after_it_wait_for_the_checkpoint(tmp_path: Path) -> None:
+    assert run_on_ranks(_right_after, 2, str(tmp_path)) == [{"fit": True, "save_checkpoint": True, "later": True}] * 2
+
+
+# ------------------------------------------------------------------------------------ something else fails meanwhile
+
+
+def _user_fails(scratch: str, who: tuple[int, ...]) -> dict[str, Any]:
+    path, trainer = Path(scratch) / "it.ckpt", _trainer(True)
+
+    def fail() -> None:
+        if trainer.global_rank in who:
+            raise ValueError("the user's code failed")
+
+    began = time.monotonic()
+    with _slow(0.7):
+        raised = _fit(trainer, _model({3: lambda: trainer.save_checkpoint(path), 5: fail}), 400)
+    return {"raised": raised, "complete": is_checkpoint(path), "seconds": time.monotonic() - began}
+
+
+@pytest.mark.parametrize("who", [(0, 1), (0,), (1,)], ids=["all", "the first", "the last"])
+def test_an_exception_while_a_checkpoint_is_written_is_what_is_seen_and_it_is_written(
+    tmp_path: Path, who: tuple[int, ...]
+) -> None:
+    for rank, found in enumerate(run_on_ranks(_user_fails_alone, 2, str(tmp_path), who)):
+        if rank in who:
+            assert found["raised"] == "ValueError: the user's code failed"
+            assert found["complete"]
+        else:
+            assert "Error" in found["raised"]
+        assert found["seconds"] < 20
+    assert _step(tmp_path / "it.ckpt") == 3
+
+
+def _user_fails_alone(scratch: str, who: tuple[int, ...]) -> dict[str, Any]:
+    """As in a script, a rank that has failed leaves."""
+    found = _user_fails(scratch, who)
+    if len(who) == 1 and rank_and_num_ranks()[0] in who:
+        from lightning_distrec.cluster.process_exit import _leave
+
+        _leave()
+    return found
+
+
+def _terminated(scratch: str, who: int) -> dict[str, Any]:
+    path, trainer = Path(scratch) / f"{who}.ckpt", _trainer(True)
+
+    def stop() -> None:
+        if trainer.global_rank == who:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    model = _model({3: lambda: trainer.save_checkpoint(path), 4: stop})
+    with _slow(0.7):
+        raised = _fit(trainer, model, 400)
+    return {"raised": raised, "complete": is_checkpoint(path), "step": _step(path), "steps": model.steps}
+
+
+def test_sigterm_while_a_checkpoint_is_written_lets_it_become_complete(tmp_path: Path) -> None:
+    ranks = run_each_on_ranks({str(who): (_terminated, str(tmp_path), who) for who in (0, 1)}, 2)
+    for who in ("0", "1"):
+        one, other = (of_rank[who] for of_rank in ranks)
+        assert one == other
+        assert one["raised"].startswith("SIGTERMException")
+        assert one["complete"]
+        assert one["step"] == 3
+        assert one["steps"] < 10
+
+
+# --------------------------------------------------------------------------------------------------- damage and more
+
+
+def _save(path: str) -> None:
+    trainer = _trainer()
+    assert not _fit(trainer, _model({2: lambda: trainer.save_checkpoint(path)}), 3)
+
+
+def _resume_each(paths: dict[str, str], start_from: bool) -> dict[str, tuple[str, int]]:
+    found = {}
+    for name, path in paths.items():
+        model = _model()
+        trainer = _trainer(checkpoint={"start_from": path} if start_from else {})
+        raised = _fit(trainer, model, 2, ckpt_path=None if start_from else path)
+        found[name] = (raised, model.steps)
+    return found
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _spoil(file: Path) -> None:
+    file.write_bytes(b"\0" * file.stat().st_size)
+
+
+def _later_format(folder: Path) -> None:
+    (folder / MARKER).write_text(json.dumps(json.loads((folder / MARKER).read_text()) | {"format": 2}))
+
+
+def _save_as(file: Path, content: Any) -> None:
+    torch.save(content, file)
+    marker = json.loads((file.parent / MARKER).read_text())
+    marker["files"][file.name] = file.stat().st_size
+    (file.parent / MARKER).write_text(json.dumps(marker))
+
+
+def _forget(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    marker = json.loads((folder / MARKER).read_text())
+    del marker["files"][name]
+    (folder / MARKER).write_text(json.dumps(marker))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no marker": (lambda p: (p / MARKER).unlink(), f"is not a complete checkpoint: {MARKER}"),
+    "empty marker": (lambda p: (p / MARKER).write_text(""), f"{MARKER} is damaged"),
+    "marker is a list": (lambda p: (p / MARKER).write_text("[]"), f"{MARKER} is damaged"),
+    "later format": (_later_format, "has format 2, and this version of lightning_distrec reads format 1"),
+    "tensors cut off": (lambda p: _truncate(p / "__1_0.distcp"), "__1_0.distcp has 14,"),
+    "tensors gone": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing, and should have 14,"),
+    "tensors are zeros": (lambda p: _spoil(p / "__1_0.distcp"), "cannot be read: a tensor's bytes are damaged"),
+    "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
+    "metadata are zeros": (lambda p: _spoil(p / ".metadata"), ".metadata is no metadata of a checkpoint"),
+    "state cut off": (lambda p: _truncate(p / "state.pt"), "state.pt has "),
+    "state is zeros": (lambda p: _spoil(p / "state.pt"), "state.pt is not read"),
+    "a rank's file gone": (lambda p: (p / "rank_1.pt").unlink(), "rank_1.pt is missing"),
+    "a rank's file gone, and not listed": (lambda p: _forget(p, "rank_1.pt"), "rank_1.pt"),
+    "a rank's file is zeros": (lambda p: _spoil(p / "rank_1.pt"), "rank_1.pt is not read"),
+    "a rank's file is a list": (lambda p: _save_as(p / "rank_1.pt", [1]), "rank_1.pt"),
+    "a rank's file lacks something": (lambda p: _save_as(p / "rank_1.pt", {"loaders": [], "generators": {}}), "rank_1"),
+    "an empty folder": (lambda p: [file.unlink() for file in p.iterdir()], "is not a complete checkpoint"),
+    "other files": (
+        lambda p: [file.rename(file.with_suffix(".txt")) for file in p.iterdir()],
+        "is not a complete checkpoint",
+    ),
+}
+
+
+NEEDED_TO_GO_ON = ("a rank's file gone, and not listed", "a rank's file is a list", "a rank's file lacks something")
+"""Damages that do not matter where a run starts from the weights only."""
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of step 2 by two ranks."""
+    path = tmp_path_factory.mktemp("complete") / "it.ckpt"
+    run_on_ranks(_save, 2, str(path))
+    return path
+
+
+@pytest.mark.parametrize("start_from", [False, True], ids=["ckpt_path", "start_from"])
+def test_a_damaged_checkpoint_is_told_on_every_rank_before_training_starts(
+    tmp_path: Path, complete: Path, start_from: bool
+) -> None:
+    paths = {"complete": str(complete)}
+    for name, (damage, _) in DAMAGES.items():
+        paths[name] = str(shutil.copytree(complete, tmp_path / name))
+        damage(Path(paths[name]))
+    ranks = run_on_ranks(_resume_each, 2, paths, start_from, timeout_seconds=60)
+    for found in ranks:
+        assert found.pop("complete")[1] > 0
+        for name, (said, steps) in found.items():
+            if start_from and name in NEEDED_TO_GO_ON:
+                continue
+            assert said.startswith("CheckpointError: "), (name, said)
+            assert DAMAGES[name][1] in said, (name, said)
+            assert name in said, (name, said)  # the folder's
+            assert "weights_only" not in said, f"advises to run code: {said}"
+            assert said.isprintable(), f"more than a line: {said!r}"
+            assert not re.search(r"rank 1: .*on rank 0", said), said
+            assert steps == 0, name
+
+
+def _not_there(scratch: str, start_from: bool) -> dict[str, tuple[str, int]]:
+    return _resume_each({"absent": f"{scratch}/absent.ckpt"}, start_from)
+
+
+def test_a_checkpoint_that_is_not_there_is_told_on_every_rank(tmp_path: Path) -> None:
+    calls = {str(start_from): (_not_there, str(tmp_path), start_from) for start_from in (False, True)}
+    for of_rank in run_each_on_ranks(calls, 2):
+        for found in of_rank.values():
+            assert found["absent"] == (f"CheckpointError: there is no checkpoint {tmp_path}/absent.ckpt.", 0)
+
+
+def _file_of_others(scratch: str) -> dict[str, tuple[str, int]]:
+    kinds = {
+        "no state_dict": {"model": {"x": torch.ones(2)}},
+        "a list": [torch.ones(2)],
+        "an object": {"state_dict": {}, "when": datetime(2026, 1, 1)},
+    }
+    paths = {name: f"{scratch}/{rank_and_num_ranks()[0]} {name}.ckpt" for name in kinds}
+    for name, content in kinds.items():
+        torch.save(content, paths[name])
+    return _resume_each(paths, True)
+
+
+def test_a_file_that_is_no_checkpoint_is_told_as_one(tmp_path: Path) -> None:
+    for found in run_on_ranks(_file_of_others, 2, str(tmp_path)):
+        for name, (said, steps) in found.items():
+            assert said.startswith("CheckpointError: "), (name, said)
+            assert name in said
+            assert steps == 0
+
+
+# -------------------------------------------------------------------------------------------------- links to the last
+
+
+def _linked(scratch: str, fails: bool) -> dict[str, Any]:
+    folder = _folder(scratch, f"{fails}")
+    keep = ModelCheckpoint(
+        folder,
+        filename="{step}",
+        monitor="score",
+        mode="max",
+        save_top_k=2,
+        every_n_train_steps=4,
+        save_last="link",
+    )
+    trainer, model = _trainer(False, keep), _model()
+    broken = []
+
+    def look() -> None:
+        last = folder / "last.ckpt"
+        if last.is_symlink() and not is_checkpoint(last):
+            broken.append(model.steps)
+
+    def before_third() -> None:
+        if fails:
+            _limit(1, TOO_LARGE["tensors"])
+
+    model.at = {step: look for step in range(1, 15)} | {11: before_third}
+    with _no_limit(), _slow(0.2):
+        raised = _fit(trainer, model, 14)
+    last = folder / "last.ckpt"
+    return {
+        "raised": raised,
+        "names": _names_in_the_end(folder),
+        "last": _step(last.resolve()),
+        "is_link": last.is_symlink(),
+        "broken": broken,
+    }
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["all is well", "the third fails"])
+def test_a_link_to_the_last_checkpoint_leads_to_a_complete_one(tmp_path: Path, fails: bool) -> None:
+    for found in run_on_ranks(_linked, 2, str(tmp_path), fails):
+        assert found["is_link"]
+        assert found["raised"].startswith("CheckpointError: ") == fails, found
+        kept = ["step=4.ckpt", "step=8.ckpt"] if fails else ["step=8.ckpt", "step=12.ckpt"]
+        assert found["names"] == sorted(["last.ckpt", *kept]), found
+        assert found["last"] == (8 if fails else 12), found
+        assert found["broken"] == [], f"at these steps last.ckpt led to nothing: {found['broken']}"
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(scratch: str) -> dict[str, Any]:
+    found = {}
+    model = _model()
+    found["plugin"] = (_fit(_trainer(plugins=[AsyncCheckpointIO()]), model, 2), model.steps)
+    model = _model()
+    linked = ModelCheckpoint(f"{scratch}/links", save_last="link")
+    found["link"] = (_fit(_trainer(True, linked), model, 2), model.steps)
+    for is_async in (False, True):
+        trainer = _trainer(is_async)
+        raised = _fit(trainer, _model({1: lambda t=trainer: t.save_checkpoint("s3://bucket/it.ckpt")}), 2)
+        found[f"s3 {is_async}"] = (raised, 0)
+    trainer = _trainer()
+    options = {"storage_options": lambda spec: None}
+    raised = _fit(trainer, _model({1: lambda: trainer.save_checkpoint(f"{scratch}/it.ckpt", **options)}), 2)
+    found["storage_options"] = (raised, 0)
+    found["left"] = os.listdir(scratch)
+    return found
+
+
+def test_what_belongs_to_other_storage_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    for found in run_on_ranks(_refused, 2, str(tmp_path)):
+        said, steps = found["plugin"]
+        assert said.startswith("ConfigError: plugins=AsyncCheckpointIO")
+        assert "checkpoint={'async_save': True}" in said
+        assert "checkpoint={'distributed': False}" in said
+        assert steps == 0
+        said, steps = found["link"]
+        assert said.startswith("ConfigError: ")
+        assert "save_last='link'" in said
+        assert "async_save" in said
+        assert steps == 0
+        for kind in ("s3 False", "s3 True"):
+            assert found[kind][0].startswith("ConfigError: s3://bucket/it.ckpt: ")
+            assert "checkpoint={'distributed': False}" in found[kind][0]
+        assert found["storage_options"][0].startswith("ConfigError: storage_options belong to a CheckpointIO")
+        assert found["left"] == []
+
+
+class Colour(Enum):
+    """No plain type."""
+
+    RED = 1
+
+
+class Level(int, Enum):
+    """A number, and yet no plain type."""
+
+    HIGH = 3
+
+
+NOT_PLAIN: dict[str, Any] = {
+    "datetime": datetime(2026, 1, 1),
+    "path": PurePosixPath("/a"),
+    "enum": Colour.RED,
+    "int enum": Level.HIGH,
+    "array": numpy.zeros(2),
+    "function": len,
+    "slice": slice(1),
+    "lock": threading.Lock(),
+    "key": {Colour.RED: 1},
+    "deep": {"a": [1, ({"b": datetime(2026, 1, 1)},)]},
+}
+PLAIN: dict[str, Any] = {
+    "numbers": (1, 1.5, True, None, 2**80, complex(1, 2)),
+    "numpy numbers": (numpy.float32(0.5), numpy.int64(3), numpy.bool_(True)),
+    "text": ("a", b"b", bytearray(b"c")),
+    "containers": [(1,), [2], {3: 4}, {5, 6}],
+    "torch": (torch.ones(2), torch.float32, torch.Size((1, 2)), torch.device("cpu")),
+}
+
+
+class Remembers(pl.Callback):
+    """Has a state. on: ranks that have it; others have None."""
+
+    def __init__(self, held: Any, on: tuple[int, ...] = (0, 1)) -> None:
+        self.held, self.on = held, on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held if rank_and_num_ranks()[0] in self.on else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state["held"]
+
+
+def _holds(scratch: str, names: list[str], is_async: bool, keep: bool) -> dict[str, Any]:
+    """Save what a callback holds at step 2. keep: whether there is a ModelCheckpoint."""
+    found = {}
+    for name in names:
+        folder = _folder(scratch, f"{name} {keep}")
+        callbacks: list[Any] = [Remembers((NOT_PLAIN | PLAIN)[name])]
+        if keep:
+            callbacks.append(ModelCheckpoint(folder, filename="it", every_n_train_steps=2))
+        path, trainer, model = folder / "it.ckpt", _trainer(is_async, *callbacks), _model()
+        if not keep:
+            model.at = {2: lambda t=trainer, p=path: t.save_checkpoint(p)}
+        raised = _fit(trainer, model, 3)
+        found[name] = (raised, model.steps, _step(path), _names(folder))
+    return found
+
+
+@KINDS
+def test_what_is_no_plain_type_is_refused_with_its_path_and_type(tmp_path: Path, is_async: bool) -> None:
+    calls = {str(keep): (_holds, str(tmp_path), list(NOT_PLAIN), is_async, keep) for keep in (False, True)}
+    for of_rank in run_each_on_ranks(calls, 2):
+        for keep in (False, True):
+            for name, (said, steps, saved, names) in of_rank[str(keep)].items():
+                kind = type(NOT_PLAIN[name])
+                where = {"deep": "['held']['a'][1][0]['b'], a datetime.datetime,", "key": "['held'], a "}.get(
+                    name, f"['held'], a {kind.__module__}.{kind.__qualname__},"
+                )
+                assert said.startswith("CheckpointError: "), (name, said)
+                assert "Remembers" in said, (name, said)
+                assert f"{where}" in said, (name, said)
+                assert "is no plain type" in said
+                # Before training where checkpoints are going to be saved, else at the first save.
+                assert (steps, saved, names) == (0 if keep else 2, 0, []), name
+
+
+def _holds_again(scratch: str) -> dict[str, Any]:
+    found = {}
+    for name, value in PLAIN.items():
+        callback = Remembers(None)
+        raised = _fit(_trainer(False, callback), _model(), 3, ckpt_path=f"{scratch}/{name} True/it.ckpt")
+        found[name] = raised or _same(callback.held, value)
+    return found
+
+
+def test_plain_types_of_all_kinds_are_saved_and_loaded(tmp_path: Path) -> None:
+    calls = {"save": (_holds, str(tmp_path), list(PLAIN), False, True), "load": (_holds_again, str(tmp_path))}
+    for of_rank in run_each_on_ranks(calls, 2):
+        assert {name: found[0] for name, found in of_rank["save"].items()} == dict.fromkeys(PLAIN, "")
+        assert of_rank["load"] == dict.fromkeys(PLAIN, True)
+
+
+class WithHyperparameters(Model):
+    """Saves all that it was given."""
+
+    def __init__(self, rate: Any, when: Any, layers: Any, loss: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def _hyperparameters(scratch: str) -> tuple[list[str], dict[str, Any]]:
+    path, trainer = Path(scratch) / "it.ckpt", _trainer()
+    torch.manual_seed(7)
+    model = WithHyperparameters(0.5, datetime(2026, 1, 1), [1, 2], torch.nn.MSELoss())
+    model.at = {1: lambda: trainer.save_checkpoint(path), 2: lambda: trainer.save_checkpoint(path)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        raised = _fit(trainer, model, 2)
+    assert not raised, raised
+    said = [str(warning.message) for warning in told if "not in checkpoints" in str(warning.message)]
+    return said, _content(path)[0]["hyper_parameters"]
+
+
+def test_hyperparameters_that_are_no_plain_types_are_left_out_with_one_warning_each(tmp_path: Path) -> None:
+    ranks = run_on_ranks(_hyperparameters, 2, str(tmp_path))
+    assert ranks[0][0] == [
+        f"the hyperparameter '{name}' is a {kind} and not in checkpoints, which hold plain types only. Pass it to "
+        "load_from_checkpoint, or leave it out of save_hyperparameters."
+        for name, kind in (("loss", "MSELoss"), ("when", "datetime"))
+    ]
+    assert ranks[1][0] == []
+    assert ranks[0][1] == {"rate": 0.5, "layers": [1, 2]}
+
+
+# ------------------------------------------------------------------------------------------------ ranks that differ
+
+
+class Differs(Model):
+    """Has a large buffer of another length on rank 1, and one that only rank 1 has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        rank = rank_and_num_ranks()[0]
+        self.register_buffer("seen", torch.full((10_000 + rank,), float(rank)))
+        if rank:
+            self.register_buffer("own", torch.full((10_000,), 5.0))
+
+
+def _differs(scratch: str, is_async: bool) -> dict[str, Any]:
+    path, trainer = Path(scratch) / f"{is_async}.ckpt", _trainer(is_async)
+    torch.manual_seed(7)
+    model = Differs({2: lambda: trainer.save_checkpoint(path)})
+    raised = _fit(trainer, model, 3)
+    return {"raised": raised, "path": str(path)}
+
+
+def test_a_rank_whose_module_differs_neither_hangs_nor_spoils_the_checkpoint(tmp_path: Path) -> None:
+    calls = {str(is_async): (_differs, str(tmp_path), is_async) for is_async in (False, True)}
+    ranks = run_each_on_ranks(calls, 2, timeout_seconds=40)
+    for kind in ("False", "True"):
+        assert [of_rank[kind]["raised"] for of_rank in ranks] == ["", ""]
+        state = _content(Path(ranks[0][kind]["path"]))[0]["state_dict"]
+        assert state["seen"].shape == (10_000,)
+        assert float(state["seen"].sum()) == 0.0
+
+
+def _one_remembers(scratch: str, who: int, name: str) -> str:
+    path, trainer, model = Path(scratch) / "it.ckpt", _trainer(False, Remembers(NOT_PLAIN[name], (who,))), _model()
+    model.at = {2: lambda: trainer.save_checkpoint(path)}
+    return _fit(trainer, model, 3)
+
+
+def test_what_only_one_rank_remembers_counts_where_it_is_rank_0(tmp_path: Path) -> None:
+    calls = {str(who): (_one_remembers, str(tmp_path), who, "datetime") for who in (0, 1)}
+    for of_rank in run_each_on_ranks(calls, 2, timeout_seconds=40):
+        assert "checkpoint['callbacks']['Remembers']['held'], a datetime.datetime," in of_rank["0"]
+        assert of_rank["1"] == ""  # as in Lightning, what rank 0 has is saved

@@ -1,0 +1,289 @@
+"""Exported files are those that the libraries themselves would have written, and nothing else is left behind."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightning_distrec import parts
+from lightning_distrec.checkpoint.export import export
+from lightning_distrec.checkpoint.storage import read_metadata
+from lightning_distrec.errors import CheckpointError
+from tests.support.lone_rank import by_columns, by_rows, write_folder
+
+
+def weights() -> dict[str, Tensor]:
+    """Return tensors of many shapes and types, some larger than what is kept in a folder's state.pt."""
+    draw = torch.Generator().manual_seed(3)
+    return {
+        "ebc.embedding_bags.users.weight": torch.rand(3000, 16, generator=draw),
+        "ebc.embedding_bags.items.weight": torch.rand(500, 32, generator=draw).half(),
+        "mlp.weight": torch.rand(100, 90, generator=draw),
+        "mlp.bias": torch.rand(7, generator=draw).bfloat16(),
+        "count": torch.tensor(5),
+        "nothing": torch.empty(0, 4),
+        "mask": torch.tensor([True, False, True]),
+        'a \u00fc "name"': torch.rand(6, 5, generator=draw).T,
+        "wide": torch.rand(3, generator=draw).double(),
+        "half.b": torch.rand(3, generator=draw).half(),
+    }
+
+
+def _folder(path: Path, **more: Any) -> Path:
+    cut: dict[str, Any] = dict(weights())
+    cut["ebc.embedding_bags.users.weight"] = by_rows(cut["ebc.embedding_bags.users.weight"], 1300)
+    cut["ebc.embedding_bags.items.weight"] = by_columns(cut["ebc.embedding_bags.items.weight"], 8, 20)
+    return write_folder(path, {"state_dict": cut, **more})
+
+
+def _same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[key].dtype == wanted[key].dtype and torch.equal(found[key], wanted[key]) for key in wanted
+    )
+
+
+@pytest.fixture(params=[parts.CHUNK_BYTES, 4000], ids=["whole", "in pieces"])
+def _piecewise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "CHUNK_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("_piecewise")
+def test_a_pt_file_is_the_one_that_torch_writes_but_for_its_serial_number(tmp_path: Path) -> None:
+    export(_folder(tmp_path / "a.ckpt"), tmp_path / "found.pt")
+    (tmp_path / "by torch").mkdir()
+    wanted = tmp_path / "by torch" / "found.pt"
+    torch.save({key: value.contiguous() for key, value in weights().items()}, wanted)
+    assert _records(tmp_path / "found.pt") == _records(wanted)
+    found = (tmp_path / "found.pt").read_bytes()
+    before_it = found.index(b"found/.data/serialization_id")
+    assert before_it > sum(value.nbytes for value in weights().values())
+    assert found[:before_it] == wanted.read_bytes()[:before_it]
+    assert len(found) == wanted.stat().st_size
+
+
+def _records(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return where each record is, its checksum, and its content, which zipfile compares with the checksum."""
+    with zipfile.ZipFile(path) as archive:
+        return {
+            entry.filename: (entry.header_offset, entry.CRC, archive.read(entry))
+            for entry in archive.infolist()
+            if not entry.filename.endswith("serialization_id")
+        }
+
+
+@pytest.mark.usefixtures("_piecewise")
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_pt_file_holds_the_weights_however_it_is_loaded(tmp_path: Path, mmap: bool) -> None:
+    export(_folder(tmp_path / "a.ckpt"), tmp_path / "found.pt")
+    assert _same(torch.load(tmp_path / "found.pt", weights_only=True, mmap=mmap), weights())
+
+
+@pytest.mark.usefixtures("_piecewise")
+def test_a_safetensors_file_is_the_one_that_the_library_writes(tmp_path: Path) -> None:
+    export(_folder(tmp_path / "a.ckpt"), tmp_path / "found.safetensors")
+    plain = {key: value.contiguous() for key, value in weights().items()}
+    save_file(plain, tmp_path / "wanted.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "found.safetensors").read_bytes() == (tmp_path / "wanted.safetensors").read_bytes()
+    assert _same(load_file(tmp_path / "found.safetensors"), weights())
+
+
+def test_a_ckpt_file_holds_all_that_lightning_saves_and_numbers_for_parameters(tmp_path: Path) -> None:
+    sums = torch.rand(3000, 16)
+    state = {
+        "optimizer": "torch.optim.adagrad.Adagrad",
+        "state": {"b": {"step": torch.tensor(4.0)}, "a": {"sum": by_rows(sums, 100), "step": torch.tensor(5.0)}},
+        "param_groups": [{"lr": 0.1, "params": ["a"]}, {"lr": 0.2, "params": ["b"]}],
+    }
+    source = _folder(tmp_path / "a.ckpt", optimizer_states=[state], hyper_parameters={"dim": 4}, callbacks={"c": 1})
+    export(source, tmp_path / "out.ckpt")
+    found = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    assert _same(found.pop("state_dict"), weights())
+    state_found = found.pop("optimizer_states")[0]
+    assert torch.equal(state_found["state"][0].pop("sum"), sums)
+    assert state_found == {
+        "state": {1: {"step": torch.tensor(4.0)}, 0: {"step": torch.tensor(5.0)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}],
+    }
+    assert found == {
+        "epoch": 2,
+        "global_step": 30,
+        "pytorch-lightning_version": "2.6.0",
+        "loops": {},
+        "hyper_parameters": {"dim": 4},
+        "callbacks": {"c": 1},
+    }
+
+
+@pytest.mark.usefixtures("_piecewise")
+@pytest.mark.parametrize("first", ["pt", "safetensors", "ckpt"])
+@pytest.mark.parametrize("then", ["pt", "safetensors"])
+def test_plain_files_become_one_another(tmp_path: Path, first: str, then: str) -> None:
+    export(_folder(tmp_path / "a.ckpt"), tmp_path / f"first.{first}")
+    export(tmp_path / f"first.{first}", tmp_path / f"then.{then}")
+    load = load_file if then == "safetensors" else torch.load
+    assert _same(load(tmp_path / f"then.{then}"), weights())
+
+
+def test_tensors_that_share_memory_or_lie_in_larger_ones_become_tensors_of_their_own(tmp_path: Path) -> None:
+    large = torch.rand(50, 8)
+    tied = {"a": large, "b": large, "view": large[10:20, ::2], "parameter": torch.nn.Parameter(large[3])}
+    torch.save(tied, tmp_path / "tied.pt")
+    for suffix, load in (("pt", torch.load), ("safetensors", load_file)):
+        export(tmp_path / "tied.pt", tmp_path / f"out.{suffix}")
+        assert _same(load(tmp_path / f"out.{suffix}"), {key: value.detach() for key, value in tied.items()})
+        assert 2 * large.nbytes + 200 < (tmp_path / f"out.{suffix}").stat().st_size
+
+
+def _good(folder: Path) -> Path:
+    return _folder(folder / "a.ckpt")
+
+
+def _incomplete(folder: Path) -> Path:
+    (_folder(folder / "a.ckpt") / "complete.json").unlink()
+    return folder / "a.ckpt"
+
+
+def _cut_short(folder: Path) -> Path:
+    path = _folder(folder / "a.ckpt")
+    os.truncate(path / "__0_0.distcp", 1000)
+    return path
+
+
+def _of_weights(folder: Path) -> Path:
+    torch.save(weights(), folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+def _of_numbers(folder: Path) -> Path:
+    torch.save({"state_dict": {"a": torch.ones(2), "extra": 3}}, folder / "numbers.pt")
+    return folder / "numbers.pt"
+
+
+def _sparse(folder: Path) -> Path:
+    torch.save({"state_dict": {"a": torch.eye(3).to_sparse()}}, folder / "sparse.pt")
+    return folder / "sparse.pt"
+
+
+def _other(folder: Path) -> Path:
+    torch.save({"a": 3, "b": [torch.ones(2)]}, folder / "other.pt")
+    return folder / "other.pt"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        (
+            _good,
+            "out.onnx",
+            r"out.onnx: its suffix says what to write. Name it \*.pt or \*.safetensors for",
+        ),
+        (_good, "there.pt", "there.pt is there already. Choose another name, or replace it with --overwrite."),
+        (_good, "folder.pt", "folder.pt is a folder, and one file would be written. Choose another name."),
+        (_good, "no/out.pt", "there is no folder .*no. Make it first."),
+        (lambda folder: folder / "none.ckpt", "out.pt", "there is no checkpoint .*none.ckpt"),
+        (_incomplete, "out.pt", "is not a complete checkpoint: complete.json, which is written last, is missing"),
+        (_cut_short, "out.pt", "is damaged: __0_0.distcp has 1,000 bytes, and should have"),
+        (
+            _of_weights,
+            "out.ckpt",
+            r"is a bare state_dict, and .* would be a Lightning checkpoint, .* Export it to \*.pt",
+        ),
+        (
+            _of_numbers,
+            "out.safetensors",
+            "'extra' is a int, and safetensors files hold .* Export to a .pt",
+        ),
+        (_sparse, "out.safetensors", "'a' is a tensor of torch.float32.*, and safetensors files hold dense tensors"),
+        (_sparse, "out.pt", "'a' is a tensor of layout torch.sparse_coo, .* Make it dense."),
+        (_other, "out.pt", r"other.pt holds no state_dict, only \['a', 'b'\]"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+    tmp_path: Path, source: Callable[[Path], Path], target: str, said: str
+) -> None:
+    (tmp_path / "there.pt").write_text("mine")
+    (tmp_path / "folder.pt").mkdir()
+    path = source(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=said):
+        export(path, tmp_path / target)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+def test_a_file_is_replaced_where_that_is_asked_for_but_never_a_folder(tmp_path: Path) -> None:
+    source = _folder(tmp_path / "a.ckpt")
+    (tmp_path / "there.pt").write_text("mine")
+    export(source, tmp_path / "there.pt", overwrite=True)
+    assert _same(torch.load(tmp_path / "there.pt", weights_only=True), weights())
+    export(tmp_path / "there.pt", tmp_path / "there.pt", overwrite=True)
+    assert _same(torch.load(tmp_path / "there.pt", weights_only=True), weights())
+    with pytest.raises(CheckpointError, match="is a folder"):
+        export(source, source, overwrite=True)
+
+
+def test_a_folder_from_which_rows_are_missing_is_refused(tmp_path: Path) -> None:
+    path = _folder(tmp_path / "a.ckpt")
+    with open(path / ".metadata", "rb") as file:
+        metadata = read_metadata(file)
+    metadata.state_dict_metadata["state_dict/mlp.weight"].chunks.pop()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    marker = json.loads((path / "complete.json").read_text())
+    marker["files"][".metadata"] = (path / ".metadata").stat().st_size
+    (path / "complete.json").write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match="is damaged: the chunks of 'state_dict/mlp.weight' are not all of it"):
+        export(path, tmp_path / "out.pt")
+
+
+def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _folder(tmp_path / "a.ckpt")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"out.pt would have 260,\d+ bytes, and its file system has 1,000 free"):
+        export(source, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors", "ckpt"])
+@pytest.mark.parametrize("limit_bytes", [100, 100_000], ids=["at once", "on the way"])
+def test_a_write_that_fails_is_told_and_leaves_nothing(tmp_path: Path, suffix: str, limit_bytes: int) -> None:
+    """A limit on files' sizes stands in for a full disk: torch's writer and ours meet it in the same way."""
+    source = _folder(tmp_path / "a.ckpt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"out.{suffix} cannot be written: .* Nothing of it was left there."):
+            export(source, tmp_path / f"out.{suffix}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_an_export_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    source = _folder(tmp_path / "a.ckpt")
+
+    def stop(written: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(source, tmp_path / "out.pt", told=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_how_far_it_is_is_told_and_ends_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 4000)
+    said: list[tuple[int, int]] = []
+    export(_folder(tmp_path / "a.ckpt"), tmp_path / "out.pt", told=lambda written, total: said.append((written, total)))
+    total = sum(value.nbytes for value in weights().values())
+    assert said[-1] == (total, total)
+    assert [written for written, _ in said] == sorted(written for written, _ in said)
+    assert len(said) > 50

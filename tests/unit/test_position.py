@@ -1,0 +1,896 @@
+"""A resumed epoch goes on with the batches that were left, on any number of ranks; Lightning takes the loader for one
+that can."""
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from copy import copy, deepcopy
+from inspect import getattr_static
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from lightning_distrec.pipeline.even_batches import ShortenedLoader, even
+from lightning_distrec.pipeline.position import (
+    PositionedLoader,
+    State,
+    joined,
+    move,
+    num_batches,
+    positioned,
+    rescaled,
+)
+
+Batches = list[list[int]]
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i; `loaded` are those that were asked for in this process."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+def _never(message: str) -> None:
+    raise AssertionError(message)
+
+
+def _wrapped(loader: DataLoader[int], rank: int = 0, num_ranks: int = 1, say: Callable[[str], None] = _never) -> Any:
+    wrapped = positioned(loader, rank, num_ranks, say)
+    assert isinstance(wrapped, PositionedLoader)
+    return wrapped
+
+
+def _dealt(
+    length: int,
+    num_ranks: int,
+    rank: int,
+    batch_size: int,
+    epoch: int = 0,
+    drop_last: bool = False,
+    drop_uneven: bool = False,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> DataLoader[int]:
+    """Return the loader of one rank, its samples dealt by a DistributedSampler."""
+    numbers = Numbers(length)
+    sampler = DistributedSampler(numbers, num_ranks, rank, shuffle, seed, drop_uneven)
+    sampler.set_epoch(epoch)
+    return DataLoader(numbers, batch_size, sampler=sampler, drop_last=drop_last)
+
+
+def _all_of(loader: Any) -> Batches:
+    return [batch.tolist() for batch in loader]
+
+
+def _first_of(loader: Any, count: int) -> Batches:
+    return [batch.tolist() for batch in islice(iter(loader), count)]
+
+
+def _stored(state: State) -> State:
+    """Return the state as it comes out of a checkpoint that may hold nothing but tensors and plain types."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+def _resumed(wrapped: Any, state: State) -> Batches:
+    wrapped.load_state_dict(_stored(state))
+    return _all_of(wrapped)
+
+
+def _dealt_back(of_ranks: list[Batches]) -> list[int]:
+    """Return all ranks' samples in the order in which they were dealt."""
+    columns = [[sample for batch in batches for sample in batch] for batches in of_ranks]
+    assert len({len(column) for column in columns}) == 1, "ranks have unequal numbers of samples"
+    return [sample for row in zip(*columns, strict=True) for sample in row]
+
+
+JOBS = {
+    "length": st.integers(1, 40),
+    "shuffle": st.booleans(),
+    "drop_last": st.booleans(),
+    "drop_uneven": st.booleans(),
+    "epoch": st.integers(0, 3),
+}
+RANKS, SIZES = st.integers(1, 4), st.integers(1, 5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num_ranks=RANKS, batch_size=SIZES, **JOBS)
+def test_on_the_same_ranks_the_rest_of_the_epoch_is_that_of_the_plain_loader(
+    data, num_ranks, batch_size, length, shuffle, drop_last, drop_uneven, epoch
+):
+    for rank in range(num_ranks):
+        job = (length, num_ranks, rank, batch_size, epoch, drop_last, drop_uneven, shuffle)
+        plain = _all_of(_dealt(*job))
+        wrapped = _wrapped(_dealt(*job))
+        if not plain:
+            continue
+        count = data.draw(st.integers(1, len(plain)))
+        assert _first_of(wrapped, count) == plain[:count]
+        rest = _resumed(_wrapped(_dealt(*job)), wrapped.state_dict())
+        assert rest == (plain[count:] or plain)  # a position at the end is the beginning of the next epoch
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), ranks=st.tuples(RANKS, RANKS, RANKS), sizes=st.tuples(SIZES, SIZES, SIZES), **JOBS)
+def test_on_other_ranks_each_sample_that_is_left_is_trained_once(
+    data, ranks, sizes, length, shuffle, drop_last, drop_uneven, epoch
+):
+    order = [i for (i,) in _all_of(_dealt(length, 1, 0, 1, epoch, shuffle=shuffle))]
+    trained, state, progress = 0, None, 0
+    for num_ranks, batch_size in zip(ranks, sizes, strict=True):
+        loaders = [
+            _wrapped(_dealt(length, num_ranks, rank, batch_size, epoch, drop_last, drop_uneven, shuffle))
+            for rank in range(num_ranks)
+        ]
+        whole = len(loaders[0])
+        if state is not None:
+            progress = rescaled(progress, state, num_ranks, batch_size)
+            assert num_batches(state, num_ranks, batch_size) == whole
+            for loader in loaders:
+                loader.load_state_dict(_stored(state))
+                assert loader.state_dict()["batches"] == progress
+                assert len(loader) == whole
+        if progress == whole:
+            return  # nothing is left that makes a batch
+        iterators = [iter(loader) for loader in loaders]
+        left = whole - progress
+        count = data.draw(st.integers(1, left), label="batches before the next interruption")
+        drawn = [[batch.tolist() for batch in islice(iterator, count)] for iterator in iterators]
+        assert [len(batches) for batches in drawn] == [count] * num_ranks
+        states = [loader.state_dict() for loader in loaders]
+        samples = _dealt_back(drawn)
+        padded = order[trained:] + order * num_ranks
+        assert samples == padded[: len(samples)]
+        rest = _dealt_back([[batch.tolist() for batch in iterator] for iterator in iterators])
+        assert len(rest) == 0 if count == left else len(rest) > 0
+        if not drop_last:
+            uneven = (length - trained) % num_ranks
+            end = length - uneven if drop_uneven else length
+            num_padded = 0 if drop_uneven else -uneven % num_ranks
+            assert samples + rest == order[trained:end] + (order * num_ranks)[:num_padded]
+        trained, state, progress = trained + len(samples), states[0], progress + count
+        assert state["batches"] == progress
+        if count == left:
+            return
+        assert state["samples"] == trained
+
+
+def test_a_sampler_that_drops_what_cannot_be_dealt_evenly_does_so_on_other_ranks():
+    first = [_wrapped(_dealt(23, 2, rank, 3, shuffle=False, drop_uneven=True)) for rank in range(2)]
+    for loader in first:
+        _first_of(loader, 2)
+    loaders = [_wrapped(_dealt(23, 4, rank, 2, shuffle=False, drop_uneven=True)) for rank in range(4)]
+    rest = [_resumed(loader, first[0].state_dict()) for loader in loaders]
+    assert _dealt_back(rest) == list(range(12, 20))  # of 11 that are left, 8 can be dealt to 4 ranks
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_samples_of_one_rank_are_dealt_to_many_and_back(shuffle, own_generator, num_ranks):
+    def of_one() -> DataLoader[int]:
+        generator = torch.Generator().manual_seed(5) if own_generator else None
+        return DataLoader(Numbers(21), 2, shuffle=shuffle, generator=generator)
+
+    torch.manual_seed(3)
+    order = _dealt_back([_all_of(of_one())])
+    assert (order == sorted(order)) is not shuffle
+    torch.manual_seed(3)
+    one = _wrapped(of_one())
+    assert _dealt_back([_first_of(one, 3)]) == order[:6]
+    torch.manual_seed(99)
+    many = [_wrapped(_dealt(21, num_ranks, rank, 2, epoch=1), rank, num_ranks) for rank in range(num_ranks)]
+    for loader in many:
+        loader.load_state_dict(_stored(one.state_dict()))
+    assert _dealt_back([_first_of(loader, 2) for loader in many]) == order[6 : 6 + 4 * num_ranks]
+    assert _dealt_back([_resumed(_wrapped(of_one()), many[0].state_dict())]) == order[6 + 4 * num_ranks :]
+
+
+def _even_first() -> DataLoader[int]:
+    class EvenFirst(Sampler[list[int]]):
+        """Batches of its own making, shuffled by torch."""
+
+        def __len__(self) -> int:
+            return 7
+
+        def __iter__(self) -> Iterator[list[int]]:
+            for i in torch.randperm(7).tolist():
+                yield [i, i + 7]
+
+    return DataLoader(Numbers(14), batch_sampler=EvenFirst())
+
+
+LOADERS: dict[str, Callable[[], DataLoader[int]]] = {
+    "in order": lambda: DataLoader(Numbers(13), 2),
+    "shuffled": lambda: DataLoader(Numbers(13), 2, shuffle=True),
+    "shuffled, the last dropped": lambda: DataLoader(Numbers(13), 2, shuffle=True, drop_last=True),
+    "with replacement": lambda: DataLoader(Numbers(13), 2, sampler=RandomSampler(range(13), True, 70)),
+    "more than once": lambda: DataLoader(Numbers(13), 2, sampler=RandomSampler(range(13), num_samples=30)),
+    "weighted": lambda: DataLoader(Numbers(13), 2, sampler=WeightedRandomSampler(torch.arange(1.0, 14), 13)),
+    "a list as sampler": lambda: DataLoader(Numbers(13), 2, sampler=[3, 1, 4, 5, 9, 2, 6]),
+    "a batch sampler of torch's": lambda: DataLoader(
+        Numbers(13), batch_sampler=BatchSampler(RandomSampler(range(13)), 3, False)
+    ),
+    "a custom batch sampler": _even_first,
+    "without batches": lambda: DataLoader(Numbers(13), None, shuffle=True, collate_fn=torch.tensor),
+    "batches as samples": lambda: DataLoader(
+        [*range(13)], None, sampler=RandomSampler(range(13)), collate_fn=torch.tensor
+    ),
+    "two workers": lambda: DataLoader(Numbers(13), 2, shuffle=True, num_workers=2),
+    "workers that stay": lambda: DataLoader(Numbers(13), 2, shuffle=True, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_one_rank_goes_on_with_the_batches_that_were_left_and_draws_no_random_numbers_for_it(name):
+    make = LOADERS[name]
+    torch.manual_seed(11)
+    loader = make()
+    plain = [_all_of(loader), _all_of(loader)]
+    torch.manual_seed(11)
+    wrapped = _wrapped(make())
+    iterator = iter(wrapped)
+    begin = [next(iterator).tolist() for _ in range(3)]
+    assert begin == plain[0][:3]
+    state = wrapped.state_dict()
+    assert begin + [batch.tolist() for batch in iterator] == plain[0]
+    assert _all_of(wrapped) == plain[1]  # wrapped loaders draw the random numbers of plain ones
+    torch.manual_seed(11)
+    list(make())
+    before = torch.get_rng_state()  # at the end of the epoch, as if a checkpoint had brought it
+    resumed = _wrapped(make())
+    assert _resumed(resumed, state) == plain[0][3:]
+    assert torch.equal(torch.get_rng_state(), before)
+    if "weighted" not in name:  # its numbers are drawn by the loop, those of the rest
+        assert _all_of(resumed) == plain[1]
+
+
+def test_a_generator_of_the_samplers_own_goes_on_from_epoch_to_epoch():
+    def make() -> DataLoader[int]:
+        return DataLoader(Numbers(10), 2, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+    wrapped = _wrapped(make())
+    _all_of(wrapped)
+    _first_of(wrapped, 2)
+    state = wrapped.state_dict()
+    loader = make()
+    epochs = [_all_of(loader) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    resumed = _wrapped(make())
+    assert [_resumed(resumed, state), _all_of(resumed)] == [epochs[1][2:], epochs[2]]
+
+
+def test_nothing_is_loaded_of_what_is_skipped():
+    state = _state_after(_dealt(1000, 2, 1, 10), 40)
+    loader = _dealt(1000, 2, 1, 10)
+    rest = _resumed(_wrapped(loader), state)
+    assert len(rest) == 10
+    assert loader.dataset.loaded == [sample for batch in rest for sample in batch]
+
+
+def _state_after(loader: DataLoader[int], count: int, rank: int = 0, num_ranks: int = 1) -> State:
+    wrapped = _wrapped(loader, rank, num_ranks)
+    assert len(_first_of(wrapped, count)) == count
+    return dict(wrapped.state_dict())
+
+
+def test_another_batch_size_on_one_rank_goes_on_with_the_next_sample():
+    state = _state_after(DataLoader(Numbers(14), 4), 2)
+    assert rescaled(2, state, 1, 3) == 3  # batches of 3, 3, 2 make 8 samples; 6 more need two
+    assert _resumed(_wrapped(DataLoader(Numbers(14), 3)), state) == [[8, 9, 10], [11, 12, 13]]
+    state = _state_after(DataLoader(Numbers(14), 4, sampler=[*range(14)]), 2)
+    assert rescaled(2, state, 1, 3) == 3
+    assert _resumed(_wrapped(DataLoader(Numbers(14), 3, sampler=[*range(14)])), state) == [[8, 9, 10], [11, 12, 13]]
+
+
+def test_the_last_batch_may_be_dropped_from_now_on():
+    state = _state_after(_dealt(41, 2, 0, 3), 3)
+    wrapped = _wrapped(_dealt(41, 3, 0, 4, drop_last=True))
+    wrapped.load_state_dict(state)
+    assert wrapped.state_dict()["batches"] == 1
+    assert len(_all_of(wrapped)) == 2  # 23 samples are left
+    assert len(wrapped) == 3
+
+
+def test_the_beginning_of_an_epoch_is_one_for_all():
+    beginning = _wrapped(LOADERS["weighted"]()).state_dict()
+    loader = _dealt(41, 3, 2, 4)
+    assert _resumed(_wrapped(loader), beginning) == _all_of(loader)
+
+
+def test_a_count_that_is_behind_stays_behind():
+    state = _state_after(_dealt(40, 2, 0, 2), 4)
+    assert rescaled(4, state, 1, 2) == 8
+    assert rescaled(3, state, 1, 2) == 7
+    assert rescaled(3, state, 2, 2) == 3
+
+
+def test_samplers_wrapped_by_lightning_go_on_with_the_order_of_the_wrapped_one():
+    def make(num_ranks: int, rank: int) -> DataLoader[int]:
+        numbers = Numbers(12)
+        weighted = WeightedRandomSampler(torch.ones(12), 12, replacement=False)
+        return DataLoader(numbers, 1, sampler=DistributedSamplerWrapper(weighted, num_ranks, rank, seed=4))
+
+    torch.manual_seed(0)
+    order = _dealt_back([_all_of(make(1, 0))])
+    torch.manual_seed(0)
+    state = _state_after(make(2, 0), 2)
+    assert [_resumed(_wrapped(make(2, rank)), state) for rank in range(2)] == [
+        [[sample] for sample in order[4 + rank :: 2]] for rank in range(2)
+    ]
+    assert _dealt_back([_resumed(_wrapped(make(3, rank)), state) for rank in range(3)]) == order[4:] + order[:1]
+
+
+def _of_ranks(num_ranks: int, uneven: int = 0) -> list[DataLoader[int]]:
+    """Loaders that each shuffle on their own, as with use_distributed_sampler=False."""
+    return [DataLoader(Numbers(10 + uneven * rank), 2, shuffle=True) for rank in range(num_ranks)]
+
+
+def test_ranks_with_orders_of_their_own_go_on_from_their_own_states():
+    orders, states = [], []
+    for rank, loader in enumerate(_of_ranks(2, uneven=3)):
+        torch.manual_seed(rank)
+        wrapped = _wrapped(loader, rank, 2)
+        iterator = iter(wrapped)
+        orders.append([next(iterator).tolist() for _ in range(2)])
+        states.append(wrapped.state_dict())
+        orders[-1] += [batch.tolist() for batch in iterator]
+    assert orders[0] != orders[1]
+    assert rescaled(2, states[1], 2, 2) == 2
+    resumed = [_wrapped(loader, rank, 2) for rank, loader in enumerate(_of_ranks(2, uneven=3))]
+    assert [_resumed(*pair) for pair in zip(resumed, states, strict=True)] == [order[2:] for order in orders]
+
+
+def test_ranks_with_batches_of_unequal_size_go_on_from_their_own_states():
+    loaders = [_dealt(40, 2, rank, 2 + rank) for rank in range(2)]
+    wholes = [_all_of(loader) for loader in loaders]
+    resumed = [_resumed(_wrapped(loader), _state_after(loader, 3)) for loader in loaders]
+    assert resumed == [whole[3:] for whole in wholes]
+
+
+def test_one_state_is_made_of_all_ranks_only_where_it_says_the_same_to_all():
+    dealt = [[_state_after(_dealt(40, 2, rank, 2), 3)] for rank in range(2)]
+    (state,) = joined(dealt)
+    assert (state["order"], state["batches"]) == ("DistributedSampler", 3)
+    unequal = [[_state_after(_dealt(40, 2, rank, 2 + rank), 3)] for rank in range(2)]
+    (state,) = joined(unequal)
+    assert (state["order"], state["rank"]) == (None, None)
+    assert joined([[{"_snapshot": 1}], [{"_snapshot": 2}]]) == []
+    of_one = [_state_after(LOADERS["weighted"](), 3), {"_snapshot": 1}]
+    assert joined([of_one]) == of_one
+    assert joined([of_one[:1]]) == of_one[:1]
+    assert joined([[], []]) == []
+
+
+def _joined(loaders: list[DataLoader[int]], count: int) -> State:
+    states = [_state_after(loader, count, rank, len(loaders)) for rank, loader in enumerate(loaders)]
+    return joined([[state] for state in states])[0]
+
+
+REFUSED: dict[str, tuple[Callable[[], State], Callable[[], Any], str]] = {
+    "own orders, another rank's state": (
+        lambda: _state_after(_of_ranks(2)[0], 3, 0, 2),
+        lambda: (_of_ranks(2)[1], 1, 2),
+        r"20 samples on 2 rank\(s\) in the order of None, and now there are 20 samples on 2 rank\(s\)",
+    ),
+    "own orders, joined": (
+        lambda: _joined(_of_ranks(2), 3),
+        lambda: (_of_ranks(2)[0], 0, 2),
+        r"20 samples on 2 rank\(s\) in the order of None, and now there are 20 samples on 2 rank\(s\)",
+    ),
+    "own orders, another batch size": (
+        lambda: _state_after(_of_ranks(2)[0], 3, 0, 2),
+        lambda: (DataLoader(Numbers(10), 3, shuffle=True), 0, 2),
+        "order of None",
+    ),
+    "own orders, more ranks": (
+        lambda: _joined(_of_ranks(2), 3),
+        lambda: (_of_ranks(3)[2], 2, 3),
+        r"on 2 rank\(s\).* on 3 rank\(s\)",
+    ),
+    "own orders, now dealt": (
+        lambda: _joined(_of_ranks(2), 3),
+        lambda: (_dealt(20, 2, 0, 2), 0, 2),
+        "order of None.* order of DistributedSampler",
+    ),
+    "unequal batches, more ranks": (
+        lambda: _joined([_dealt(40, 2, rank, 2 + rank) for rank in range(2)], 3),
+        lambda: (_dealt(40, 3, 0, 2), 0, 3),
+        r"on 2 rank\(s\) in the order of None.* on 3 rank\(s\)",
+    ),
+    "one custom order, now two ranks": (
+        lambda: _state_after(LOADERS["weighted"](), 3),
+        lambda: (_dealt(13, 2, 0, 2), 0, 2),
+        "order of None.* order of DistributedSampler",
+    ),
+    "one custom order, now one of torch's": (
+        lambda: _state_after(LOADERS["weighted"](), 3),
+        lambda: (DataLoader(Numbers(13), 2), 0, 1),
+        "order of None.* order of SequentialSampler",
+    ),
+    "with replacement, now two ranks": (
+        lambda: _state_after(DataLoader(Numbers(13), 2, sampler=RandomSampler(range(13), True)), 3),
+        lambda: (_dealt(13, 2, 0, 2), 0, 2),
+        "order of None.* order of DistributedSampler",
+    ),
+    "samples more than once, now two ranks": (
+        lambda: _state_after(LOADERS["more than once"](), 3),
+        lambda: (_dealt(30, 2, 0, 2), 0, 2),
+        "order of None.* order of DistributedSampler",
+    ),
+    "one custom order, other data": (
+        lambda: _state_after(LOADERS["weighted"](), 3),
+        lambda: (DataLoader(Numbers(9), 2, sampler=WeightedRandomSampler(torch.ones(9), 9)), 0, 1),
+        "of 13 samples .* are 9 samples",
+    ),
+    "wrapped, now one rank": (
+        lambda: _state_after(
+            DataLoader(Numbers(12), 1, sampler=DistributedSamplerWrapper(RandomSampler(range(12)), 2, 0)), 2
+        ),
+        lambda: (DataLoader(Numbers(12), 1, shuffle=True), 0, 1),
+        "order of DistributedSamplerWrapper.* order of RandomSampler",
+    ),
+    "other data": (
+        lambda: _state_after(_dealt(40, 2, 0, 2), 3),
+        lambda: (_dealt(41, 2, 0, 2), 0, 2),
+        "of 40 samples .* are 41 samples",
+    ),
+    "a state of another loader": (
+        lambda: {"_snapshot": 1},
+        lambda: (_dealt(41, 2, 0, 2), 0, 2),
+        "does not hold the position of such a dataloader",
+    ),
+    "a state without random numbers": (
+        lambda: {**_state_after(_dealt(40, 2, 0, 2), 3), "generator": None},
+        lambda: (_dealt(40, 2, 0, 2), 0, 2),
+        "does not hold the position of such a dataloader",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_position_that_cannot_be_used_is_told_and_the_epoch_begins_anew(name):
+    make_state, make_loader, reason = REFUSED[name]
+    said: list[str] = []
+    torch.manual_seed(1)
+    state = make_state()
+    loader, rank, num_ranks = make_loader()
+    wrapped = _wrapped(loader, rank, num_ranks, said.append)
+    torch.manual_seed(2)
+    resumed = _resumed(wrapped, state)
+    torch.manual_seed(2)
+    assert resumed == _all_of(loader)
+    (message,) = said
+    with pytest.raises(ValueError, match=f"middle of an epoch: .*{reason}.*begins anew.*Resume with the same"):
+        raise ValueError(message)
+    if "ranks" in name or "joined" in name:  # these the state itself tells
+        assert rescaled(state["batches"], state, num_ranks, 2) == 0
+        assert rescaled(state["batches"] - 1, state, num_ranks, 2) == -1
+
+
+def test_workers_that_were_begun_before_are_told():
+    said: list[str] = []
+    loader = DataLoader(Numbers(10), 2, num_workers=1, persistent_workers=True)
+    state = _state_after(DataLoader(Numbers(10), 2), 2)
+    whole = _all_of(loader)
+    wrapped = _wrapped(loader, say=said.append)
+    assert _resumed(wrapped, state) == whole
+    assert wrapped.state_dict()["batches"] == len(whole)
+    assert len(said) == 1
+    assert "DataLoader began its workers before" in said[0]
+
+
+def test_a_position_is_used_once_and_told_until_then():
+    state = _state_after(_dealt(12, 1, 0, 2, shuffle=False), 4)
+    wrapped = _wrapped(_dealt(12, 1, 0, 2, shuffle=False))
+    wrapped.load_state_dict(state)
+    assert wrapped.state_dict()["batches"] == 4
+    iterator = iter(wrapped)
+    assert wrapped.state_dict()["batches"] == 4
+    assert next(iterator).tolist() == [8, 9]
+    assert wrapped.state_dict()["batches"] == 5
+    assert len(_all_of(wrapped)) == len(wrapped) == 6
+    assert wrapped.state_dict()["samples"] == 12
+
+
+def test_states_that_were_taken_do_not_change():
+    wrapped = _wrapped(DataLoader(Numbers(8), 2))
+    states = [wrapped.state_dict()]
+    for _ in wrapped:
+        states.append(wrapped.state_dict())
+    assert [state["batches"] for state in states] == [0, 1, 2, 3, 4]
+    states[-1]["batches"] = 7
+    assert wrapped.state_dict()["batches"] == 4
+
+
+def test_looking_at_a_batch_does_not_move_the_position_of_the_loop():
+    wrapped = _wrapped(DataLoader(Numbers(12), 2, shuffle=True))
+    iterator = iter(wrapped)
+    list(islice(iterator, 3))
+    next(iter(wrapped))
+    next(iterator)
+    assert wrapped.state_dict()["batches"] == 4
+
+
+def test_a_position_of_another_epoch_is_not_used():
+    state = _state_after(_dealt(12, 2, 0, 2, epoch=1), 2)  # say, Trainer(limit_train_batches=2) ended the epoch
+    loader = _dealt(12, 2, 0, 2, epoch=0)
+    wrapped = _wrapped(loader)
+    wrapped.load_state_dict(state)
+    iterator = iter(wrapped)
+    loader.sampler.set_epoch(2)  # Lightning does so after it began the loader
+    assert [batch.tolist() for batch in iterator] == _all_of(_dealt(12, 2, 0, 2, epoch=2))
+    assert wrapped.state_dict()["batches"] == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_epoch_may_be_told_after_the_loader_was_begun(num_workers):
+    plain = _all_of(_dealt(12, 2, 0, 2, epoch=3))
+    state = _state_after(_dealt(12, 2, 0, 2, epoch=3), 1)
+    template = _dealt(12, 2, 0, 2)
+    wrapped = _wrapped(DataLoader(template.dataset, 2, sampler=template.sampler, num_workers=num_workers))
+    wrapped.load_state_dict(state)
+    for expected in (plain[1:], plain):
+        template.sampler.set_epoch(0)
+        iterator = iter(wrapped)
+        template.sampler.set_epoch(3)
+        assert [batch.tolist() for batch in iterator] == expected
+
+
+def test_the_seed_of_a_saved_epoch_is_kept():
+    plain = _all_of(_dealt(12, 2, 0, 2, seed=5))
+    assert _resumed(_wrapped(_dealt(12, 2, 0, 2, seed=6)), _state_after(_dealt(12, 2, 0, 2, seed=5), 1)) == plain[1:]
+
+
+class Stream(IterableDataset[int]):
+    """No samples to choose from, though it says how many."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Endless(Sampler[int]):
+    """A sampler that does not say how long it is."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Resumable(DataLoader[int]):
+    """A loader with a state of its own."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        [1, 2],
+        DataLoader(Stream()),
+        DataLoader(Numbers(4), sampler=Endless()),
+        Resumable(Numbers(4)),
+        ShortenedLoader(Resumable(Numbers(4)), 2),
+        ShortenedLoader([1, 2], 1),
+    ],
+    ids=["list", "stream", "without a length", "with a state", "with a state, shortened", "list, shortened"],
+)
+def test_other_loaders_are_left_as_they_are(loader):
+    assert positioned(loader, 0, 1, _never) is loader
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_a_shortened_loader_shows_the_state_of_its_loader_and_no_other(name):
+    # As isinstance with Lightning's protocol of stateful objects looks for it, from Python 3.12 on.
+    assert getattr_static(ShortenedLoader(Resumable(Numbers(4)), 2), name, None) is not None
+    assert getattr_static(ShortenedLoader(DataLoader(Numbers(4)), 2), name, None) is None
+    assert isinstance(ShortenedLoader(Resumable(Numbers(4)), 2), _Stateful)
+
+
+class TwoRanks:
+    """Ranks for `even`: the other one has 3 batches."""
+
+    num_ranks = 2
+
+    def least(self, value: int) -> int:
+        return value
+
+    def everyone(self, value: Any) -> list[Any]:
+        return [value, (3, True)]
+
+
+def test_a_shortened_loader_goes_on_to_where_it_was_shortened():
+    shortened = even(DataLoader(Numbers(10), 2, shuffle=True), TwoRanks(), "stop", str)
+    wrapped = _wrapped(shortened, 0, 2)
+    assert len(wrapped) == 3
+    whole = _all_of(wrapped)
+    iterator = iter(wrapped)
+    whole = [next(iterator).tolist()]
+    state = wrapped.state_dict()
+    whole += [batch.tolist() for batch in iterator]
+    assert len(whole) == 3
+    assert _resumed(_wrapped(copy(shortened), 0, 2), state) == whole[1:]
+
+
+def test_what_others_see_is_the_loader():
+    loader = _dealt(12, 2, 1, 2)
+    wrapped = _wrapped(loader)
+    assert wrapped.dataset is loader.dataset
+    list(islice(iter(wrapped), 1))
+    assert wrapped.sampler is loader.sampler
+    assert wrapped.batch_sampler is loader.batch_sampler
+    assert type(loader.batch_sampler) is BatchSampler
+    wrapped.worker_init_fn = print
+    assert loader.worker_init_fn is print
+
+
+def test_a_subclass_may_look_at_its_samplers_while_it_begins():
+    class Looking(DataLoader[int]):
+        def __iter__(self) -> Any:
+            assert len(self) == 6
+            self.batch_sampler.sampler.set_epoch(3)
+            yield from super().__iter__()
+
+    def make() -> DataLoader[int]:
+        template = _dealt(12, 1, 0, 2)
+        return Looking(template.dataset, 2, sampler=template.sampler)
+
+    whole = _all_of(make())
+    state = _state_after(make(), 2)
+    assert state["of_epoch"][0] == 3
+    resumed = make()
+    resumed.sampler.set_epoch(3)
+    assert _resumed(_wrapped(resumed), state) == whole[2:]
+
+
+class Recorder(pl.LightningModule):
+    """Keeps the batches it is trained on, and draws random numbers in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[tuple[int, int, list[int]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append((self.current_epoch, batch_idx, batch.tolist()))
+        return self.layer(torch.rand(2, 1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class RandomNumbers(pl.Callback):
+    """Checkpoints hold torch's random numbers; they are put back before the first step."""
+
+    saved: Tensor | None = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["random_numbers"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.saved = checkpoint["random_numbers"]
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.saved is not None:
+            torch.set_rng_state(self.saved)
+
+
+class Data(pl.LightningDataModule):
+    """Makes its loader as a user does."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+
+def _fit(
+    make: Callable[[], Any], seed: int, ckpt_path: Path | None = None, unresumable: Any = "error", **options: Any
+) -> list[Any]:
+    """Return (epoch, batch index, batch) of every step. unresumable: what a loader that cannot be resumed is."""
+    pl.seed_everything(seed, verbose=False)
+    module = options.pop("module", Recorder)()
+    callbacks = [RandomNumbers(), *options.pop("callbacks", [])]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=len(callbacks) > 1,
+        callbacks=callbacks,
+        **options,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings(unresumable, message=".*not resumable.*")
+        trainer.fit(module, datamodule=Data(make), ckpt_path=ckpt_path)
+    return module.seen
+
+
+def _every_step(folder: Path) -> list[pl.Callback]:
+    steps = ModelCheckpoint(
+        folder, "step{step}", save_top_k=-1, every_n_train_steps=1, auto_insert_metric_name=False, save_last=False
+    )
+    epochs = ModelCheckpoint(folder, "epoch{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    return [steps, epochs]
+
+
+FITTED: dict[str, Callable[[], DataLoader[int]]] = {
+    "in order": lambda: DataLoader(Numbers(9), 2),
+    "shuffled": lambda: DataLoader(Numbers(9), 2, shuffle=True),
+    "dealt": lambda: _dealt(17, 2, 1, 2),
+    "shuffled, two workers": lambda: DataLoader(Numbers(9), 2, shuffle=True, num_workers=2),
+    "dealt, two workers": lambda: DataLoader(
+        Numbers(17), 2, sampler=DistributedSampler(range(17), 2, 1), num_workers=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_a_resumed_fit_sees_the_batches_of_one_that_never_stopped(tmp_path, name):
+    make = FITTED[name]
+
+    def wrapped() -> Any:
+        return _wrapped(make())
+
+    plain = _fit(make, seed=1)
+    assert _fit(wrapped, seed=1, callbacks=_every_step(tmp_path)) == plain
+    assert len(plain) == 15
+    assert plain[5][:2] == (1, 0)
+    # in the middle of the first and of the second epoch; after the last batch of an epoch; after its hooks
+    for file, trained in (("step3", 3), ("step7", 7), ("step10", 10), ("epoch0", 5)):
+        assert _fit(wrapped, seed=2, ckpt_path=tmp_path / f"{file}.ckpt") == plain[trained:], file
+
+
+def test_without_it_lightning_warns_and_trains_the_first_batches_again(tmp_path):
+    make = FITTED["dealt"]
+    plain = _fit(make, seed=1, callbacks=_every_step(tmp_path))
+    with pytest.warns(UserWarning, match="your dataloader is not resumable"):
+        resumed = _fit(make, seed=2, ckpt_path=tmp_path / "step7.ckpt", unresumable="always")
+    assert [batch for *_, batch in resumed[:3]] == [batch for *_, batch in plain[5:8]]
+    with pytest.raises(UserWarning, match="your dataloader is not resumable"):
+        _fit(make, seed=2, ckpt_path=tmp_path / "step7.ckpt")
+
+
+def _move(path: Path, num_ranks: int) -> None:
+    """Do to a checkpoint what a strategy does that loads it on `num_ranks` ranks."""
+    checkpoint = torch.load(path, weights_only=True)
+    move(checkpoint["loops"]["fit_loop"], num_ranks)
+    torch.save(checkpoint, path)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_a_fit_on_other_ranks_ends_the_epoch_after_its_rest(tmp_path, num_ranks, drop_last):
+    def make(num_ranks: int, rank: int) -> DataLoader[int]:
+        return _dealt(41, num_ranks, rank, 4, drop_last=drop_last)
+
+    _fit(lambda: _wrapped(make(2, 0)), seed=1, callbacks=_every_step(tmp_path))
+    path = tmp_path / f"step{len(make(2, 0)) + 4}.ckpt"  # in the second epoch, after 32 of 41 samples
+    (state,) = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    first = rescaled(4, state, num_ranks, 4)
+    _move(path, num_ranks)
+    for rank in range(num_ranks):
+        seen = _fit(lambda rank=rank: _wrapped(make(num_ranks, rank)), seed=2, ckpt_path=path)
+        loader = make(num_ranks, rank)
+        loader.sampler.set_epoch(1)
+        has_rest = not drop_last or num_ranks == 1  # what is left for 3 or 4 ranks makes no whole batch
+        rest = _resumed(_wrapped(loader), state) if has_rest else []
+        assert first + len(rest) == len(loader)
+        loader.sampler.set_epoch(2)
+        expected = [(1, first + i, batch) for i, batch in enumerate(rest)]
+        assert seen == expected + [(2, i, batch) for i, batch in enumerate(_all_of(loader))]
+
+
+@pytest.mark.parametrize("after", [4, 5])
+def test_counts_of_several_loaders_follow_the_longest(tmp_path, after):
+    def make(num_ranks: int) -> Any:
+        return {name: _wrapped(_dealt(length, num_ranks, 0, 2)) for name, length in (("a", 10), ("b", 20))}
+
+    class Pairs(Recorder):
+        """Is trained on batches of two loaders; the shorter one begins again when it ends."""
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(torch.cat([batch["a"], batch["b"]]), batch_idx)
+
+    _fit(lambda: make(2), seed=1, callbacks=_every_step(tmp_path), module=Pairs)
+    _move(tmp_path / f"step{after}.ckpt", 1)
+    seen = _fit(lambda: make(1), seed=2, ckpt_path=tmp_path / f"step{after}.ckpt", module=Pairs)
+    indices = [step[:2] for step in seen]
+    assert indices == [(0, i) for i in range(2 * after, 10)] + [(epoch, i) for epoch in (1, 2) for i in range(10)]
+
+
+def test_loaders_of_other_kinds_are_not_moved():
+    fit_loop = {"state_dict": {"combined_loader": [{"_snapshot": 1}]}, "epoch_loop.batch_progress": {"current": {}}}
+    before = deepcopy(fit_loop)
+    move(fit_loop, 3)
+    assert fit_loop == before
+
+
+@pytest.mark.parametrize("name", ["shuffled", "dealt"])
+def test_an_epoch_that_was_limited_has_ended_there(tmp_path, name):
+    def wrapped() -> Any:
+        return _wrapped(FITTED[name]())
+
+    plain = _fit(FITTED[name], seed=1, limit_train_batches=3)
+    assert _fit(wrapped, seed=1, limit_train_batches=3, callbacks=_every_step(tmp_path)) == plain
+    state = torch.load(tmp_path / "step6.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
+    assert state["combined_loader"][0]["batches"] == 3
+    if name == "shuffled":  # its sampler is not told epochs, so that Lightning's counts must tell
+        _move(tmp_path / "step6.ckpt", 1)
+    assert _fit(wrapped, seed=2, ckpt_path=tmp_path / "step6.ckpt", limit_train_batches=3) == plain[6:]
+
+
+@pytest.mark.parametrize("name", ["shuffled", "dealt"])
+@pytest.mark.parametrize("failed", [2, 6, 9])
+def test_a_step_that_failed_is_made_again(tmp_path, name, failed):
+    class Failing(Recorder):
+        """Has an exception in one of its steps."""
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if len(self.seen) == failed:
+                raise KeyError("failed")
+            return super().training_step(batch, batch_idx)
+
+    def wrapped() -> Any:
+        return _wrapped(FITTED[name]())
+
+    plain = _fit(FITTED[name], seed=1)
+    with pytest.raises(KeyError, match="failed"):
+        _fit(wrapped, seed=1, module=Failing, callbacks=[OnExceptionCheckpoint(tmp_path, "failed")])
+    _move(tmp_path / "failed.ckpt", 2 if name == "dealt" else 1)
+    left = -failed % 5  # of 5 steps in an epoch; numbers that the failed step would have drawn differ in later ones
+    assert _fit(wrapped, seed=2, ckpt_path=tmp_path / "failed.ckpt")[:left] == plain[failed : failed + left]
+
+
+def test_a_fit_that_cannot_go_on_begins_its_epoch_anew_and_trains_all_of_it(tmp_path):
+    def make(num_ranks: int, say: Callable[[str], None]) -> Any:
+        return positioned(LOADERS["weighted"](), 0, num_ranks, say)
+
+    _fit(lambda: make(1, _never), seed=1, callbacks=_every_step(tmp_path))
+    path = tmp_path / "step10.ckpt"
+    _move(path, 2)
+    said: list[str] = []
+    seen = _fit(lambda: make(2, said.append), seed=2, ckpt_path=path)
+    assert [step[:2] for step in seen] == [(epoch, i) for epoch in (1, 2) for i in range(7)]
+    assert len(said) == 1

@@ -1,0 +1,52 @@
+"""A changed byte anywhere in a checkpoint is found by its checksums, which loading does not look at."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_distrec.checkpoint.load import load
+from lightning_distrec.checkpoint.verify import verify
+from lightning_distrec.commands import SAME, TROUBLE, run
+from lightning_distrec.errors import CheckpointError
+from tests.support.lone_rank import by_rows, write_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint with a table in three pieces, and a layer."""
+    state = {"table": by_rows(torch.rand(300, 16), 120), "layer": torch.rand(100, 90)}
+    return write_folder(tmp_path / "it.ckpt", {"state_dict": state}, num_ranks=1)
+
+
+def _flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def test_what_was_not_changed_is_as_it_was_written(folder: Path) -> None:
+    read: list[int] = []
+    assert verify(folder, read.append) == []
+    assert sum(read) == sum(f.stat().st_size for f in folder.iterdir() if f.suffix in (".pt", ".distcp"))
+
+
+def test_a_changed_number_of_a_table_is_named_and_loading_does_not_see_it(folder: Path) -> None:
+    (tensors,) = folder.glob("*.distcp")
+    before = load(folder, 0, 1).checkpoint["state_dict"]["table"].whole()
+    at = tensors.read_bytes().index(before[7].numpy().tobytes()) + 5
+    _flip(tensors, at)
+    assert verify(folder) == [f"'state_dict/table' in {tensors.name}"]
+    assert not torch.equal(load(folder, 0, 1).checkpoint["state_dict"]["table"].whole(), before)
+    assert run(["checkpoint", "inspect", str(folder), "--verify"]) == TROUBLE
+
+
+def test_a_plain_file_is_verified_too(tmp_path: Path) -> None:
+    state = {"layer": torch.rand(50)}
+    torch.save(state, tmp_path / "a.pt")
+    assert run(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--verify"]) == SAME
+    _flip(tmp_path / "a.pt", (tmp_path / "a.pt").read_bytes().index(state["layer"].numpy().tobytes()) + 20)
+    assert verify(tmp_path / "a.pt") == ["a.pt"]
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="old.pt has no checksums"):
+        verify(tmp_path / "old.pt")
