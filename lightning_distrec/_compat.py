@@ -127,6 +127,24 @@ def send_module_states(module: nn.Module, ignore: list[str]) -> None:
     _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
 
 
+def store_of_ranks() -> Any:
+    """Return the store of the default process group. Source: torch/distributed/distributed_c10d.py."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def exchanges_of_groups() -> list[int]:
+    """Return how many exchanges this process has begun in each of its process groups, the oldest first.
+
+    Source: torch/distributed/distributed_c10d.py; every backend counts its own, for just this comparison of ranks.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    groups: list[Any] = list(_world.pg_map)
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
 def combining_mode(combined_loader: Any) -> str:
     """Return how Lightning's CombinedLoader combines its loaders: "min_size", "sequential", ..."""
     return str(combined_loader._mode)

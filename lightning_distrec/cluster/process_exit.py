@@ -9,15 +9,17 @@ import atexit
 import contextlib
 import gc
 import sys
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from weakref import WeakMethod
 
 import torch.distributed as dist
 
+from lightning_distrec._compat import store_of_ranks
 from lightning_distrec.cluster.consensus import forget_consensus
 
 FAREWELL_SECONDS = 10.0
+FAREWELL = "farewell"
 
 _releases: list[WeakMethod[Callable[[], None]]] = []
 _failed = False
@@ -49,6 +51,18 @@ def _leave() -> None:
         return
     # sys.last_value: set by the interpreter when an exception reached the top of the script.
     if not (_failed or hasattr(sys, "last_value")) and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
-        with contextlib.suppress(RuntimeError):  # a peer left without us: nothing is lost, the work is done
-            dist.monitored_barrier(timeout=timedelta(seconds=FAREWELL_SECONDS))
+        _wait_for_all(store_of_ranks(), dist.get_world_size())
     dist.destroy_process_group()
+
+
+def _wait_for_all(store: dist.Store, num_ranks: int) -> None:
+    """Wait until all ranks are here, for a bounded time: one may have left, or may need this one for something else.
+
+    By the store, not by a barrier of the group, which a rank that is in another exchange would take for its own.
+    """
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    with contextlib.suppress(RuntimeError):  # rank 0, whose process holds the store, has seen all and left
+        here = store.add(FAREWELL, 1)
+        while here < num_ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
+            here = store.add(FAREWELL, 0)

@@ -1,7 +1,7 @@
 """What the Trainer's precision plugin does, over gradients of which each rank has a part only."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_distrec._compat import unscales_in_step, watch_total_norm
-from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
 from lightning_distrec.strategies.refusals import refuse_clip
 
@@ -23,6 +23,22 @@ OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
     "16-true": torch.float16,
 }
 """Precision -> the type of looked up rows, None for float32. Tables stay float32 in all of them."""
+
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
+def use_matmul_precision(precision: MatmulPrecision | None) -> None:
+    """Let float32 products be computed in TF32 ("high") or bfloat16 ("medium"), for the process; None: no change.
+
+    Raises ConfigError: it is none of these.
+    """
+    if precision is None:
+        return
+    if precision not in get_args(MatmulPrecision):
+        known = ", ".join(map(repr, get_args(MatmulPrecision)))
+        raise ConfigError(f"float32_matmul_precision={precision!r} is not known. Use one of {known}.")
+    torch.set_float32_matmul_precision(precision)
 
 
 def output_dtype(precision: str) -> torch.dtype | None:

@@ -16,12 +16,14 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 from typing_extensions import override
 
 from lightning_distrec._compat import find_resumed
-from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import GO_ON, Consensus, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, publish_local_world_size
+from lightning_distrec.cluster.interface import GLOO, choose_interface
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.cluster.threads import VARIABLE, cpus_of_this_process, num_threads, use_threads
 from lightning_distrec.strategies.job_checkpoint import JobCheckpoint, next_fit
+from lightning_distrec.strategies.watching import start_watchdog, watched
 from lightning_distrec.words import counted
 
 
@@ -31,6 +33,7 @@ class CountedRanks(DDPStrategy):
     takes_launched_ranks = True
     """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
     _resumes = True
+    _watchdog_seconds = 30.0
     _sets_threads = False
     job_checkpoint = JobCheckpoint(".", "")
     """What this job saves when it is asked to leave, and goes on from."""
@@ -90,9 +93,14 @@ class CountedRanks(DDPStrategy):
         def prepare_and_launch(function: Any, *args: Any, trainer: Any = None, **options: Any) -> Any:
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 self._before_fit(trainer)
-            return launch(function, *args, trainer=trainer, **options)
+            with watched(trainer, self._all_leave):
+                return launch(function, *args, trainer=trainer, **options)
 
         launcher.launch = prepare_and_launch
+
+    def _all_leave(self) -> bool:
+        """Whether all ranks know that one was asked to stop."""
+        return dist.is_initialized() and self.all_ranks()[0].carried.agreed != GO_ON
 
     def _before_fit(self, trainer: Trainer) -> None:
         job = self.launched.job if self.launched else ""
@@ -123,29 +131,30 @@ class CountedRanks(DDPStrategy):
             return
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
-        store = meet(
-            _meeting_point(environment),
-            self.global_rank,
-            self.world_size,
-            self._waits.total_seconds(),
-            self._say,
-            self.launched.nodes if self.launched else (),
-        )
+        point = _meeting_point(environment)
+        nodes = self.launched.nodes if self.launched else ()
+        rank, num_ranks = self.global_rank, self.world_size
+        store = meet(point, rank, num_ranks, self._waits.total_seconds(), self._say, nodes)
+        if self.num_nodes > 1:
+            os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
         device = self.root_device
         dist.init_process_group(
             backend,
             store=store,
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=rank,
+            world_size=num_ranks,
             timeout=self._waits,
             device_id=None if device.type == "cpu" else device,
         )
+        if num_ranks > 1:
+            start_watchdog(rank, point.host, store, self._watchdog_seconds, nodes)
         if self._sets_threads:
             ranks = self.all_ranks()[0].everyone(cpus_of_this_process(self.node_rank))
             use_threads(num_threads(ranks, self.global_rank, os.environ))
         by = self.launched.by if self.launched else type(environment).__name__.removesuffix("Environment")
         total = f"{counted(self.world_size, 'rank')} on {counted(self.num_nodes, 'node')}"
-        rank_zero_info(f"{total}, started by {by}, exchange by {backend}.")
+        over = f" over {os.environ[GLOO]}" if self.num_nodes > 1 and os.environ.get(GLOO) else ""
+        rank_zero_info(f"{total}, started by {by}, exchange by {backend}{over}.")
 
     def _say(self, what: str) -> None:
         print(rank_prefixed_message(what, self.global_rank), flush=True)

@@ -45,7 +45,13 @@ from lightning_distrec.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.pipelining import Pipelining
-from lightning_distrec.strategies.precision import GlobalClipping, agree_on_overflows, output_dtype
+from lightning_distrec.strategies.precision import (
+    GlobalClipping,
+    MatmulPrecision,
+    agree_on_overflows,
+    output_dtype,
+    use_matmul_precision,
+)
 from lightning_distrec.strategies.ranks import CountedRanks
 from lightning_distrec.strategies.stopping import STOPPED, StopOptions, StopTogether
 from lightning_distrec.strategies.table_decisions import TableSettings
@@ -89,7 +95,11 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
         static_graph: as DDP's, for dense layers that every step uses alike.
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         process_group_backend: "gloo" or "nccl"; None takes the device's.
+        float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where
+            the device can; "highest" in float32. None leaves torch's setting as it is.
         timeout_seconds: how long a rank waits for the others in any exchange.
+        watchdog_seconds: after so long a rank that has been stopped, or is not heard of, ends the others, which name
+            it; one whose process has ended does at once. 0: nobody watches.
     """
 
     strategy_name = "torchrec_sharded"
@@ -114,7 +124,9 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
         static_graph: bool = False,
         bucket_cap_mb: int = 25,
         process_group_backend: str | None = None,
+        float32_matmul_precision: MatmulPrecision | None = None,
         timeout_seconds: float = 1800.0,
+        watchdog_seconds: float = 30.0,
     ) -> None:
         check_check_ids(check_ids)
         check_uneven_inputs(uneven_inputs)
@@ -123,6 +135,9 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
             raise ConfigError(
                 f"timeout_seconds={timeout_seconds}, batch_size_per_rank={batch_size_per_rank}: must be above 0."
             )
+        if watchdog_seconds < 0:
+            raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must not be below 0, which turns the watch off.")
+        use_matmul_precision(float32_matmul_precision)
         self._settings = TableSettings(
             everywhere=TableOptions(embedding_update=embedding_update, sharding_types=sharding_types),
             conversion=Conversion(convert_embeddings, min_rows),
@@ -143,6 +158,7 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
         self._buffers: QuietBuffers | None = None
         self._stopping: StopTogether | None = None
         self._timeout_seconds = timeout_seconds
+        self._watchdog_seconds = watchdog_seconds
         self._places = Places(1, 1)
         self._consensus: Consensus | None = None
         self._of_steps: Consensus | None = None

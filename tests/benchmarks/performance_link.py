@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,9 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.performance_rounds import CannotMeasure, Job, Times, join_ranks, take_turns
+from tests.support.two_machines import ADDRESSES, Machine, NoMachines, two_machines
 
-ADDRESSES = ("10.199.0.1", "10.199.0.2")
 PORT = 29500
-LEAST_BURST_KILOBYTES = 64
-QUEUE = "50ms"
 STEP_BYTES = 500_000
 """About what a step's largest exchange sends to the other rank."""
 
@@ -46,19 +44,22 @@ def on_limited_link(job: Job, mbit_per_second: int, timeout_seconds: float) -> O
 
     Raises CannotMeasure: there can be no such link here. RuntimeError: a rank failed or was not done in time.
     """
-    with _two_namespaces(mbit_per_second) as (spaces, devices), tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as started, tempfile.TemporaryDirectory() as folder:
+        try:
+            machines = started.enter_context(two_machines(mbit_per_second))
+        except NoMachines as error:
+            raise CannotMeasure(str(error)) from error
         torch.save(job, f"{folder}/job.pt")
-        with ExitStack() as started:
-            ranks = []
-            for rank in range(2):
-                output = started.enter_context(open(f"{folder}/{rank}.log", "w"))
-                ranks.append(_start(rank, spaces[rank], devices[rank], folder, output))
-                started.callback(_end, ranks[-1])
-            _wait(ranks, folder, timeout_seconds)
+        ranks = []
+        for rank, machine in enumerate(machines):
+            output = started.enter_context(open(f"{folder}/{rank}.log", "w"))
+            ranks.append(_start(rank, machine, folder, output))
+            started.callback(_end, ranks[-1])
+        _wait(ranks, folder, timeout_seconds)
         return torch.load(f"{folder}/result.pt", weights_only=False)
 
 
-def _start(rank: int, space: str, device: str, folder: str, output: object) -> subprocess.Popen:
+def _start(rank: int, machine: Machine, folder: str, output: object) -> subprocess.Popen:
     environment = os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": "2",
@@ -68,9 +69,9 @@ def _start(rank: int, space: str, device: str, folder: str, output: object) -> s
         "NODE_RANK": str(rank),
         "MASTER_ADDR": ADDRESSES[0],
         "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": device,
+        "GLOO_SOCKET_IFNAME": machine.device,
     }
-    command = ["ip", "netns", "exec", space, sys.executable, "-m", "tests.benchmarks.performance_link", folder]
+    command = machine.command(sys.executable, "-m", "tests.benchmarks.performance_link", folder)
     return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
@@ -89,39 +90,6 @@ def _wait(ranks: list[subprocess.Popen], folder: str, timeout_seconds: float) ->
     if failed:
         said = Path(f"{folder}/{failed[0]}.log").read_text()
         raise RuntimeError(f"rank {failed[0]} on the link failed:\n{said}")
-
-
-@contextmanager
-def _two_namespaces(mbit_per_second: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield two namespaces and the device in each; they are gone after the context."""
-    spaces = [f"distrec{os.getpid()}{side}" for side in "ab"]
-    devices = [f"dr{os.getpid()}{side}" for side in "ab"]
-    with ExitStack() as made:
-        for space in spaces:
-            _run("ip", "netns", "add", space)
-            made.callback(_run, "ip", "netns", "del", space)
-        _run("ip", "-n", spaces[0], "link", "add", devices[0], "type", "veth", "peer", devices[1], "netns", spaces[1])
-        for space, device, address in zip(spaces, devices, ADDRESSES, strict=True):
-            _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", device)
-            _run("ip", "-n", space, "link", "set", device, "up")
-            _run("ip", "-n", space, "link", "set", "lo", "up")
-            limit = ("rate", f"{mbit_per_second}mbit", "burst", _burst(mbit_per_second), "latency", QUEUE)
-            _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *limit)
-        yield spaces, devices
-
-
-def _burst(mbit_per_second: int) -> str:
-    """Return what may pass at once: a millisecond's worth, less than which timers cannot follow."""
-    return f"{max(LEAST_BURST_KILOBYTES, mbit_per_second // 8)}kb"
-
-
-def _run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise CannotMeasure(f"there is no `{command[0]}` on this machine") from error
-    except subprocess.CalledProcessError as error:
-        raise CannotMeasure(f"`{' '.join(command)}`: {error.stderr.strip()}") from error
 
 
 def rates() -> tuple[float, float]:

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -63,3 +65,20 @@ def test_find_resumed_decides_what_a_fit_without_a_path_goes_on_from(tmp_path: P
         _compat.find_resumed(trainer, lambda found=found: found)
         assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == found
         assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, "given.ckpt", **model) == "given.ckpt"
+
+
+def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:
+    store = dist.HashStore()
+    store.set("of", "this test")
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = store.num_keys()
+        assert _compat.store_of_ranks().add("left", 2) == 2
+        assert store.num_keys() == before + 1
+        dist.all_reduce(torch.zeros(1))
+        group = dist.new_group(backend="gloo")
+        dist.broadcast(torch.zeros(1), 0, group=group)
+        dist.broadcast(torch.zeros(1), 0, group=group)
+        assert _compat.exchanges_of_groups() == [1, 2]
+    finally:
+        dist.destroy_process_group()

@@ -11,14 +11,14 @@ from pathlib import Path
 
 def kill_all_with(*texts: str) -> None:
     """Kill all processes with all `texts` in their command and environment, and all that these have started."""
-    while found := _processes_with(*texts):
+    while found := processes_with(*texts):
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _processes_with(*texts: str) -> set[int]:
+def processes_with(*texts: str) -> set[int]:
     """Return the processes with all `texts` in their command and environment, and all that these have started."""
     found, parents = set(), {}
     for process in Path("/proc").glob("[0-9]*"):

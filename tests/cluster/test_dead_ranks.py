@@ -1,0 +1,106 @@
+"""A rank that dies, stops or goes another way: the others end within seconds, and say which one it was."""
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.faulty_script import fit_and_validate
+from tests.support.launches import ONE_THREAD
+from tests.support.processes import processes_with
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.slurm import Slurm
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_RANKS = 3
+GONE = "rank 1 has ended in the middle of it all: its process is gone"
+STOPPED = "rank 1 has been stopped for 3 s"
+
+
+def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
+    """Run ranks of which rank 1 fails, check that all end and nothing of them is left, and return what each said."""
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_run, NUM_RANKS, kind, str(folder), options)
+    deadline = time.monotonic() + 15
+    while left := processes_with("watchdog_process.py", str(folder)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    said = re.split(r"^--- rank (\d+) ", str(failed.value), flags=re.MULTILINE)[1:]
+    assert "was not done" not in str(failed.value)
+    raised = {int(rank): words for rank, words in zip(said[::2], said[1::2], strict=True)}
+    return {rank: words + (folder / f"{rank}.out").read_text() for rank, words in raised.items()}
+
+
+def _run(kind: str, folder: str, options: dict[str, Any]) -> list[float]:
+    with open(f"{folder}/{rank_and_num_ranks()[0]}.out", "w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    return fit_and_validate(kind, folder, options, devices=NUM_RANKS)
+
+
+@pytest.mark.parametrize("place", ["in a step", "in a checkpoint"])
+def test_a_rank_that_was_killed_is_named(tmp_path: Path, place: str) -> None:
+    said = _fails(tmp_path, f"kill {place}")
+    assert "exit code -9" in said[1]
+    assert GONE in said[0]
+    assert GONE in said[2]
+
+
+@pytest.mark.parametrize("place", ["in a step", "in a checkpoint"])
+def test_a_rank_that_was_stopped_is_named_and_ended_like_the_others(tmp_path: Path, place: str) -> None:
+    said = _fails(tmp_path, f"stop {place}", watchdog_seconds=3)
+    assert "exit code -9" in said[1]
+    assert STOPPED in said[0]
+    assert STOPPED in said[2]
+
+
+def test_a_rank_that_holds_the_interpreter_is_waited_for(tmp_path: Path) -> None:
+    options = {"watchdog_seconds": 3}
+    losses = run_on_ranks(_run, NUM_RANKS, "hold in a step", str(tmp_path), options)
+    assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path), {"watchdog_seconds": 0})
+
+
+def test_a_failure_where_the_others_wait_for_something_else_is_named_with_its_message(tmp_path: Path) -> None:
+    said = _fails(tmp_path, "raise in a checkpoint")
+    assert "ValueError: a fault of this rank alone" in said[1]
+    for rank in (0, 2):
+        assert "rank 1 failed: ValueError: a fault of this rank alone" in said[rank]
+
+
+def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
+    tmp_path: Path,
+) -> None:
+    said = _fails(tmp_path, "exit between")
+    assert "SystemExit: 3" in said[1]
+    assert GONE in said[0]
+    assert GONE in said[2]
+
+
+def test_ranks_that_exchange_different_things_are_told_where_each_is(tmp_path: Path) -> None:
+    said = _fails(tmp_path, "collective in a step", timeout_seconds=6)
+    parted = next(re.finditer(r"RankError: an exchange has failed. The ranks: (.*)", "\n".join(said.values())))[1]
+    pattern = r"rank 1: (?:has failed at )?train batch 3, exchanges [\d/]+/1, faulty_script.py:\d+ in _collective"
+    assert re.search(pattern, parted), parted
+    assert re.search(r"ranks? 0.*: (?:has failed at )?train batch [34], exchanges [\d/]+/0, ", parted), parted
+
+
+def test_a_signal_to_one_rank_ends_all_within_five_seconds(tmp_path: Path) -> None:
+    said = _fails(tmp_path, "term in a step")
+    ended = time.time()
+    assert all("Exception: 143" in words for words in said.values()), said
+    (at,) = re.findall(r"TERM ([\d.]+)", said[1])
+    assert ended - float(at) < 5
+
+
+@pytest.mark.cluster
+def test_under_slurm_it_is_named_with_its_node(slurm: Slurm, tmp_path: Path) -> None:
+    environment = ONE_THREAD | {"FAULTY_FOLDER": str(tmp_path)}
+    script = [sys.executable, "-m", "tests.support.faulty_script", "kill in a step"]
+    done = slurm.srun(["-N2", "-n2"], script, env=environment, timeout_seconds=100)
+    assert done.returncode
+    assert "RankError: rank 1 on node2 has ended in the middle of it all" in done.stderr, done.stderr[-3000:]

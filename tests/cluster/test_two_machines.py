@@ -1,0 +1,60 @@
+"""Two machines that only one network joins: the interface is found, and a machine that is cut off is named."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.debian import require
+from tests.support.launches import SCRIPT, check, ended, results_of, start
+from tests.support.two_machines import Machine, NoMachines, two_machines
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+JOB = {"WORLD_SIZE": "2", "MASTER_PORT": "29513"}
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    require(["ip"], ["iproute2"])
+    try:
+        with two_machines() as both:
+            yield both
+    except NoMachines as reason:
+        pytest.skip(f"no network namespaces: {reason}")
+
+
+def _start(machines: tuple[Machine, Machine], command: list[str], job: dict[str, str]) -> "list[subprocess.Popen[str]]":
+    without = ["env", "-u", "GLOO_SOCKET_IFNAME"]
+    return [start(*machine.command(*without, *command), RANK=str(n), **job) for n, machine in enumerate(machines)]
+
+
+def test_the_interface_between_them_is_found(machines: tuple[Machine, Machine]) -> None:
+    # The machine's own name, by which gloo goes, leads nowhere there.
+    job = JOB | {"MASTER_ADDR": machines[0].address}
+    ranks = _start(machines, SCRIPT, job)
+    out, err = ended(*ranks, timeout_seconds=60)
+    check(results_of(out), [1, 1])
+    assert f"by gloo over {machines[0].device}" in err + out
+
+
+def test_a_machine_that_is_cut_off_is_named(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
+    job = JOB | {"MASTER_ADDR": machines[0].address, "FAULTY_FOLDER": str(tmp_path)}
+    script = [sys.executable, "-m", "tests.support.faulty_script", "wait in a step", '{"watchdog_seconds": 3}']
+    ranks = _start(machines, script, job)
+    try:
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "waits").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        machines[1].cut_off()
+        said = [rank.communicate(timeout=40)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "rank 1 has not been heard of for 3 s: its machine is gone, or the way to it" in said[0]
+    assert "rank 0 has not been heard of for 3 s" in said[1]
+    assert all(rank.returncode for rank in ranks)

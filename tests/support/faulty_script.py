@@ -1,0 +1,124 @@
+"""`launched_script` with a rank that fails at its third batch, or while a checkpoint is saved.
+
+RANK=1 ... python -m tests.support.faulty_script KIND [OPTIONS of the strategy as JSON]
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_distrec import TorchRecShardedStrategy
+from tests.support.launched_script import Clicks, Numbered
+
+FAULTY = 1
+APART: list[Any] = []
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise() -> None:
+    raise ValueError("a fault of this rank alone")
+
+
+def _term() -> None:
+    print(f"TERM {time.time()}", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _collective() -> None:
+    # Of a group that nothing else uses: gloo would take it for the others' next exchange, or abort where sizes differ.
+    dist.all_reduce(torch.zeros(3), group=APART[0])
+
+
+def _wait() -> None:
+    Path(os.environ["FAULTY_FOLDER"], "waits").touch()
+    time.sleep(3600)
+
+
+def _hold() -> None:
+    ctypes.PyDLL(None).sleep(6)  # PyDLL keeps the interpreter to itself meanwhile
+
+
+FAULTS = {
+    "hold": _hold,
+    "wait": _wait,
+    "kill": _kill,
+    "stop": _stop,
+    "raise": _raise,
+    "collective": _collective,
+    "exit": sys.exit,
+    "term": _term,
+}
+
+
+class Faulty(Clicks):
+    """Rank 1 fails, in one of FAULTS."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind, _, self._place = kind.partition(" ")
+
+    def on_train_start(self) -> None:
+        APART.append(dist.new_group())
+
+    def _fail(self, place: str) -> None:
+        if place == self._place and self.global_rank == FAULTY:
+            FAULTS[self._kind]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.02)
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            self._fail("in a step")
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._fail("in a checkpoint")
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+def fit_and_validate(kind: str, folder: str, options: dict[str, Any], **settings: Any) -> list[float]:
+    """Fit, and validate on those ranks that come so far; return the losses. options: of the strategy."""
+    pl.seed_everything(1)
+    os.environ["FAULTY_FOLDER"] = folder
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=TorchRecShardedStrategy(**options),
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)],
+        **settings,
+    )
+    loader = DataLoader(Numbered(), batch_size=2)
+    model = Faulty(kind)
+    trainer.fit(model, loader)
+    if kind == "exit between" and trainer.global_rank == FAULTY:
+        sys.exit(3)
+    trainer.validate(model, loader)
+    return model.losses
+
+
+if __name__ == "__main__":
+    fit_and_validate(sys.argv[1], os.environ["FAULTY_FOLDER"], json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))

@@ -1,0 +1,37 @@
+"""Plain arguments of the strategy: what each does to the process, and what they cannot be."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -> None:
+    torch.set_float32_matmul_precision("medium")
+    TorchRecShardedStrategy()
+    assert torch.get_float32_matmul_precision() == "medium"
+    TorchRecShardedStrategy(float32_matmul_precision="high")
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"float32_matmul_precision": "tf32"}, "float32_matmul_precision='tf32' is not known. Use one of 'highest'"),
+        ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must not be below"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0, batch_size_per_rank=512: must be above 0"),
+    ],
+)
+def test_what_an_argument_cannot_be(arguments: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TorchRecShardedStrategy(**arguments)

@@ -1,0 +1,155 @@
+"""What rank 0's process makes of what it hears of the ranks, and what a rank says of its own failures."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from lightning_distrec.cluster.watchdog import is_of_network, place_of
+from lightning_distrec.cluster.watchdog_process import TICK_SECONDS, Hub, Setting, State, Word
+from lightning_distrec.errors import RankError
+
+SETTING = Setting(0, 1, ["a", "a", "b"], "127.0.0.1", 0, "a secret", 3.0, 20.0)
+RUNS = [State(rank, begun=1, place="x.py:1", progress="batch 1") for rank in range(3)]
+
+
+async def _hear(states: list[State], num_ticks: int, token: str) -> tuple[Word, list[str]]:
+    said: list[str] = []
+    hub = Hub(SETTING, said.append)
+    port = await hub.open()
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in states]
+    for (_, writer), state in zip(connections, states, strict=True):
+        writer.write(f"{token}\n{json.dumps(asdict(state))}\n".encode())
+    reader, writer = connections[0]
+    await asyncio.sleep(0.1)
+    for _ in range(num_ticks):
+        hub.tick()
+        for (_, writer), state in zip(connections, states, strict=True):
+            if not state.place.startswith("silent"):
+                writer.write(f"{json.dumps(asdict(state))}\n".encode())
+        await asyncio.sleep(0.005)
+    lines = b""
+    while chunk := await _at_once(reader):
+        lines += chunk
+    for _, writer in connections:
+        writer.close()
+        await writer.wait_closed()
+    return Word(**json.loads(lines.splitlines()[-1])) if lines else Word(), said
+
+
+async def _at_once(reader: asyncio.StreamReader) -> bytes:
+    with contextlib.suppress(asyncio.TimeoutError):
+        return await asyncio.wait_for(reader.read(1 << 16), 0.2)
+    return b""
+
+
+def _verdict(*states: State, num_ticks: int = 1) -> str:
+    return asyncio.run(_hear(list(states), num_ticks, SETTING.token))[0].verdict
+
+
+ENDED = [replace(state, ended=1) for state in RUNS]
+CASES = {
+    "all run": (RUNS, ""),
+    "one is gone": ([*RUNS[:2], replace(RUNS[2], is_gone=True)], "rank 2 on b has ended in the middle"),
+    "one is gone, and the others do not need it": ([*ENDED[:2], replace(ENDED[2], is_gone=True)], ""),
+    "one has left between two runs, the others go on": (
+        [replace(RUNS[0], begun=2, ended=1), replace(RUNS[1], begun=2, ended=1), replace(ENDED[2], is_gone=True)],
+        "rank 2 on b has ended",
+    ),
+    "one is stopped": ([RUNS[0], replace(RUNS[1], is_stopped=True), RUNS[2]], "rank 1 on a has been stopped for 3 s"),
+    "one is stopped between two runs": ([*ENDED[:2], replace(ENDED[2], is_stopped=True)], ""),
+    "one has failed": (
+        [RUNS[0], RUNS[1], replace(RUNS[2], failed=1, failure="ValueError: no")],
+        "rank 2 on b failed: ValueError: no",
+    ),
+    "all have failed": ([replace(state, failed=1, failure="ValueError: no") for state in RUNS], ""),
+    "one has failed, and has ended since": (
+        [RUNS[0], RUNS[1], replace(RUNS[2], failed=1, failure="ValueError: no", is_gone=True)],
+        "rank 2 on b failed: ValueError: no",
+    ),
+    "one was killed, another failed because of it": (
+        [
+            RUNS[0],
+            replace(RUNS[1], failed=1, failure="RuntimeError: closed"),
+            replace(RUNS[2], is_gone=True),
+        ],
+        "rank 2 on b has ended in the middle",
+    ),
+    "one has failed, another repeats that and is gone": (
+        [RUNS[0], replace(RUNS[1], failed=1, is_gone=True), replace(RUNS[2], failed=1, failure="ValueError: no")],
+        "rank 2 on b failed: ValueError: no",
+    ),
+    "one goes on with another run after a failure that it caught": (
+        [replace(RUNS[0], begun=2, failed=1, failure="ValueError: no"), RUNS[1], RUNS[2]],
+        "rank 0 on a failed: ValueError: no",
+    ),
+    "one was stopped, and ended for it, as another was": (
+        [RUNS[0], *(replace(state, ended_for="rank 2 on b has been stopped", is_gone=True) for state in RUNS[1:])],
+        "rank 2 on b has been stopped",
+    ),
+    "one is not watched any more": ([*RUNS[:2], replace(RUNS[2], is_closed=True, is_gone=True)], ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_holds_the_others_up(case: str) -> None:
+    states, said = CASES[case]
+    verdict = _verdict(*states)
+    assert verdict.startswith(said)
+    assert bool(verdict) == bool(said)
+
+
+def test_who_is_silent_for_longer_than_the_limit_holds_the_others_up() -> None:
+    states = (RUNS[0], RUNS[1], replace(RUNS[2], place="silent"))
+    limit = round(SETTING.limit_seconds / TICK_SECONDS)
+    assert _verdict(*states, num_ticks=limit) == ""
+    assert _verdict(*states, num_ticks=limit + 2).startswith("rank 2 on b has not been heard of for 3 s")
+
+
+def test_where_ranks_are_is_said_when_none_gets_on_and_they_differ() -> None:
+    num_ticks = round(2.5 * SETTING.still_seconds / TICK_SECONDS)
+    parted = [*RUNS[:2], replace(RUNS[2], place="y.py:7 in f (all_reduce)")]
+    _, said = asyncio.run(_hear(parted, num_ticks, SETTING.token))
+    assert said == [
+        "No rank has got on for 20 s: ranks 0, 1: batch 1, x.py:1; rank 2 on b: batch 1, y.py:7 in f (all_reduce)."
+    ], "once, and not again before the time has doubled"
+    assert asyncio.run(_hear(RUNS, num_ticks, SETTING.token))[1] == [], "all are in the same long call"
+
+
+def test_a_stranger_is_not_listened_to() -> None:
+    word, _ = asyncio.run(_hear([replace(RUNS[0], is_gone=True), RUNS[1]], 1, "another secret"))
+    assert word == Word()
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_it"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (DistNetworkError("The client socket has timed out"), True),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+        (RankError("rank 1 failed in a lookup: gloo"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_may_be_another_ranks_doing(failure: BaseException, is_it: bool) -> None:
+    assert is_of_network(failure) == is_it
+
+
+def test_a_place_is_the_users_own_line_and_what_it_called_there() -> None:
+    seen: list[str] = []
+
+    def look(*_: object) -> str:
+        seen.append(place_of(sys._getframe(1)))
+        return "{}"
+
+    json.dumps({}, cls=lambda **_: type("Encoder", (), {"encode": look})())
+    (said,) = seen
+    assert said.startswith("test_watchdog.py:")
+    assert said.endswith("in test_a_place_is_the_users_own_line_and_what_it_called_there (dumps)")
