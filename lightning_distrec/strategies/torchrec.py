@@ -1,35 +1,30 @@
 """`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec import spans
 from lightning_distrec._compat import (
     hide_upstream_deprecations,
     ignore_in_ddp,
-    mark_stop,
     move_optimizers_to_device,
     send_module_states,
 )
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
-from lightning_distrec.pipeline.even_batches import End, UnevenInputs, check_uneven_inputs, even
+from lightning_distrec.pipeline.even_batches import End, UnevenInputs
 from lightning_distrec.pipeline.fetcher import Handed
 from lightning_distrec.pipeline.look_ahead import Count
 from lightning_distrec.pipeline.options import PipelineOptions
@@ -41,7 +36,6 @@ from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.buffers import QuietBuffers
-from lightning_distrec.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.pipelining import Pipelining
@@ -50,15 +44,14 @@ from lightning_distrec.strategies.precision import (
     MatmulPrecision,
     agree_on_overflows,
     output_dtype,
-    use_matmul_precision,
 )
-from lightning_distrec.strategies.ranks import CountedRanks
-from lightning_distrec.strategies.stopping import STOPPED, StopOptions, StopTogether
+from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
+from lightning_distrec.strategies.together import RanksTogether, warn
 
 
-class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
+class TorchRecShardedStrategy(RanksTogether):
     """Shards the embedding tables of an unchanged LightningModule; the rest of it trains as under DDP.
 
     Every EmbeddingBagCollection and EmbeddingCollection of the module, and every large nn.Embedding and
@@ -129,15 +122,9 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
         watchdog_seconds: float = 30.0,
     ) -> None:
         check_check_ids(check_ids)
-        check_uneven_inputs(uneven_inputs)
         check_loss_reduction(loss_reduction)
-        if timeout_seconds <= 0 or batch_size_per_rank <= 0:
-            raise ConfigError(
-                f"timeout_seconds={timeout_seconds}, batch_size_per_rank={batch_size_per_rank}: must be above 0."
-            )
-        if watchdog_seconds < 0:
-            raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must not be below 0, which turns the watch off.")
-        use_matmul_precision(float32_matmul_precision)
+        if batch_size_per_rank <= 0:
+            raise ConfigError(f"batch_size_per_rank={batch_size_per_rank}: must be above 0.")
         self._settings = TableSettings(
             everywhere=TableOptions(embedding_update=embedding_update, sharding_types=sharding_types),
             conversion=Conversion(convert_embeddings, min_rows),
@@ -148,33 +135,26 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
         )
-        self._uneven_inputs: UnevenInputs = uneven_inputs
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
-        self._checkpoint_options = chosen("checkpoint", CheckpointOptions, checkpoint)
-        self._stop_options = chosen("stopping", StopOptions, stopping)
-        self._resumes = self._stop_options.resume == "auto"
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, Count] = {}
-        self._buffers: QuietBuffers | None = None
-        self._stopping: StopTogether | None = None
-        self._timeout_seconds = timeout_seconds
-        self._watchdog_seconds = watchdog_seconds
         self._places = Places(1, 1)
-        self._consensus: Consensus | None = None
-        self._of_steps: Consensus | None = None
         self._tables: TableSetup | None = None
         self._clipping = GlobalClipping()
-        self._failed = False
         super().__init__(
+            uneven_inputs=uneven_inputs,
+            checkpoint=checkpoint,
+            stopping=stopping,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_seconds),
+            float32_matmul_precision=float32_matmul_precision,
+            timeout_seconds=timeout_seconds,
+            watchdog_seconds=watchdog_seconds,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
         hide_upstream_deprecations()
-        leave_at_exit(self._release)
 
     @property
     def table_setup(self) -> TableSetup | None:
@@ -189,10 +169,9 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._consensus, self._of_steps = self.all_ranks()
+        assert self._consensus is not None
         on_nodes = self._consensus.everyone(self.num_local_ranks)
         self._places = Places(len(on_nodes), max(on_nodes), len(set(on_nodes)) == 1)
-        self.set_up_checkpoints(self._checkpoint_options, self._timeout_seconds)
 
     @contextmanager
     @override
@@ -201,13 +180,11 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
             yield
 
     @override
-    def setup(self, trainer: Trainer) -> None:
+    def set_up_module(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         assert self._consensus is not None
         assert self._of_steps is not None
-        self._failed = False
-        self._stopping = StopTogether(trainer, self._of_steps, self._stop_options, self.job_checkpoint)
         self._tables = set_up_tables(
             trainer,
             module,
@@ -219,8 +196,7 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
         )
         if self._tables is None:
             rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
-            super().setup(trainer)
-            self.begin_checkpoints(module, self._tables)
+            super().set_up_module(trainer)
             return
         self._setup_around_tables(trainer, self._tables)
         self.begin_checkpoints(module, self._tables)
@@ -231,7 +207,7 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
                 self._tables,
                 self._pipeline_options.depth,
                 self._of_steps,
-                End(self._consensus, self._uneven_inputs, _warn),
+                End(self._consensus, self._uneven_inputs, warn),
                 lambda batch, dataloader_idx: super(DDPStrategy, self).batch_to_device(
                     batch, dataloader_idx=dataloader_idx
                 ),
@@ -283,45 +259,20 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
         if self._tables is not None:
             self._tables.before_training_step()
-        if self._buffers is not None:
-            self._buffers.before_step()
-        self.before_step()
-        with spans.span(spans.FORWARD), self._step(args, self.lightning_module.automatic_optimization):
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return super().predict_step(*args, **kwargs)
-
-    def _step(self, args: tuple[Any, ...], has_backward: bool) -> AbstractContextManager[None]:
-        if self._pipelining is None or not args:
-            return nullcontext()
-        return self._pipelining.step(args[0], has_backward)
+        return super().training_step(*args, **kwargs)
 
     @contextmanager
-    def _evaluation_step(self, args: tuple[Any, ...]) -> Generator[None, None, None]:
+    @override
+    def around_step(self, args: tuple[Any, ...], has_backward: bool) -> Iterator[None]:
+        with nullcontext() if self._pipelining is None or not args else self._pipelining.step(args[0], has_backward):
+            yield
+
+    @override
+    def before_evaluation_step(self) -> None:
         if self._tables is not None:
             self._tables.begin_step()
-        with self._step(args, has_backward=False):
-            yield
-        assert self._stopping is not None
-        if self._stopping.ends_evaluation():
-            assert self.lightning_module is not None
-            mark_stop(self.lightning_module.trainer)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -335,55 +286,20 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         factor = 1.0 if self._tables is None else self._tables.loss_weight.factor()
         loss = closure_loss if factor == 1.0 else closure_loss * factor
-        with spans.span(spans.BACKWARD):
-            return super().backward(loss, optimizer, *args, **kwargs)
+        return super().backward(loss, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        with spans.span(spans.OPTIMIZER):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self._consensus is not None
-        assert self.lightning_module is not None
-        loader = even(dataloader, self._consensus, self._uneven_inputs, _warn)
-        return self.keep_position(loader) if self.lightning_module.trainer.training else loader
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        note_failure()
-        self._failed = True
-        if isinstance(exception, SystemExit) and exception.code is None and self._stopping is not None:
-            exception.code, exception.args = STOPPED, (STOPPED,)  # Lightning's, out of an evaluation
-        super().on_exception(exception)
-
-    @override
-    def teardown(self) -> None:
-        try:
-            self.finish_checkpoints(self._failed)
-        finally:
-            self._tear_down()
-
-    def _tear_down(self) -> None:
+    def end_run(self) -> None:
         if self._pipelining is not None:
             self._pipelining.release(self._failed)
             self._pipelining = None
-        if self._stopping is not None:
-            self._stopping.undo(self._failed)
-        self._stopping = self._buffers = None
+        self.stop_listening()
         self._clipping.take_off()
         if self._tables is not None:
             self._tables.release()
         self._tables = None
         if not self._has_tables():
-            super().teardown()
+            super().end_run()
             return
         # Not DDPStrategy's: it would move the module to the CPU. Shards stay where their kernels are, and tables that
         # were built without memory have nothing to move.
@@ -401,13 +317,10 @@ class TorchRecShardedStrategy(CheckpointHooks, CountedRanks):
             return False
         return sharded_tables_of(module) is not None or any(p.is_meta for p in module.parameters())
 
-    def _release(self) -> None:
-        """Let go of the module and all that holds its requests; called before the process ends."""
-        self.model = None
-        self._lightning_module = None
-        self._tables = self._consensus = self._of_steps = None
-        self.forget_checkpoints()
-        self.optimizers, self.lr_scheduler_configs = [], []
+    @override
+    def release(self) -> None:
+        self._tables = None
+        super().release()
 
 
 def _names_below(module: nn.Module, paths: Iterable[str]) -> list[str]:
@@ -415,7 +328,3 @@ def _names_below(module: nn.Module, paths: Iterable[str]) -> list[str]:
     prefixes = tuple(f"{path}." for path in paths)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return [name for name, _ in named if name.startswith(prefixes)]
-
-
-def _warn(message: str) -> None:
-    rank_zero_warn(message)

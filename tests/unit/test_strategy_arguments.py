@@ -29,7 +29,7 @@ def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -
     [
         ({"float32_matmul_precision": "tf32"}, "float32_matmul_precision='tf32' is not known. Use one of 'highest'"),
         ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must not be below"),
-        ({"timeout_seconds": 0}, "timeout_seconds=0, batch_size_per_rank=512: must be above 0"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0: must be above 0"),
     ],
 )
 def test_what_an_argument_cannot_be(arguments: dict, said: str) -> None:
