@@ -23,7 +23,16 @@ STILL_SECONDS = 60.0
 ANSWER_SECONDS = 5.0
 ANSWER_LENGTH = 500
 # What torch raises, as a plain RuntimeError, where another rank is gone or does not come.
-OF_NETWORK = ("gloo", "nccl", "closed by peer", "connection reset", "timed out", "connection refused")
+OF_NETWORK = (
+    "gloo",
+    "nccl",
+    "closed by peer",
+    "pair closure",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+)
 NOT_THE_USERS = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 
 

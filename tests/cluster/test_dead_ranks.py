@@ -83,7 +83,9 @@ def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
 
 def test_ranks_that_exchange_different_things_are_told_where_each_is(tmp_path: Path) -> None:
     said = _fails(tmp_path, "collective in a step", timeout_seconds=6)
-    parted = next(re.finditer(r"RankError: an exchange has failed. The ranks: (.*)", "\n".join(said.values())))[1]
+    told = re.search(r"RankError: an exchange has failed. The ranks: (.*)", "\n".join(said.values()))
+    assert told is not None, said
+    parted = told[1]
     pattern = r"rank 1: (?:has failed at )?train batch 3, exchanges [\d/]+/1, faulty_script.py:\d+ in _collective"
     assert re.search(pattern, parted), parted
     assert re.search(r"ranks? 0.*: (?:has failed at )?train batch [34], exchanges [\d/]+/0, ", parted), parted

@@ -129,6 +129,7 @@ def test_a_stranger_is_not_listened_to() -> None:
     ("failure", "is_it"),
     [
         (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("NCCL communicator was aborted on rank 1"), True),
         (DistNetworkError("The client socket has timed out"), True),
         (ConnectionResetError("Connection reset by peer"), True),
