@@ -1,5 +1,6 @@
 """Runs under the watchdog: each says when it begins and ends, and a failure that is another rank's is told as such."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,8 @@ def watched(trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[
 
 
 def _begin(watchdog: Watchdog, trainer: Trainer) -> None:
-    watchdog.begin(lambda: progress_of(trainer))
+    still_there = weakref.ref(trainer)  # the watchdog stays, and a trainer holds shards
+    watchdog.begin(lambda: "" if (of := still_there()) is None else progress_of(of))
 
 
 def progress_of(trainer: Trainer) -> str:
