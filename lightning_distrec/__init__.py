@@ -4,6 +4,7 @@ Importing this package registers the strategies with Lightning. torchrec and fbg
 them is made, or when one of the names below that needs them is first used.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_distrec.pipeline.options import PipelineOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.tables import TableOptions
+    from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
@@ -32,6 +34,7 @@ __all__ = [
     "Throughput",
     "Timeline",
     "TorchRecShardedStrategy",
+    "TunedDDPStrategy",
 ]
 
 _HOMES = {
@@ -43,6 +46,15 @@ _HOMES = {
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
+    "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
+}
+
+_STRATEGIES = {
+    "torchrec_sharded": (
+        "TorchRecShardedStrategy",
+        "Embedding tables sharded over the ranks by TorchRec, the rest as under DDP",
+    ),
+    "ddp_tuned": ("TunedDDPStrategy", "DDP with settings that suit the module, and checkpoints that survive"),
 }
 
 
@@ -61,19 +73,16 @@ def _choose_environment() -> Any:
 
 
 def _is_ours(strategy: Any) -> bool:
-    return strategy == "torchrec_sharded" or getattr(strategy, "takes_launched_ranks", False)
+    return (isinstance(strategy, str) and strategy in _STRATEGIES) or getattr(strategy, "takes_launched_ranks", False)
 
 
 choose_environments(_is_ours, _choose_environment)
 
 
-def _make_torchrec_sharded(**arguments: Any) -> Any:
-    return __getattr__("TorchRecShardedStrategy")(**arguments)
+def _make(class_name: str, **arguments: Any) -> Any:
+    return __getattr__(class_name)(**arguments)
 
 
-if "torchrec_sharded" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "torchrec_sharded",
-        _make_torchrec_sharded,
-        description="Embedding tables sharded over the ranks by TorchRec, the rest as under DDP",
-    )
+for _name, (_class_name, _description) in _STRATEGIES.items():
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(_name, partial(_make, _class_name), description=_description)

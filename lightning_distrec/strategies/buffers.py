@@ -48,7 +48,7 @@ class QuietBuffers:
             self._quiet = False
             self._ddp.broadcast_buffers = True
             self._tell(
-                "torchrec_sharded: buffers of the module did not change at first, so that they were not broadcast, and "
+                "Buffers of the module did not change at first, so that they were not broadcast, and "
                 f"do now{self._written}; from now on rank 0's are broadcast before every forward, as under DDP."
             )
         elif not self._quiet and not self._carried.was_seen and self._carried.num_unseen >= TRIAL_STEPS:
@@ -56,6 +56,10 @@ class QuietBuffers:
             self._ddp.broadcast_buffers = False
             self._versions = self._versions_now()
             self._seen = []
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._carried.watch(None)
 
     def _look(self) -> bool:
         """Whether a buffer was written to on this rank; called when the ranks begin to agree on something."""

@@ -1,0 +1,163 @@
+"""`Trainer(strategy="ddp_tuned")`: DistributedDataParallel with settings that suit the module."""
+
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.pipeline.even_batches import UnevenInputs
+from lightning_distrec.strategies.autotune import Autotune, fingerprint, remember, remembered
+from lightning_distrec.strategies.buffers import QuietBuffers
+from lightning_distrec.strategies.gradient_exchange import (
+    CommDtype,
+    ExchangeSetting,
+    check_comm_dtype,
+    exchange_as,
+    refuse_gradients,
+)
+from lightning_distrec.strategies.precision import MatmulPrecision
+from lightning_distrec.strategies.stopping import StopOptions
+from lightning_distrec.strategies.together import RanksTogether
+
+
+class TunedDDPStrategy(RanksTogether):
+    """Trains an unchanged LightningModule as Lightning's "ddp" does, with the same numbers, and faster where it can.
+
+    Gradients are views into DDP's buckets, and buffers that never change are not broadcast at every step. Checkpoints,
+    stopping and requeueing, and what is said of dead ranks, are those of TorchRecShardedStrategy.
+
+    Args:
+        bucket_cap_mb: gradients travel in buckets of about so many MiB; "auto": as autotune_steps finds, else 25.
+        comm_dtype: gradients travel, and are added up, in "bf16" or "fp16": half of the bytes, and not the same
+            numbers. "fp32": as they are.
+        autotune_steps: so many steps are trained with each setting of the exchange in turn, once; the one whose
+            slowest rank is fastest is kept, and remembered in default_root_dir for this module on as many ranks. The
+            losses are those of any setting. 0: nothing is tried.
+        find_unused_parameters: as DDP's, for layers that some steps do not use.
+        static_graph: as DDP's, for a module every step of which uses the same layers alike.
+        uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
+        checkpoint: distributed, async_save, start_from, rename: see CheckpointOptions.
+        stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions.
+        process_group_backend: "gloo" or "nccl"; None takes the device's.
+        float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
+            "highest" in float32. None leaves torch's setting as it is.
+        timeout_seconds: how long a rank waits for the others in any exchange.
+        watchdog_seconds: after so long a rank that has been stopped, or is not heard of, ends the others, which name
+            it; one whose process has ended does at once. 0: nobody watches.
+    """
+
+    strategy_name = "ddp_tuned"
+
+    def __init__(
+        self,
+        bucket_cap_mb: float | Literal["auto"] = "auto",
+        comm_dtype: CommDtype = "fp32",
+        autotune_steps: int = 0,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        uneven_inputs: UnevenInputs = "stop",
+        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
+        stopping: StopOptions | dict[str, Any] | None = None,
+        process_group_backend: str | None = None,
+        float32_matmul_precision: MatmulPrecision | None = None,
+        timeout_seconds: float = 1800.0,
+        watchdog_seconds: float = 30.0,
+    ) -> None:
+        check_comm_dtype(comm_dtype)
+        if bucket_cap_mb != "auto" and (isinstance(bucket_cap_mb, str) or bucket_cap_mb <= 0):
+            raise ConfigError(f"bucket_cap_mb={bucket_cap_mb!r}: must be 'auto', or MiB above 0.")
+        if autotune_steps < 0:
+            raise ConfigError(f"autotune_steps={autotune_steps}: must not be below 0.")
+        if autotune_steps and bucket_cap_mb != "auto":
+            raise ConfigError(
+                f"autotune_steps={autotune_steps} tries sizes of buckets, and bucket_cap_mb={bucket_cap_mb} fixes it. "
+                "Leave one of them out."
+            )
+        self._setting = ExchangeSetting() if bucket_cap_mb == "auto" else ExchangeSetting(bucket_cap_mb)
+        self._comm_dtype: CommDtype = comm_dtype
+        self._autotune_steps = autotune_steps
+        self._autotune: Autotune | None = None
+        self._graph = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        super().__init__(
+            uneven_inputs=uneven_inputs,
+            checkpoint=checkpoint,
+            stopping=stopping,
+            process_group_backend=process_group_backend,
+            float32_matmul_precision=float32_matmul_precision,
+            timeout_seconds=timeout_seconds,
+            watchdog_seconds=watchdog_seconds,
+        )
+
+    @property
+    def exchange_setting(self) -> ExchangeSetting:
+        """How gradients are exchanged now."""
+        return self._setting
+
+    @override
+    def set_up_module(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        assert self._consensus is not None
+        refuse_gradients(self.lightning_module, self._comm_dtype, dist.get_backend())
+        if trainer.state.fn == TrainerFn.FITTING and self._autotune_steps and self.world_size > 1:
+            self._choose_setting(trainer, self.lightning_module)
+        super().set_up_module(trainer)
+
+    def _choose_setting(self, trainer: Trainer, module: nn.Module) -> None:
+        """Collective. Take what was chosen for this module before, or begin to try."""
+        assert self._consensus is not None
+        folder = trainer.default_root_dir
+        key = fingerprint(module, self.world_size, self.num_nodes, dist.get_backend(), self._comm_dtype, self._graph)
+        if (known := remembered(folder, key, self._consensus)) is not None:
+            rank_zero_info(f"ddp_tuned: {known}, as found before for this module on {self.world_size} ranks.")
+            self._setting = known
+            return
+
+        def keep(setting: ExchangeSetting) -> None:
+            if trainer.is_global_zero:
+                remember(folder, key, setting)
+                assert self._autotune is not None
+                self._autotune.report()
+
+        every = trainer.accumulate_grad_batches
+        self._autotune = Autotune(self._autotune_steps, every, self._consensus, self._wrap_again, keep)
+        self._setting = self._autotune.tried[0]
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        self._wrap(self.model, is_first=True)
+
+    def _wrap_again(self, setting: ExchangeSetting) -> None:
+        """Collective, between two steps: exchange gradients in another way from now on."""
+        assert isinstance(self.model, DistributedDataParallel)
+        self._setting = setting
+        if self._buffers is not None:
+            self._buffers.stop()
+        module, self.model, self._buffers = self.model.module, None, None  # the old one's hooks go with it
+        self._wrap(module, is_first=False)
+
+    def _wrap(self, module: nn.Module, is_first: bool) -> None:
+        assert self._consensus is not None
+        ddp = self._setting.wrap(module, is_first, device_ids=self.determine_ddp_device_ids(), **self._graph)
+        exchange_as(ddp, self._comm_dtype)
+        self.model = ddp
+        self._buffers = QuietBuffers(ddp, self._consensus.carried, rank_zero_info)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._autotune is not None and not self._autotune.is_done:
+            self._autotune.before_step()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def end_run(self) -> None:
+        self._autotune = None
+        super().end_run()

@@ -1,0 +1,176 @@
+"""`ddp_tuned` has the numbers of Lightning's `ddp`, and of one process, whatever is tuned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_distrec import TunedDDPStrategy
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.autotune import FILE, candidates
+from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import DEFAULTS
+
+Outcome = tuple[list[float], dict[str, Tensor]]
+
+
+def _fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
+    pl.seed_everything(5)
+    model = KINDS[kind]()
+    rank, num_ranks = rank_and_num_ranks()
+    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **(DEFAULTS | {"max_epochs": 2} | settings))
+    trainer.fit(model, loader(rank, num_ranks))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return model.losses, weights
+
+
+def _both(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> tuple[Outcome, Outcome]:
+    stock = {"find_unused_parameters": True} if options.get("find_unused_parameters") else {}
+    return (
+        _fit(kind, TunedDDPStrategy(**options), **settings),
+        _fit(kind, pl.strategies.DDPStrategy(**stock), **settings),
+    )
+
+
+def _check_same(ours: Outcome, other: Outcome, most: float = 1e-6) -> None:
+    assert ours[0] == pytest.approx(other[0], abs=most)
+    assert ours[1].keys() == other[1].keys()
+    for name, value in ours[1].items():
+        torch.testing.assert_close(value, other[1][name], atol=most, rtol=most, msg=name)
+
+
+FEWER_STEPS = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+CASES: dict[str, tuple[Any, ...]] = {
+    "bare and tied": (_both, "BareAndTied", {}, {}),
+    "many small buckets": (_both, "BareAndTied", {"bucket_cap_mb": 0.0005}, {}),
+    "clipped and accumulated": (_both, "BareAndTied", {}, FEWER_STEPS),
+    "batch norm": (_both, "WithBatchNorm", {}, {}),
+    "two optimizers by hand": (_both, "TwoByHand", {}, {}),
+    "sparse gradients": (_both, "WithEmbedding", {}, {}),
+    "unused layers": (_both, "Unused", {"find_unused_parameters": True}, {}),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
+    for results in run_each_on_ranks(CASES, num_ranks):
+        for ours, stock in results.values():
+            _check_same(ours, stock)
+
+
+def _whole_batches(num_ranks: int) -> list[list[Tensor]]:
+    """Return the batches of all ranks together."""
+    dealt = zip(*(loader(rank, num_ranks) for rank in range(num_ranks)), strict=True)
+    return [[torch.cat(parts) for parts in zip(*batches, strict=True)] for batches in dealt]
+
+
+def test_weights_are_those_of_one_process_with_the_batches_of_all() -> None:
+    pl.seed_everything(5)
+    alone = BareAndTied()
+    trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | FEWER_STEPS)
+    trainer.fit(alone, torch.utils.data.DataLoader(_whole_batches(2), batch_size=None))
+    for _, weights in run_on_ranks(_fit_with, 2, "BareAndTied", {}, FEWER_STEPS):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcome:
+    return _fit(kind, TunedDDPStrategy(**options), **settings)
+
+
+@pytest.mark.parametrize(("comm_dtype", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_gradients_travel_and_are_added_as_16_bit_numbers(comm_dtype: str, dtype: torch.dtype) -> None:
+    settings = {"max_steps": 1, "max_epochs": -1}
+    results = run_on_ranks(_fit_with, 2, "WithoutMomentum", {"comm_dtype": comm_dtype}, settings)
+    pl.seed_everything(5)
+    start = WithoutMomentum()
+    shares = []
+    for rank in range(2):
+        start.zero_grad()
+        inputs, targets = next(iter(loader(rank, 2)))
+        torch.nn.functional.mse_loss(start(inputs), targets).backward()
+        shares.append({name: (p.grad.to(dtype) / 2) for name, p in start.named_parameters() if p.grad is not None})
+    for _, weights in results:
+        for name, parameter in start.named_parameters():
+            if name in shares[0]:
+                gradient = (shares[0][name] + shares[1][name]).float()
+                assert torch.equal(weights[name], parameter.detach() - gradient), name
+
+
+class WithoutMomentum(BareAndTied):
+    """A step subtracts the gradient."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+KINDS["WithoutMomentum"] = WithoutMomentum
+
+
+def _tune(folder: str) -> tuple[Outcome, Outcome, str, str]:
+    strategies = [TunedDDPStrategy(autotune_steps=2) for _ in range(2)]
+    settings = {"max_epochs": 8, "default_root_dir": folder}
+    first = _fit("BareAndTied", strategies[0], **settings)
+    _fit("BareAndTied", strategies[1], max_epochs=1, default_root_dir=folder)
+    stock = _fit("BareAndTied", "ddp", **settings)
+    return first, stock, str(strategies[0].exchange_setting), str(strategies[1].exchange_setting)
+
+
+def test_settings_are_tried_while_training_and_the_choice_is_remembered(tmp_path: Path) -> None:
+    results = run_on_ranks(_tune, 2, str(tmp_path))
+    for ours, stock, _, _ in results:
+        _check_same(ours, stock)
+    assert len({setting for result in results for setting in result[2:]}) == 1, "all ranks, and the run after"
+    (remembered,) = json.loads((tmp_path / FILE).read_text()).values()
+    assert remembered in [vars(candidate) for candidate in candidates()]
+
+
+def _resume(folder: str) -> tuple[list[float], list[float]]:
+    saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    straight = _fit("BareAndTied", TunedDDPStrategy(), callbacks=[saving], enable_checkpointing=True)
+    pl.seed_everything(9)
+    model = BareAndTied()
+    rank, num_ranks = rank_and_num_ranks()
+    trainer = pl.Trainer(strategy=TunedDDPStrategy(), devices=num_ranks, **DEFAULTS | {"max_epochs": 2})
+    trainer.fit(model, loader(rank, num_ranks), ckpt_path=f"{folder}/step=4.ckpt")
+    return straight[0][4:], model.losses
+
+
+def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
+    for straight, resumed in run_on_ranks(_resume, 2, str(tmp_path)):
+        assert resumed == pytest.approx(straight, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"comm_dtype": "fp8"}, "comm_dtype='fp8' is not known. Use one of 'fp32', 'bf16', 'fp16'"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: must be 'auto', or MiB above 0"),
+        ({"bucket_cap_mb": 25, "autotune_steps": 10}, "autotune_steps=10 tries sizes of buckets, and bucket_cap_mb=25"),
+        ({"autotune_steps": -1}, "autotune_steps=-1: must not be below 0"),
+    ],
+)
+def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TunedDDPStrategy(**arguments)
+
+
+def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() -> None:
+    model = WithEmbedding()
+    trainer = pl.Trainer(strategy=TunedDDPStrategy(comm_dtype="bf16"), devices=1, **DEFAULTS)
+    with pytest.raises(ConfigError, match="comm_dtype='bf16': 'table' has sparse gradients, which travel as they are"):
+        trainer.fit(model, loader())
+    assert model.losses == []
+
+
+def test_the_name_is_enough() -> None:
+    trainer = pl.Trainer(strategy="ddp_tuned", devices=1, **DEFAULTS)
+    assert type(trainer.strategy) is TunedDDPStrategy
+    trainer.fit(model := BareAndTied(), loader())
+    assert len(model.losses) == 12
