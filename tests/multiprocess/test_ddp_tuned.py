@@ -1,8 +1,11 @@
 """`ddp_tuned` has the numbers of Lightning's `ddp`, and of one process, whatever is tuned."""
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -161,6 +164,13 @@ def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> Non
         TunedDDPStrategy(**arguments)
 
 
+@pytest.fixture
+def _variables_as_before() -> Iterator[None]:
+    with patch.dict(os.environ):  # a strategy publishes its ranks
+        yield
+
+
+@pytest.mark.usefixtures("_variables_as_before")
 def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() -> None:
     model = WithEmbedding()
     trainer = pl.Trainer(strategy=TunedDDPStrategy(comm_dtype="bf16"), devices=1, **DEFAULTS)
@@ -169,6 +179,7 @@ def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() 
     assert model.losses == []
 
 
+@pytest.mark.usefixtures("_variables_as_before")
 def test_the_name_is_enough() -> None:
     trainer = pl.Trainer(strategy="ddp_tuned", devices=1, **DEFAULTS)
     assert type(trainer.strategy) is TunedDDPStrategy

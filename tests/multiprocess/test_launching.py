@@ -1,21 +1,21 @@
 """A whole script, started as a user would: the same numbers with only `strategy=` changed, and a clean end."""
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from tests.support.variables import environment
+
 SCRIPT = "tests.support.dlrm_script"
 
 
-def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+def _run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *command],
-        env=inherited | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment,
+        env=environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") | more,
         capture_output=True,
         text=True,
         timeout=100,
