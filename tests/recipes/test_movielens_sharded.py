@@ -1,6 +1,5 @@
 """The recipe on real data: sharded and unsharded runs reach the same AUROC; cpu.yaml runs as the README says."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from recipes.movielens_dlrm.data import MovieLensDataModule
 from recipes.movielens_dlrm.model import ClickModel
 from tests.support.click_model import NO_OUTPUT
 from tests.support.ranks import run_on_ranks
+from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,7 @@ def test_cpu_yaml_trains_and_says_what_it_did(data_dir: str, tmp_path: Path) -> 
     done = subprocess.run(
         [str(script), "fit", *arguments],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=100,
