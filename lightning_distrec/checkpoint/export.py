@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distrec.checkpoint.contents import num_bytes, read_contents, tensors_of
+from lightning_distrec.checkpoint.folders import onto_disk
 from lightning_distrec.checkpoint.safetensors_file import write_safetensors
 from lightning_distrec.checkpoint.torch_file import write_torch_file
 from lightning_distrec.checkpoint.whole import plain_optimizer_state
@@ -51,10 +52,10 @@ def export(
         with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=target.parent) as folder:
             unfinished = Path(folder, target.name)
             write(unfinished, value, tell)
-            _onto_disk(unfinished)
+            onto_disk(unfinished)
             _must_be_free(target, overwrite)
             os.replace(unfinished, target)
-        _onto_disk(target.parent)
+        onto_disk(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}. Nothing of it was left there.") from error
 
@@ -95,11 +96,3 @@ def _must_have_room(target: Path, needed: int) -> None:
             f"{target} would have {needed:,} bytes, and its file system has {free:,} free. Make room, or name a file "
             "elsewhere."
         )
-
-
-def _onto_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -100,14 +100,14 @@ class Unfinished:
         """
         files = {file.name: file.stat().st_size for file in sorted(self.path.iterdir()) if file.name != _LOCK}
         write_file(self.path / MARKER, _marker_text(self._final.name, marker, files))
-        _fsync_folder(self.path)
+        onto_disk(self.path)
         if os.path.lexists(self._final):
             _exchange(self.path, self._final)
-            _fsync_folder(self._final.parent)
+            onto_disk(self._final.parent)
             remove(self.path)
         else:
             os.rename(self.path, self._final)
-            _fsync_folder(self._final.parent)
+            onto_disk(self._final.parent)
         (self._final / _LOCK).unlink(missing_ok=True)
         self._unlock()
 
@@ -211,9 +211,10 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(aside, new)
 
 
-def _fsync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
+def onto_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

@@ -25,7 +25,7 @@ from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import DistRecError
 from tests.support.click_model import NO_OUTPUT
 from tests.support.drawn_jobs import _table, a_job
-from tests.support.job_runs import JobModel, Outcome, make_batch
+from tests.support.job_runs import JobModel, Outcome, make_batch, table_options
 from tests.support.jobs import FUSED, Collection, Feature, Job, Table, _Plain
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.saved import whole_checkpoint
@@ -130,17 +130,7 @@ def _train(pair: Pair, folder: str, goes_on: bool) -> Outcome:
     job = pair.then if goes_on else pair.job
     plain = [name for name, table in job.tables().items() if "." not in name.removeprefix("collections.")]
     options = {
-        name: {
-            option: value
-            for option, value in {
-                "sharding_types": list(table.cuts) or None,
-                "min_partition": table.min_partition,
-                "embedding_update": table.update,
-            }.items()
-            if value is not None
-        }
-        for name, table in job.tables().items()
-        if not (goes_on and pair.whole and name in plain)
+        name: chosen for name, chosen in table_options(job).items() if not (goes_on and pair.whole and name in plain)
     }
     torch.manual_seed(job.seed)
     model = _Model(job)

@@ -206,12 +206,9 @@ def train_unsharded(job: Job) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in model.state_dict().items()}
 
 
-def train_sharded(job: Job) -> Outcome:
-    """Train on this rank through Lightning, tables sharded."""
-    from lightning_distrec import TorchRecShardedStrategy
-
-    rank, num_ranks = rank_and_num_ranks()
-    options = {
+def table_options(job: Job) -> dict[str, dict[str, Any]]:
+    """Return the strategy's options for each table, those alone that the job sets."""
+    return {
         name: {
             option: value
             for option, value in {
@@ -223,6 +220,14 @@ def train_sharded(job: Job) -> Outcome:
         }
         for name, table in job.tables().items()
     }
+
+
+def train_sharded(job: Job) -> Outcome:
+    """Train on this rank through Lightning, tables sharded."""
+    from lightning_distrec import TorchRecShardedStrategy
+
+    rank, num_ranks = rank_and_num_ranks()
+    options = table_options(job)
     model = start(job)
     batches = [make_batch(job, step, rank) for step in range(len(job.sizes))]
     try:
