@@ -15,7 +15,7 @@ from lightning_distrec.errors import ConfigError, UnsupportedError
 CommDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = ("gloo", "nccl")
-"""Those that add up 16-bit numbers, seen with torch 2.11 to 2.14."""
+"""Those that add up 16-bit numbers: gloo was tried, with torch 2.13; NCCL was not run."""
 BATCHES_COPIES = "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -26,7 +26,7 @@ class ExchangeSetting:
     bucket_cap_mb: float = 25
     """Gradients travel in buckets of about so many MiB."""
     batched_grad_copy: bool = False
-    """Whether they are copied there all at once, not one by one; torch has it from 2.13 on."""
+    """Whether they are copied there all at once, not one by one; torch 2.13 can."""
 
     def wrap(self, module: nn.Module, is_first: bool, **more: Any) -> DistributedDataParallel:
         """Collective. Return the module in DDP; is_first: rank 0's weights are sent to the others."""
