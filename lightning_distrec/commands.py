@@ -24,6 +24,8 @@ OF_LIGHTNING = {
 }
 """The commands that a LightningCLI has, for those who ask what there is."""
 
+A_CHECKPOINT = "A checkpoint's folder, or a .ckpt, .pt or .safetensors file."
+
 SAME, DIFFERENT, TROUBLE = 0, 1, 2
 """Exit codes, those of `diff`."""
 NARROWEST_COLUMNS = 160
@@ -100,7 +102,7 @@ def _export_parser() -> ArgumentParser:
         description="Write a checkpoint as one plain file, in one process and with little memory, however large the "
         "tables are."
     )
-    parser.add_argument("checkpoint", type=str, help="A checkpoint's folder, or a .ckpt, .pt or .safetensors file.")
+    parser.add_argument("checkpoint", type=str, help=A_CHECKPOINT)
     parser.add_argument(
         "out",
         type=str,
@@ -115,7 +117,7 @@ def _inspect_parser() -> ArgumentParser:
     parser = ArgumentParser(
         description="Show what a checkpoint holds, who wrote it, and whether it is complete. Exit code 2: it is not."
     )
-    parser.add_argument("path", type=str, help="A checkpoint's folder, or a .ckpt, .pt or .safetensors file.")
+    parser.add_argument("path", type=str, help=A_CHECKPOINT)
     parser.add_argument("--json", action="store_true", help="Print JSON, with all tensors.")
     parser.add_argument("--all", action="store_true", help="List all tensors, and not only the largest.")
     parser.add_argument("--verify", action="store_true", help="Read all of it, and compare it with its checksums.")
@@ -127,7 +129,7 @@ def _diff_parser() -> ArgumentParser:
         description="Show in what two checkpoints differ. Exit code 0: in nothing; 1: in something; 2: one of them "
         "cannot be read."
     )
-    parser.add_argument("a", type=str, help="A checkpoint's folder, or a .ckpt, .pt or .safetensors file.")
+    parser.add_argument("a", type=str, help=A_CHECKPOINT)
     parser.add_argument("b", type=str, help="The other one; it may be of another kind.")
     parser.add_argument("--values", action="store_true", help="Read all tensors, and compare their values.")
     parser.add_argument("--json", action="store_true", help="Print JSON, with all differences.")
