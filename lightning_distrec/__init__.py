@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.tables import TableOptions
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
+    from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "Timeline",
     "TorchRecShardedStrategy",
     "TunedDDPStrategy",
+    "TunedFSDPStrategy",
 ]
 
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
     "Timeline": "lightning_distrec.callbacks.timeline",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
+    "TunedFSDPStrategy": "lightning_distrec.strategies.fsdp",
 }
 
 _STRATEGIES = {
@@ -55,6 +58,7 @@ _STRATEGIES = {
         "Embedding tables sharded over the ranks by TorchRec, the rest as under DDP",
     ),
     "ddp_tuned": ("TunedDDPStrategy", "DDP with settings that suit the module, and checkpoints that survive"),
+    "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
 }
 
 

@@ -127,6 +127,57 @@ def send_module_states(module: nn.Module, ignore: list[str]) -> None:
     _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
 
 
+def offsets_of(tensor: Any) -> tuple[int, ...]:
+    """Return where the rectangle of a DTensor that this rank holds begins in the whole of it.
+
+    Source: torch/distributed/tensor/_utils.py.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer of a module by what `function` makes of it, as Module.to does.
+
+    Source: torch/nn/modules/module.py; fully sharded modules keep what they know of their parameters in step.
+    """
+    module._apply(function)
+
+
+def class_before_fully_shard(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before fully_shard. Source: torch/distributed/fsdp/_fully_shard."""
+    kind: type[nn.Module] = type(module).__mro__[module._orig_cls_mro_index]  # type: ignore[index]
+    return kind
+
+
+def without_fully_shard(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes without what fully_shard has put there: its state, and hooks around forward.
+
+    Source: torch/distributed/_composable/contract.py, torch/distributed/fsdp/_fully_shard/_fsdp_state.py.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    kept = {key: value for key, value in state.items() if key not in (REGISTRY_KEY, STATE_KEY)}
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _is_of_fully_shard(h))
+    return kept
+
+
+def drop_state_dict_hooks(module: nn.Module) -> None:
+    """Remove the hooks around state_dict and its loading that fully_shard has put on a part of what it cut.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+    """
+    for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):
+        for key in [key for key, hook in hooks.items() if _is_of_fully_shard(getattr(hook, "hook", hook))]:
+            del hooks[key]
+
+
+def _is_of_fully_shard(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
 def store_of_ranks() -> Any:
     """Return the store of the default process group. Source: torch/distributed/distributed_c10d.py."""
     from torch.distributed.distributed_c10d import _get_default_store

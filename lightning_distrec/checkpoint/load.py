@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distrec.checkpoint.folders import read_marker
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
+from lightning_distrec.checkpoint.shares import read_as
 from lightning_distrec.checkpoint.skeleton import put_back, read_plain
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
 from lightning_distrec.errors import CheckpointError
@@ -226,3 +228,17 @@ def as_whole(value: Any) -> Whole | None:
 def materialised(value: Any) -> Any:
     """Return the tensor of a handle, `value` itself for anything else."""
     return value.whole() if isinstance(value, (Stored, Mapped, SafeSlices)) else value
+
+
+def placed(value: Any, parameter: Any) -> Any:
+    """Return the tensor of a handle as it belongs to `parameter`: of a DTensor, this rank's part is read.
+
+    Tensors of other shapes than the parameter's (of an optimizer's state) are whole on every rank.
+    """
+    whole = as_whole(value)
+    if whole is None or not isinstance(parameter, DTensor) or not whole.shape:
+        return materialised(value)
+    if tuple(whole.shape) == tuple(parameter.shape):
+        return read_as(whole, parameter)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(whole.whole().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)

@@ -2,15 +2,20 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_distrec.parts import Part, Parted
+from lightning_distrec._compat import offsets_of
+from lightning_distrec.parts import Part, Parted, Whole
 
 
 def parts_of(value: Any) -> Parted | None:
-    """Return a torchrec ShardedTensor as Parted, without copying; None for anything else."""
+    """Return a DTensor, or a torchrec ShardedTensor, as Parted, without copying; None for anything else."""
     if isinstance(value, Parted):
         return value
+    if isinstance(value, DTensor):
+        return _parts_of_dtensor(value)
     from torchrec.distributed.types import ShardedTensor  # slow to load, and commands over files have no use for it
 
     if not isinstance(value, ShardedTensor):
@@ -30,3 +35,24 @@ def share_of(tensor: Tensor, rank: int, num_ranks: int, turn: int) -> Parted:
         return Parted(shape, tensor.dtype, mine)
     first, end = shape[0] * rank // num_ranks, shape[0] * (rank + 1) // num_ranks
     return Parted(shape, tensor.dtype, [Part((first, *[0] * (len(shape) - 1)), tensor.detach()[first:end])])
+
+
+def _parts_of_dtensor(tensor: DTensor) -> Parted:
+    """Return this rank's rectangle; of what several ranks hold alike, the first one's."""
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    is_first = not any(
+        coordinate and isinstance(placement, Replicate)
+        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
+    )
+    local = tensor.to_local().detach()
+    parts = [Part(offsets_of(tensor), local)] if is_first and local.numel() else []
+    return Parted(tuple(tensor.shape), tensor.dtype, parts)
+
+
+def read_as(whole: Whole, like: DTensor) -> DTensor:
+    """Read this rank's rectangle of a tensor in a file that lies on the ranks as `like` does, and has its shape."""
+    local = torch.empty_like(like.to_local(), dtype=whole.dtype)
+    if local.numel():
+        whole.fill([Part(offsets_of(like), local)])
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

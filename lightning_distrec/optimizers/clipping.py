@@ -1,27 +1,33 @@
-"""One global norm over gradients that every rank has and gradients of shards that only one rank has."""
+"""One global norm over gradients that every rank has and gradients of which each rank has a part."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], sharded: set[int], max_norm: float) -> Tensor:
+def clip_by_norm(parameters: Iterable[nn.Parameter], sharded: Set[int] | None, max_norm: float) -> Tensor:
     """Collective. Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
     parameters: those to clip, the same ones on every rank but for shards; those without a gradient are passed over.
-    sharded: ids of the parameters that only this rank has; the others are alike on all ranks and count once.
+    sharded: ids of the parameters that only this rank has; None: no rank has such. The others are alike on all ranks
+    and count once, and of DTensors each rank has its part.
     The numbers are those of torch.nn.utils.clip_grad_norm_ on the unsharded parameters.
     """
+    parameters = list(parameters)
     learning = _with_summed_rows(parameters)
-    device = learning[0].device if learning else _device()
-    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    device = _device()
+    squares = {kind: torch.zeros((), dtype=torch.float64, device=device) for kind in _kinds(parameters, sharded)}
     for parameter in learning:
-        squares[int(id(parameter) in sharded)] += torch.linalg.vector_norm(_values(parameter)).double() ** 2
-    of_shards = squares[1].clone()
-    dist.all_reduce(of_shards)
-    norm = (squares[0] + of_shards).sqrt().float()
+        kind = _kind(parameter, sharded)
+        squares[kind] += torch.linalg.vector_norm(_values(parameter)).double().to(device) ** 2
+    for kind, square in squares.items():
+        for group in _groups(kind):
+            dist.all_reduce(square, group=group)
+    norm = torch.stack(list(squares.values())).sum().sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in learning:
         values = _values(parameter)
@@ -35,6 +41,29 @@ def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
         _values(parameter).clamp_(-limit, limit)
 
 
+ON_ALL, ON_ONE = "on all ranks", "on one rank"
+
+
+def _kinds(parameters: list[nn.Parameter], sharded: Set[int] | None) -> list[Any]:
+    """Return the ways in which parameters lie on the ranks, in the same order on every rank."""
+    of_dtensors = dict.fromkeys(_kind(p, None) for p in parameters if isinstance(p, DTensor))
+    return [ON_ALL, *([] if sharded is None else [ON_ONE]), *of_dtensors]
+
+
+def _kind(parameter: nn.Parameter, sharded: Set[int] | None) -> Any:
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh, parameter.placements
+    return ON_ONE if sharded is not None and id(parameter) in sharded else ON_ALL
+
+
+def _groups(kind: Any) -> list[Any]:
+    """Return the process groups over which the squares of what lies so are to be added up."""
+    if kind in (ON_ALL, ON_ONE):
+        return [dist.group.WORLD] if kind == ON_ONE else []
+    mesh, placements = kind
+    return [mesh.get_group(dim) for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
+
+
 def _with_summed_rows(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that have a gradient; gradients of several lookups of a row are summed first."""
     learning = [parameter for parameter in parameters if parameter.grad is not None]
@@ -46,8 +75,11 @@ def _with_summed_rows(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _values(parameter: nn.Parameter) -> Tensor:
+    """Return what this rank has of a gradient, as a view."""
     gradient = parameter.grad
     assert gradient is not None
+    if isinstance(gradient, DTensor):
+        return gradient.to_local().detach()
     return gradient.values() if gradient.is_sparse else gradient.detach()
 
 

@@ -5,10 +5,11 @@ written to (running means, counters) are broadcast as ever.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_distrec._compat import version_of
 from lightning_distrec.cluster.consensus import Carried
@@ -17,13 +18,42 @@ TRIAL_STEPS = 8
 """Steps without a write on any rank, after which broadcasts stop."""
 
 
+class Broadcasts(Protocol):
+    """What broadcasts buffers, as DistributedDataParallel does."""
+
+    module: nn.Module
+    broadcast_buffers: bool
+
+
+class SentBuffers:
+    """Rank 0's buffers for every rank, where there is no DistributedDataParallel that sends them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.broadcast_buffers = True
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Collective. Give every rank rank 0's buffers, unless broadcasts were stopped."""
+        if not self.broadcast_buffers or dist.get_world_size() == 1:
+            return
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_type.values():
+            sent = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(sent, src=0)
+            for buffer, values in zip(buffers, sent.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))
+
+
 class QuietBuffers:
     """Looks whether buffers are written to. The ranks tell each other with the agreements that they have anyway.
 
     ddp: whose broadcasts are left out. carried: what agreements carry. tell: says that broadcasts begin again.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, carried: Carried, tell: Callable[[str], None]) -> None:
+    def __init__(self, ddp: Broadcasts, carried: Carried, tell: Callable[[str], None]) -> None:
         self._ddp = ddp
         self._carried = carried
         self._tell = tell

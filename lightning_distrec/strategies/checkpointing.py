@@ -11,10 +11,11 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.generators import generator_states, set_generator_states
-from lightning_distrec.checkpoint.load import Loaded, as_whole, load, materialised
+from lightning_distrec.checkpoint.load import Loaded, as_whole, load, placed
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.checkpoint.save import STATE_FILE, Saver, rank_file, take_snapshot
 from lightning_distrec.checkpoint.shares import parts_of
@@ -278,7 +279,12 @@ class Checkpointing:
         for key in (key for key in state if key in keys):
             assert self._tables is not None
             self._load_table(key, keys[key], shapes[keys[key]], state[key], self._tables)
-        rest = {key: materialised(value) for key, value in state.items() if key not in keys}
+        sharded = {
+            name: parameter
+            for name, parameter in self._module.named_parameters(remove_duplicate=False)
+            if isinstance(parameter, DTensor)
+        }
+        rest = {key: placed(value, sharded.get(key)) for key, value in state.items() if key not in keys}
         try:
             missing, unexpected = self._module.load_state_dict(rest, strict=False)
         except RuntimeError as error:

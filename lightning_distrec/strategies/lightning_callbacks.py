@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,18 +11,22 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_distrec._compat import average_model, set_average_model
-from lightning_distrec.sharding.shard_tables import ShardedTables
+
+if TYPE_CHECKING:  # torchrec, which modules without tables have no use for
+    from lightning_distrec.sharding.shard_tables import ShardedTables
 
 WholeState = Callable[[], dict[str, Any]]
 """Collective. Returns the module's state_dict, tables whole on rank 0."""
 
 
-def adapt_callbacks(trainer: Trainer, module: LightningModule, tables: ShardedTables, whole_state: WholeState) -> None:
+def adapt_callbacks(
+    trainer: Trainer, module: LightningModule, tables: "ShardedTables | None", whole_state: WholeState
+) -> None:
     """After sharding: averages are kept shard by shard, and summaries count whole tables."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             _average_shards(callback, module, whole_state)
-        elif isinstance(callback, ModelSummary):
+        elif isinstance(callback, ModelSummary) and tables is not None:
             _count_whole_tables(callback, tables)
 
 
@@ -91,7 +95,7 @@ def _average_shards(
         set_average_model(callback, WeightCopies(module, whole_state))
 
 
-def _count_whole_tables(callback: ModelSummary, tables: ShardedTables) -> None:
+def _count_whole_tables(callback: ModelSummary, tables: "ShardedTables") -> None:
     def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
         del callback.on_fit_start  # this once
         with tables.counted_whole():

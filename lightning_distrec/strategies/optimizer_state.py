@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lightning_distrec.checkpoint.load import as_whole, materialised
+from lightning_distrec.checkpoint.load import as_whole, placed
 from lightning_distrec.checkpoint.shares import share_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
@@ -49,7 +50,7 @@ class OptimizerStates:
         state: dict[str, dict[str, Any]] = {}
         for name, parameters in _items(names):
             if name not in self._shards and parameters[0] in optimizer.state:
-                state[name] = dict(optimizer.state[parameters[0]])
+                state[name] = {key: _settled(value) for key, value in optimizer.state[parameters[0]].items()}
         return {
             "optimizer": _class_name(optimizer),
             "state": state | self._of_tables(names, optimizer),
@@ -176,7 +177,7 @@ class OptimizerStates:
             return None if is_known or parameter not in optimizer.state else dict(optimizer.state[parameter])
         if name in self._shards:
             return self._local(name, parameter, values, optimizer, grow)
-        return {key: materialised(value) for key, value in values.items()}
+        return {key: placed(value, parameter) for key, value in values.items()}
 
     def _local(
         self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer, grow: bool
@@ -233,6 +234,15 @@ class OptimizerStates:
                 named.setdefault(self._names.get(id(parameter), f"group {j} parameter {i}"), []).append(parameter)
             groups.append(named)
         return groups
+
+
+def _settled(value: Any) -> Any:
+    """Collective for a DTensor of which ranks have summands. Return it with its sums; a single number as a tensor."""
+    if not isinstance(value, DTensor):
+        return value
+    summed = [Replicate() if placement.is_partial() else placement for placement in value.placements]
+    value = value.redistribute(placements=summed)
+    return value if value.dim() else value.to_local()
 
 
 def _items(groups: list[dict[str, list[nn.Parameter]]]) -> Iterator[tuple[str, list[nn.Parameter]]]:

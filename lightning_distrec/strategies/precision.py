@@ -97,12 +97,14 @@ class GlobalClipping:
         self._plugin: Precision | None = None
         self._stop_watching: Callable[[], None] = _nothing
 
-    def put_on(self, plugin: Precision, shards: Callable[[], list[nn.Parameter]], fused: list[str]) -> None:
-        """Begin. shards: returns the parameters that only this rank has. fused: tables that cannot be clipped."""
+    def put_on(self, plugin: Precision, shards: Callable[[], list[nn.Parameter]] | None, fused: list[str]) -> None:
+        """Begin. shards: returns the parameters that only this rank has; None: there are none but DTensors, which
+        torch.nn.utils.clip_grad_norm_ knows. fused: tables that cannot be clipped."""
 
         def by_norm(optimizer: Any, clip_val: float) -> None:
             refuse_clip(clip_val, fused)
-            clip_by_norm(plugin.main_params(optimizer), {id(shard) for shard in shards()}, float(clip_val))
+            sharded = None if shards is None else {id(shard) for shard in shards()}
+            clip_by_norm(plugin.main_params(optimizer), sharded, float(clip_val))
 
         def by_value(optimizer: Any, clip_val: float) -> None:
             refuse_clip(clip_val, fused)
@@ -110,7 +112,7 @@ class GlobalClipping:
 
         def refuse_parts(gradients: list[torch.Tensor]) -> None:
             taken = {id(gradient) for gradient in gradients}
-            if any(id(shard.grad) in taken for shard in shards() if shard.grad is not None):
+            if any(id(shard.grad) in taken for shard in (shards() if shards else []) if shard.grad is not None):
                 raise UnsupportedError(
                     "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank "
                     "has a part only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) "
@@ -121,7 +123,7 @@ class GlobalClipping:
         plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
         self._plugin = plugin
-        self._stop_watching = watch_total_norm(refuse_parts)
+        self._stop_watching = _nothing if shards is None else watch_total_norm(refuse_parts)
 
     def take_off(self) -> None:
         """Undo `put_on`."""

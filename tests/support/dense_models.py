@@ -60,7 +60,7 @@ class WithBatchNorm(Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)
@@ -106,6 +106,13 @@ class WithEmbedding(Recording):
         return torch.optim.SGD(self.parameters(), lr=0.002)
 
 
+class DenseTable(WithEmbedding):
+    """The same with dense gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(sparse=False)
+
+
 class Unused(Recording):
     """A layer that every other step leaves out."""
 
@@ -117,6 +124,110 @@ class Unused(Recording):
         return self.one(inputs) + (self.other(inputs) if len(self.losses) % 2 else 0)
 
 
+class Numbers(Recording):
+    """Parameters that are single numbers, inside of a block and at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.blocks = nn.Sequential(Scaled(), Scaled())
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.blocks(inputs)) * self.scale
+
+
+class Scaled(nn.Module):
+    """A layer times a number that is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.factor * self.layer(inputs).tanh()
+
+
+class Adversaries(Recording):
+    """Two optimizers against each other: several forwards and backwards in a step, and a bare parameter in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.maker = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+        self.judge = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.judge(self.maker(inputs) + self.shift)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        of_maker, of_judge = self.optimizers()
+        self.toggle_optimizer(of_maker)
+        made = -self(batch[0]).mean()
+        self.manual_backward(made)
+        self.clip_gradients(of_maker, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        of_maker.step()
+        of_maker.zero_grad()
+        self.untoggle_optimizer(of_maker)
+        self.toggle_optimizer(of_judge)
+        with torch.no_grad():
+            fake = self.maker(batch[0]) + self.shift
+        judged = functional.softplus(self.judge(fake)).mean() + functional.softplus(-self.judge(batch[0])).mean()
+        self.manual_backward(judged)
+        of_judge.step()
+        of_judge.zero_grad()
+        self.untoggle_optimizer(of_judge)
+        self.losses += [float(made.detach()), float(judged.detach())]
+
+    def configure_optimizers(self) -> Any:
+        maker = torch.optim.Adam([*self.maker.parameters(), self.shift], 0.01)
+        return [maker, torch.optim.Adam(self.judge.parameters(), 0.01)]
+
+
+class Layers(Recording):
+    """Three blocks of a kind, with a validation loss and a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.out(inputs)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(float(functional.mse_loss(self(batch[0]), batch[1])))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+class Block(nn.Module):
+    """A normalized layer of its own, added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.layer(self.norm(inputs)).relu()
+
+
 KINDS: dict[str, type[Recording]] = {
-    kind.__name__: kind for kind in (BareAndTied, WithBatchNorm, TwoByHand, WithEmbedding, Unused)
+    kind.__name__: kind
+    for kind in (
+        BareAndTied,
+        WithBatchNorm,
+        TwoByHand,
+        WithEmbedding,
+        DenseTable,
+        Unused,
+        Numbers,
+        Adversaries,
+        Layers,
+    )
 }
