@@ -67,7 +67,7 @@ class Sharding:
         apply_to_tensors(module, partial(_moved, self.device))
         send_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
         self._apply(module, whole, reshard)
-        let_copy(module, lambda copy, whole_there: self._apply(copy, whole_there, reshard), self.device)
+        let_copy(module, lambda copy, whole_there: self._apply(copy, whole_there, reshard=True), self.device)
 
     def _apply(self, module: nn.Module, whole: set[nn.Parameter], reshard: bool) -> None:
         """Collective the first time: see fully_shard."""

@@ -1,6 +1,6 @@
 """Deep copies of what fully_shard was called with, which torch refuses: averages of weights are kept in copies.
 
-A copy is cut as the original is, has its values on every rank, and can run.
+A copy is cut as the original is, and can run; between its forwards, each rank has its part of it.
 """
 
 import copy

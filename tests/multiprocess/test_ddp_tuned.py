@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.autotune import FILE, candidates
-from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader
+from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -67,17 +67,11 @@ def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
             _check_same(ours, stock)
 
 
-def _whole_batches(num_ranks: int) -> list[list[Tensor]]:
-    """Return the batches of all ranks together."""
-    dealt = zip(*(loader(rank, num_ranks) for rank in range(num_ranks)), strict=True)
-    return [[torch.cat(parts) for parts in zip(*batches, strict=True)] for batches in dealt]
-
-
 def test_weights_are_those_of_one_process_with_the_batches_of_all() -> None:
     pl.seed_everything(5)
     alone = BareAndTied()
     trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | FEWER_STEPS)
-    trainer.fit(alone, torch.utils.data.DataLoader(_whole_batches(2), batch_size=None))
+    trainer.fit(alone, whole_batches(2))
     for _, weights in run_on_ranks(_fit_with, 2, "BareAndTied", {}, FEWER_STEPS):
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=name)

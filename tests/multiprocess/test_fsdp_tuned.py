@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_distrec import TunedFSDPStrategy
-from tests.support.dense_models import KINDS, loader
+from tests.support.dense_models import KINDS, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -67,12 +67,6 @@ def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
             _check_same(ours, stock, rank)
 
 
-def _whole_batches(num_ranks: int) -> list[list[Tensor]]:
-    """Return the batches of all ranks together."""
-    dealt = zip(*(loader(rank, num_ranks) for rank in range(num_ranks)), strict=True)
-    return [[torch.cat(parts) for parts in zip(*batches, strict=True)] for batches in dealt]
-
-
 def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcome:
     return _fit(kind, TunedFSDPStrategy(**options), **settings)
 
@@ -94,6 +88,6 @@ def test_weights_are_those_of_one_process_with_the_batches_of_all(num_ranks: int
         pl.seed_everything(5)
         alone = KINDS[kind]()
         trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | settings)
-        trainer.fit(alone, torch.utils.data.DataLoader(_whole_batches(num_ranks), batch_size=None))
+        trainer.fit(alone, whole_batches(num_ranks))
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")

@@ -24,6 +24,14 @@ def loader(rank: int = 0, num_ranks: int = 1, batch_size: int = 4) -> DataLoader
     return DataLoader(samples(), batch_size=batch_size, sampler=sampler)
 
 
+def whole_batches(num_ranks: int) -> DataLoader[Any]:
+    """Return the batches of all ranks together, for one process."""
+    dealt = zip(*(loader(rank, num_ranks) for rank in range(num_ranks)), strict=True)
+    return DataLoader(
+        [[torch.cat(parts) for parts in zip(*batches, strict=True)] for batches in dealt], batch_size=None
+    )
+
+
 class Recording(pl.LightningModule):
     """Remembers its losses."""
 

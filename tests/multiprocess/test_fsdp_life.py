@@ -1,0 +1,259 @@
+"""What a run under `fsdp_tuned` lives through: checkpoints, further runs, copies and averages, layers that thaw."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
+from tests.support.dense_models import WIDTH, Layers, Numbers, Recording, loader, whole_batches
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import DEFAULTS
+
+
+def _sharded(**options: Any) -> TunedFSDPStrategy:
+    return TunedFSDPStrategy(**{"min_num_parameters": 8} | options)
+
+
+def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
+    options = DEFAULTS | {"max_epochs": 2} | settings
+    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **options)
+
+
+def _whole(trainer: pl.Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}  # type: ignore[attr-defined]
+
+
+def _close(ours: dict[str, Tensor], other: dict[str, Tensor], most: float = 1e-6) -> None:
+    assert ours.keys() == other.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, other[name], atol=most, rtol=most, msg=name)
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _straight(folder: str, strategy: Any = None, **settings: Any) -> list[float]:
+    pl.seed_everything(5)
+    model = Numbers()
+    saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    trainer = _trainer(strategy or _sharded(), callbacks=[saving], enable_checkpointing=True, **settings)
+    trainer.fit(model, loader(*rank_and_num_ranks()))
+    return model.losses
+
+
+def _straight_in_one_file(folder: str) -> list[float]:
+    return _straight(folder, _sharded(checkpoint={"distributed": False}))
+
+
+def _resumed(path: str, strategy: Any = None) -> list[float]:
+    pl.seed_everything(9)
+    model = Numbers()
+    _trainer(strategy or _sharded()).fit(model, loader(*rank_and_num_ranks()), ckpt_path=path)
+    return model.losses
+
+
+def _saved_and_resumed(folder: str) -> dict[str, list[float]]:
+    """A run that never stopped, and runs that go on from its first checkpoint."""
+    straight = _straight(folder)
+    one_file = _straight(f"{folder}/whole", _sharded(checkpoint={"distributed": False}))
+    of_ddp = _straight(f"{folder}/ddp", TunedDDPStrategy())
+    async_save = _straight(f"{folder}/async", _sharded(checkpoint={"async_save": True}))
+    return {
+        "straight": straight[4:],
+        "straight, one file": one_file[4:],
+        "straight, ddp": of_ddp[4:],
+        "straight, saved behind the steps": async_save[4:],
+        "resumed": _resumed(f"{folder}/step=4.ckpt"),
+        "in two replicas": _resumed(f"{folder}/step=4.ckpt", _sharded(replicas=2)),
+        "under ddp_tuned": _resumed(f"{folder}/step=4.ckpt", TunedDDPStrategy()),
+        "from one file": _resumed(f"{folder}/whole/step=4.ckpt"),
+        "from ddp_tuned": _resumed(f"{folder}/ddp/step=4.ckpt"),
+        "saved behind the steps": _resumed(f"{folder}/async/step=4.ckpt"),
+    }
+
+
+def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
+    for found in run_on_ranks(_saved_and_resumed, 2, str(tmp_path)):
+        for case, losses in found.items():
+            assert losses == pytest.approx(found["straight"], abs=1e-5), case
+
+
+def _weights_of(path: str) -> dict[str, Tensor]:
+    """The weights in a checkpoint, by a run on these ranks that starts from them."""
+    trainer = _trainer(_sharded(checkpoint={"start_from": path}), max_epochs=0)
+    trainer.fit(Numbers(), loader(*rank_and_num_ranks()))
+    return _whole(trainer)
+
+
+def test_checkpoints_load_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run_on_ranks(_straight, 2, str(tmp_path))
+    two, *_ = run_on_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
+    three, *_ = run_on_ranks(_weights_of, 3, f"{tmp_path}/step=4.ckpt")
+    _close(two, three)
+    resumed = run_on_ranks(_resumed, 3, f"{tmp_path}/step=4.ckpt")
+    assert all(losses for losses in resumed)
+
+
+def test_one_file_is_a_checkpoint_of_lightning(tmp_path: Path) -> None:
+    run_on_ranks(_straight_in_one_file, 2, str(tmp_path))
+    whole, *_ = run_on_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
+    plain = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    Numbers().load_state_dict(plain["state_dict"])
+    _close(whole, plain["state_dict"])
+    (state,) = plain["optimizer_states"]
+    moments = [values["exp_avg"].shape for values in state["state"].values()]
+    assert moments == [parameter.shape for parameter in Numbers().parameters()]
+
+
+# ---------------------------------------------------------------------------------------- further runs, and copies
+
+
+def _further_runs() -> tuple[list[float], list[float]]:
+    """Fit, validate and fit again with one module; and the same losses without the run in between."""
+    rank, num_ranks = rank_and_num_ranks()
+    found = []
+    for looks in (True, False):
+        pl.seed_everything(5)
+        model = Layers()
+        for _ in range(2):
+            trainer = _trainer(_sharded(), max_epochs=1)
+            trainer.fit(model, loader(rank, num_ranks))
+            if looks:
+                recorded = list(model.losses)
+                trainer.validate(model, loader(rank, num_ranks), verbose=False)
+                assert len(model.losses) > len(recorded)
+                model.losses = recorded
+        found.append(model.losses)
+    return found[0], found[1]
+
+
+def _alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A validation that no fit came before sees rank 0's weights on every rank."""
+    rank, num_ranks = rank_and_num_ranks()
+    torch.manual_seed(rank)
+    model = Layers()
+    mine = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = _trainer(_sharded())
+    trainer.validate(model, loader(rank, num_ranks), verbose=False)
+    return mine, _whole(trainer)
+
+
+class KeepsCopies(pl.Callback):
+    """Keeps an average in a deep copy of the module, and computes with it."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.copy = copy.deepcopy(pl_module)
+        self.part = copy.deepcopy(pl_module.blocks)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mine, now in zip(self.copy.parameters(), pl_module.parameters(), strict=True):
+            mine.lerp_(now, 0.1)
+        self.losses.append(float(functional.mse_loss(self.copy(batch[0]), batch[1])))
+        self.losses.append(float(self.part(batch[0]).sum()))
+
+
+def _copies(strategy: Any) -> tuple[list[float], list[float]]:
+    pl.seed_everything(5)
+    model, copies = Numbers(), KeepsCopies()
+    _trainer(strategy, callbacks=[copies]).fit(model, loader(*rank_and_num_ranks()))
+    if isinstance(strategy, TunedFSDPStrategy):
+        assert isinstance(copies.copy, FSDPModule)
+        assert all(isinstance(p, DTensor) for p in copies.copy.parameters() if p.dim())
+    return model.losses, copies.losses
+
+
+def _averaged(strategy: Any) -> dict[str, Tensor]:
+    pl.seed_everything(5)
+    model = Layers()
+    trainer = _trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.8)])
+    trainer.fit(model, loader(*rank_and_num_ranks()))
+    ours = isinstance(strategy, TunedFSDPStrategy)
+    return _whole(trainer) if ours else {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Thaws(Recording):
+    """Its first layer is frozen, and learns from the second epoch on, in a param group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.high(self.low(inputs).tanh())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.high.parameters(), lr=1e-2)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.low.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.low.parameters()), "lr": 1e-3})
+
+
+def _thawed() -> dict[str, Tensor]:
+    pl.seed_everything(5)
+    trainer = _trainer(_sharded())
+    trainer.fit(Thaws(), loader(*rank_and_num_ranks()))
+    return _whole(trainer)
+
+
+def _both(run: Any, stock: Any = "ddp") -> tuple[Any, Any]:
+    return run(_sharded()), run(stock)
+
+
+LIVES: dict[str, tuple[Any, ...]] = {
+    "further runs": (_further_runs,),
+    "alone": (_alone,),
+    "copies": (_both, _copies),
+    "averaged": (_both, _averaged),
+    "thawed": (_thawed,),
+}
+
+
+@pytest.fixture(scope="module")
+def lives() -> list[dict[str, Any]]:
+    return run_each_on_ranks(LIVES, 2)
+
+
+def test_a_validation_between_two_fits_changes_nothing(lives: list[dict[str, Any]]) -> None:
+    for of_rank in lives:
+        looked, plain = of_rank["further runs"]
+        assert looked == pytest.approx(plain, abs=1e-6)
+
+
+def test_ranks_begin_with_the_weights_of_rank_0(lives: list[dict[str, Any]]) -> None:
+    mine, whole = lives[0]["alone"]
+    _close(mine, whole)
+    assert not torch.equal(lives[1]["alone"][0]["out.weight"], mine["out.weight"])
+
+
+def test_deep_copies_keep_averages_and_run(lives: list[dict[str, Any]]) -> None:
+    for of_rank in lives:
+        ours, stock = of_rank["copies"]
+        assert ours[0] == pytest.approx(stock[0], abs=1e-5)
+        assert ours[1] == pytest.approx(stock[1], abs=1e-4)
+
+
+def test_averages_of_lightning_are_those_of_ddp(lives: list[dict[str, Any]]) -> None:
+    ours, stock = lives[0]["averaged"]
+    _close(ours, stock, 1e-5)
+
+
+def test_a_layer_that_thaws_learns_as_in_one_process(lives: list[dict[str, Any]]) -> None:
+    pl.seed_everything(5)
+    alone = Thaws()
+    pl.Trainer(**DEFAULTS | {"max_epochs": 2}).fit(alone, whole_batches(2))
+    _close(lives[0]["thawed"], alone.state_dict(), 1e-5)

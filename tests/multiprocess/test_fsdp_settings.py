@@ -1,0 +1,286 @@
+"""Settings of `fsdp_tuned` against hand-written loops over fully_shard, and what is refused."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from lightning_distrec import TunedFSDPStrategy
+from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.strategies.blocks import choose_blocks
+from tests.support.dense_models import WIDTH, BareAndTied, Layers, Numbers, Recording, WithEmbedding, loader
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+SMALL = {"min_num_parameters": 8}
+
+
+def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
+    options = DEFAULTS | {"max_epochs": 2} | settings
+    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **options)
+
+
+class Plain(Recording):
+    """Layers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+
+def _fit(precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    pl.seed_everything(5)
+    model = Plain()
+    trainer = _trainer(TunedFSDPStrategy(**SMALL), precision=precision)
+    trainer.fit(model, loader(*rank_and_num_ranks()))
+    return model.losses, {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}
+
+
+def _by_hand(precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The same, written with fully_shard and torch.autocast."""
+    pl.seed_everything(5)
+    is_mixed = precision == "bf16-mixed"
+    model = Plain() if is_mixed else Plain().to(torch.bfloat16)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if is_mixed else None
+    options: dict[str, Any] = {"mp_policy": policy} if policy else {}
+    for layer in (model.net[0], model.net[1], model.net[3]):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        for inputs, targets in loader(*rank_and_num_ranks()):
+            if not is_mixed:
+                inputs, targets = inputs.to(torch.bfloat16), targets.to(torch.bfloat16)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+                loss = functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            model.losses.append(float(loss.detach()))
+    return model.losses, {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def _both(precision: str) -> Any:
+    return _fit(precision), _by_hand(precision)
+
+
+class Reset(nn.Module):
+    """A layer of its own that knows how to draw its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, 1))
+        self.register_buffer("shift", torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        nn.init.ones_(self.shift)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weight + self.shift
+
+
+class OnMeta(Recording):
+    """Built without memory; each rank would draw other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Reset())
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(7 + rank_and_num_ranks()[0])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+
+def _on_meta() -> tuple[dict[str, Tensor], list[float]]:
+    model = OnMeta()
+    _trainer(TunedFSDPStrategy(**SMALL)).fit(model, loader(*rank_and_num_ranks()))
+    trainer = _trainer(TunedFSDPStrategy(**SMALL), max_epochs=0)
+    trainer.fit(OnMeta(), loader(*rank_and_num_ranks()))
+    return {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}, model.losses
+
+
+def _compiled() -> tuple[list[float], list[float]]:
+    found = []
+    for compiles in (True, False):
+        pl.seed_everything(5)
+        model = Layers()
+        passed: Any = torch.compile(model, backend="aot_eager") if compiles else model
+        _trainer(TunedFSDPStrategy(**SMALL), max_epochs=1).fit(passed, loader(*rank_and_num_ranks()))
+        found.append(model.losses)
+    return found[0], found[1]
+
+
+class Reaches(Recording):
+    """Uses the weight of a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.linear(inputs, self.out.weight, self.out.bias)
+
+
+class OldList(Plain):
+    """Keeps its parameters before they are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = list(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.kept)
+
+
+class WithLBFGS(Plain):
+    """An optimizer of one flat vector."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoReset(Plain):
+    """On the meta device, without a way to draw its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, device="meta"))
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "'out.weight', 'out.bias'|uses the weights of a block without calling it": (Reaches, SMALL, {}),
+    "param group 0, a parameter of shape .16, 12. that is not in the module": (OldList, SMALL, {}),
+    "LBFGS lays all parameters out in one vector": (WithLBFGS, SMALL, {}),
+    "'table' has sparse gradients, which FSDP2 does not add up": (WithEmbedding, SMALL, {}),
+    "'NoReset' .NoReset. is on the meta device and has no reset_parameters": (NoReset, SMALL, {}),
+    "wrap: the module has no 'Linea', neither as a class nor as a path. Did you mean 'Linear'": (
+        Plain,
+        {"wrap": ["Linea"]},
+        {},
+    ),
+    "wrap: 'blocks' is a ModuleList, which is never called itself": (Layers, {"wrap": ["blocks"]}, {}),
+    "wrap: 'one' shares a weight with another part": (BareAndTied, {"wrap": ["one"]}, {}),
+    "replicas=3: 2 ranks cannot be shared out evenly among them. Use a divisor of 2": (Plain, {"replicas": 3}, {}),
+    "cpu_offload=true: all is on the host already": (Plain, {"cpu_offload": True}, {}),
+    "fsdp_tuned has one of '32-true'": (Plain, {}, {"plugins": MixedPrecision("16-mixed", "cpu")}),
+}
+
+
+def _refusal(kind: type[Recording], options: dict[str, Any], settings: dict[str, Any]) -> str:
+    model = kind()
+    try:
+        _trainer(TunedFSDPStrategy(**options), **settings).fit(model, loader(*rank_and_num_ranks()))
+    except (ConfigError, UnsupportedError) as error:
+        assert model.losses == []
+        return str(error)
+    return "no error"
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "bf16-mixed": (_both, "bf16-mixed"),
+    "bf16-true": (_both, "bf16-true"),
+    "on meta": (_on_meta,),
+    "compiled": (_compiled,),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    refusals = {said: (_refusal, *case) for said, case in REFUSED.items()}
+    return run_each_on_ranks(CASES | refusals, 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_numbers_of_16_bits_are_those_of_a_loop_by_hand(found: list[dict[str, Any]], precision: str) -> None:
+    for of_rank in found:
+        assert of_rank[precision][0][0] == pytest.approx(of_rank[precision][1][0], rel=1e-6)
+    ours, by_hand = (weights for _, weights in found[0][precision])
+    for name, value in ours.items():
+        assert torch.equal(value, by_hand[name]), name
+
+
+def test_weights_without_memory_are_drawn_and_are_rank_0s(found: list[dict[str, Any]]) -> None:
+    weights, losses = found[0]["on meta"]
+    torch.manual_seed(7)
+    drawn = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Reset())
+    torch.manual_seed(7)
+    for layer in (drawn[0], drawn[2]):
+        layer.reset_parameters()
+    for name, value in drawn.state_dict().items():
+        assert torch.equal(weights[f"net.{name}"], value), name
+    assert losses[-1] < losses[0]
+
+
+def test_a_compiled_module_has_the_losses_of_one_that_is_not(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["compiled"][0] == pytest.approx(of_rank["compiled"][1], abs=1e-5)
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(found: list[dict[str, Any]], said: str) -> None:
+    for of_rank in found:
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(of_rank[said])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"wrap": "Linear"}, r"wrap='Linear': must be 'auto', or a list .*: \['Linear'\]"),
+        ({"min_num_parameters": 0}, "min_num_parameters=0: must be at least 1"),
+        ({"replicas": 0}, "replicas=0: must be 'nodes', or at least 1"),
+        ({"replicas": "node"}, "replicas='node': must be 'nodes', or at least 1"),
+        ({"reshard_after_forward": "never"}, "reshard_after_forward='never': must be 'auto', true or false"),
+    ],
+)
+def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TunedFSDPStrategy(**arguments)
+
+
+def test_blocks_are_what_stands_beside_its_like_and_single_layers() -> None:
+    def paths(model: nn.Module, least: int = 1, wrap: Any = "auto") -> list[str]:
+        names = {id(part): path for path, part in model.named_modules()}
+        return [names[id(block)] for block in choose_blocks(model, wrap, least)]
+
+    assert paths(Layers()) == ["blocks.0", "blocks.1", "blocks.2", "out"]
+    assert paths(Layers(), least=100) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert paths(Layers(), least=10**6) == []
+    assert paths(BareAndTied()) == ["out", "still"], "one and other share a weight"
+    assert paths(Numbers()) == ["blocks.0", "blocks.1", "out"]
+    assert paths(Layers(), wrap=["Block", "blocks.1.layer"])[0] == "blocks.1.layer", "the inner one first"
+    attention = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
+    assert paths(attention) == ["0", "1"], "its out_proj is not called"
+
+
+@pytest.fixture
+def _variables_as_before() -> Iterator[None]:
+    with patch.dict(os.environ):  # a strategy publishes its ranks
+        yield
+
+
+@pytest.mark.usefixtures("_variables_as_before")
+def test_the_name_is_enough_and_one_rank_too() -> None:
+    trainer = pl.Trainer(strategy="fsdp_tuned", devices=1, **DEFAULTS)
+    assert type(trainer.strategy) is TunedFSDPStrategy
+    trainer.fit(model := Numbers(), loader())
+    assert len(model.losses) == 12
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model.out.weight, DTensor)
