@@ -68,7 +68,7 @@ class Checkpointing:
         loaded = self._load(path)
         self.load_model(loaded.checkpoint, module.strict_loading)
         self._has_started = True
-        rank_zero_info(f"torchrec_sharded: the run starts from the weights in {path}.")
+        rank_zero_info(f"The run starts from the weights in {path}.")
 
     def _show_what_is_being_written(self, trainer: Trainer) -> None:
         """Let ModelCheckpoint, which gives a name that is taken a version, see the one that is not there yet."""
@@ -228,7 +228,7 @@ class Checkpointing:
             self._resumed = loaded
         elif loaded.of_first is not None and loaded.marker is not None:
             rank_zero_info(
-                f"torchrec_sharded: the checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there "
+                f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there "
                 f"are {self._ranks.num_ranks}: random generators begin anew."
             )
             if loaded.of_first["loaders"] and not fit_loop["state_dict"].get("combined_loader"):
@@ -330,7 +330,7 @@ class Checkpointing:
             lambda: states.load(
                 checkpoint["optimizer_states"],
                 optimizers,
-                lambda said: rank_zero_warn(f"torchrec_sharded: {said}"),
+                lambda said: rank_zero_warn(said),
                 self._options.grow_tables,
             ),
         )

@@ -144,6 +144,10 @@ class TunedDDPStrategy(RanksTogether):
         module, self.model, self._buffers = self.model.module, None, None  # the old one's hooks go with it
         self._wrap(module, is_first=False)
 
+    @override
+    def exchange_anew(self) -> None:
+        self._wrap_again(self._setting)
+
     def _wrap(self, module: nn.Module, is_first: bool) -> None:
         assert self._consensus is not None
         ddp = self._setting.wrap(module, is_first, device_ids=self.determine_ddp_device_ids(), **self._graph)

@@ -168,6 +168,10 @@ class TunedFSDPStrategy(RanksTogether):
             gather_for_steps(module, [step for step in STEPS if is_overridden(step, module)])
         self._whole = WholeParameters(module)
 
+    @override
+    def exchanged_parameters(self) -> list[nn.Parameter]:
+        return []
+
     def _chosen_blocks(self, module: nn.Module) -> list[nn.Module]:
         refuse_module(module)
         return choose_blocks(module, self._wrap, self._min_num_parameters)

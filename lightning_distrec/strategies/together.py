@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.checkpoint_hooks import CheckpointHooks
+from lightning_distrec.strategies.frozen_layers import FrozenLayers
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.ranks import CountedRanks
@@ -57,6 +59,7 @@ class RanksTogether(CheckpointHooks, CountedRanks):
         self._timeout_seconds = timeout_seconds
         self._watchdog_seconds = watchdog_seconds
         self._buffers: QuietBuffers | None = None
+        self._frozen = FrozenLayers([])
         self._stopping: StopTogether | None = None
         self._consensus: Consensus | None = None
         self._of_steps: Consensus | None = None
@@ -76,12 +79,24 @@ class RanksTogether(CheckpointHooks, CountedRanks):
         self._failed = False
         self._stopping = StopTogether(trainer, self._of_steps, self._stop_options, self.job_checkpoint)
         self.set_up_module(trainer)
+        self._frozen = FrozenLayers(self.exchanged_parameters() if trainer.state.fn == TrainerFn.FITTING else [])
 
     def set_up_module(self, trainer: Trainer) -> None:
         """Collective. Make the module ready to run, with its optimizers; here as DDP does."""
         assert self.lightning_module is not None
         super().setup(trainer)
         self.begin_checkpoints(self.lightning_module, None)
+
+    def exchanged_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are averaged over the ranks by DDP."""
+        assert self.lightning_module is not None
+        return list(self.lightning_module.parameters())
+
+    def exchange_anew(self) -> None:
+        """Collective. Let DDP average the gradients of what learns now; here with the settings that it had."""
+        assert self.lightning_module is not None
+        self.model = self.lightning_module
+        self.configure_ddp()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -104,6 +119,9 @@ class RanksTogether(CheckpointHooks, CountedRanks):
         if self._buffers is not None:
             self._buffers.before_step()
         self.before_step()
+        if self._frozen.have_thawed:
+            self.exchange_anew()
+            self._frozen = FrozenLayers(self.exchanged_parameters())
         with spans.span(spans.FORWARD), self.around_step(args, self.lightning_module.automatic_optimization):
             return super().training_step(*args, **kwargs)
 
@@ -173,6 +191,7 @@ class RanksTogether(CheckpointHooks, CountedRanks):
         if self._stopping is not None:
             self._stopping.undo(self._failed)
         self._stopping = self._buffers = None
+        self._frozen = FrozenLayers([])
 
     def release(self) -> None:
         """Let go of the module and all that holds its requests; called before the process ends."""

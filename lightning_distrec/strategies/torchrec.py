@@ -239,6 +239,25 @@ class TorchRecShardedStrategy(RanksTogether):
         self.setup_precision_plugin()
         move_optimizers_to_device(self.optimizers, self.root_device)
 
+    @override
+    def exchanged_parameters(self) -> list[nn.Parameter]:
+        assert self.lightning_module is not None
+        shards = (
+            set() if self._tables is None else set(_names_below(self.lightning_module, self._tables.shards.sharded))
+        )
+        return [p for name, p in self.lightning_module.named_parameters() if name not in shards]
+
+    @override
+    def exchange_anew(self) -> None:
+        if self._tables is None:
+            super().exchange_anew()
+            return
+        assert self.lightning_module is not None
+        if self._buffers is not None:
+            self._buffers.stop()
+        self.model = self.lightning_module
+        self._wrap_dense(self.lightning_module, self._tables)
+
     def _wrap_dense(self, module: nn.Module, tables: TableSetup) -> None:
         """DDP for what is not a shard; it refuses a module in which nothing is left to average."""
         shards = set(_names_below(module, tables.shards.sharded))

@@ -73,7 +73,9 @@ def _mlp() -> nn.Module:
 MODULES = {"200 small layers": _many_small, "MLP, 4.5 M parameters": _mlp, "transformer, 2.1 M parameters": Transformer}
 
 
-class _Clock(Callback):
+class Clock(Callback):
+    """Notes when each step began."""
+
     def __init__(self) -> None:
         self.at: list[float] = []
 
@@ -85,7 +87,7 @@ def _turn(module: str, strategy: Any) -> float:
     """Return the median milliseconds of a step."""
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(STEPS * BATCH, WIDTH))
-    clock = _Clock()
+    clock = Clock()
     with redirect_stdout(io.StringIO()):
         trainer = pl.Trainer(strategy=strategy, devices=2, callbacks=[clock], **DEFAULTS)
         trainer.fit(Regression(MODULES[module]()), DataLoader(data, batch_size=BATCH))

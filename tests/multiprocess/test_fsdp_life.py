@@ -1,4 +1,4 @@
-"""What a run under `fsdp_tuned` lives through: checkpoints, further runs, copies and averages, layers that thaw."""
+"""What a run under `fsdp_tuned` lives through: checkpoints, further runs, copies and averages."""
 
 import copy
 from pathlib import Path
@@ -8,13 +8,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
-from tests.support.dense_models import WIDTH, Layers, Numbers, Recording, loader, whole_batches
+from tests.support.dense_models import Layers, Numbers, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -184,32 +184,6 @@ def _averaged(strategy: Any) -> dict[str, Tensor]:
     return _whole(trainer) if ours else {name: value.clone() for name, value in model.state_dict().items()}
 
 
-class Thaws(Recording):
-    """Its first layer is frozen, and learns from the second epoch on, in a param group of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.high = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.high(self.low(inputs).tanh())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.high.parameters(), lr=1e-2)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.low.requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.low.parameters()), "lr": 1e-3})
-
-
-def _thawed() -> dict[str, Tensor]:
-    pl.seed_everything(5)
-    trainer = _trainer(_sharded())
-    trainer.fit(Thaws(), loader(*rank_and_num_ranks()))
-    return _whole(trainer)
-
-
 def _both(run: Any, stock: Any = "ddp") -> tuple[Any, Any]:
     return run(_sharded()), run(stock)
 
@@ -219,7 +193,6 @@ LIVES: dict[str, tuple[Any, ...]] = {
     "alone": (_alone,),
     "copies": (_both, _copies),
     "averaged": (_both, _averaged),
-    "thawed": (_thawed,),
 }
 
 
@@ -250,10 +223,3 @@ def test_deep_copies_keep_averages_and_run(lives: list[dict[str, Any]]) -> None:
 def test_averages_of_lightning_are_those_of_ddp(lives: list[dict[str, Any]]) -> None:
     ours, stock = lives[0]["averaged"]
     _close(ours, stock, 1e-5)
-
-
-def test_a_layer_that_thaws_learns_as_in_one_process(lives: list[dict[str, Any]]) -> None:
-    pl.seed_everything(5)
-    alone = Thaws()
-    pl.Trainer(**DEFAULTS | {"max_epochs": 2}).fit(alone, whole_batches(2))
-    _close(lives[0]["thawed"], alone.state_dict(), 1e-5)

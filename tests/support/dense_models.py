@@ -225,6 +225,48 @@ class Block(nn.Module):
         return inputs + self.layer(self.norm(inputs)).relu()
 
 
+class Thaws(Recording):
+    """Its first layer is frozen, and learns from the second epoch on, in a param group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.high(self.low(inputs).tanh())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.high.parameters(), lr=1e-2)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.low.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.low.parameters()), "lr": 1e-3})
+
+
+class ThawsBesideATable(Thaws):
+    """The same, with a table that learns from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(4, WIDTH, mode="sum")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = self.table((inputs > 0).long() + 2 * (inputs.abs() > 1).long())
+        return self.high(self.low(inputs).tanh() + rows)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+class ThawsAlone(ThawsBesideATable):
+    """A table alone learns at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.high.requires_grad_(False)
+
+
 KINDS: dict[str, type[Recording]] = {
     kind.__name__: kind
     for kind in (

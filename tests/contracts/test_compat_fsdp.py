@@ -1,0 +1,96 @@
+"""What fully sharded modules, their copies and their checkpoints use of torch's private names."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from lightning_distrec import _compat
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+
+
+class Net(nn.Module):
+    """Two layers, the first of which is cut by itself; and a hook of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.seen = 0
+        self.register_forward_pre_hook(_count)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.high(self.low(inputs))
+
+
+def _count(module: Any, _: Any) -> None:
+    module.seen += 1
+
+
+def _on_a_rank() -> dict[str, Any]:
+    rank, num_ranks = rank_and_num_ranks()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    whole = torch.arange(5 * 4.0).view(5, 4)
+    cut = distribute_tensor(whole, mesh, [Shard(0)])
+    net = Net()
+    fully_shard(net.low, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    net(torch.ones(2, 5))
+    net.reshard()
+    state = _compat.without_fully_shard(dict(vars(net)))
+    plain = _compat.class_before_fully_shard(net)
+    alone: nn.Module = plain.__new__(plain)
+    alone.__setstate__({key: value for key, value in state.items() if key != "_modules"} | {"_modules": {}})
+    hooks = list(alone._forward_pre_hooks.values())
+    high = copy.deepcopy(net.high)
+    num_before = len(high._state_dict_pre_hooks), len(high._load_state_dict_pre_hooks)
+    _compat.drop_state_dict_hooks(high)
+    _compat.apply_to_tensors(net, lambda tensor: tensor * 0)
+    net(torch.ones(2, 5)).sum().backward()
+    return {
+        "offsets": _compat.offsets_of(cut),
+        "local": cut.to_local(),
+        "class": plain.__name__,
+        "is cut": isinstance(net, FSDPModule) and not isinstance(alone, FSDPModule),
+        "hooks left": [hook.__name__ for hook in hooks] + list(alone._forward_hooks.values()),
+        "pickles": torch.save(dict(state, _modules={}, _parameters={}), io.BytesIO()) is None,
+        "state dict hooks": (num_before, len(high._state_dict_pre_hooks), len(high._load_state_dict_pre_hooks)),
+        "still sharded": all(isinstance(parameter, DTensor) for parameter in net.parameters()),
+        "emptied": float(net.low.weight.full_tensor().abs().sum()),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_on_ranks(_on_a_rank, 2)
+
+
+def test_offsets_of_say_where_a_dtensors_part_begins(found: list[dict[str, Any]]) -> None:
+    whole = torch.arange(5 * 4.0).view(5, 4)
+    for of_rank in found:
+        (row, column), local = of_rank["offsets"], of_rank["local"]
+        assert torch.equal(whole[row : row + local.shape[0], column : column + local.shape[1]], local)
+
+
+def test_class_before_fully_shard_and_without_fully_shard_leave_what_the_user_made(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["class"] == "Net"
+        assert of_rank["is cut"]
+        assert of_rank["hooks left"] == ["_count"]
+        assert of_rank["pickles"], "nothing of fully_shard's is left in it"
+
+
+def test_drop_state_dict_hooks_removes_those_of_fully_shard(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["state dict hooks"] == ((1, 1), 0, 0)
+
+
+def test_apply_to_tensors_keeps_a_sharded_module_in_step(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["still sharded"]
+        assert of_rank["emptied"] == 0.0

@@ -1,0 +1,47 @@
+"""Layers without tables that begin to learn in the middle of a run are averaged over the ranks from then on.
+
+DistributedDataParallel passes over what did not learn when it was made: each rank went on with weights of its own.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from tests.support.dense_models import Thaws, ThawsAlone, ThawsBesideATable, loader, whole_batches
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+
+def _thawed(kind: type[pl.LightningModule], strategy: Any) -> dict[str, Tensor]:
+    pl.seed_everything(5)
+    rank, num_ranks = rank_and_num_ranks()
+    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | {"max_epochs": 2})
+    trainer.fit(kind(), loader(rank, num_ranks))
+    return {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "ddp_tuned": (_thawed, Thaws, TunedDDPStrategy()),
+    "fsdp_tuned": (_thawed, Thaws, TunedFSDPStrategy(min_num_parameters=8)),
+    "torchrec_sharded without tables": (_thawed, Thaws, TorchRecShardedStrategy()),
+    "torchrec_sharded": (_thawed, ThawsBesideATable, TorchRecShardedStrategy(min_rows=1)),
+    "torchrec_sharded, nothing dense at first": (_thawed, ThawsAlone, TorchRecShardedStrategy(min_rows=1)),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Tensor]]:
+    return run_each_on_ranks(CASES, 2)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_that_thaw_learn_as_in_one_process(found: dict[str, dict[str, Tensor]], case: str) -> None:
+    pl.seed_everything(5)
+    alone = CASES[case][1]()
+    pl.Trainer(**DEFAULTS | {"max_epochs": 2}).fit(alone, whole_batches(2))
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[case][name], value, atol=1e-5, rtol=1e-5, msg=name)
