@@ -53,6 +53,7 @@ class ScaledLearningRate(Callback):
         self._scaled: list[ScaledSteps] = []
         self._has_fused_tables = False
         self._log_times = LogTimes("ScaledLearningRate", None)
+        self._steps_seen = 0
 
     @property
     def rates(self) -> list[list[float]]:
@@ -97,6 +98,7 @@ class ScaledLearningRate(Callback):
             _check_has_rates(optimizer)
             steps = self._steps[index] if index < len(self._steps) else 0
             self._scaled.append(ScaledSteps(optimizer, self.factor_at, steps))
+        self._steps_seen = sum(scaled.steps for scaled in self._scaled)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -112,7 +114,9 @@ class ScaledLearningRate(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._log_times.due(trainer) and trainer.is_global_zero:
+        steps = sum(scaled.steps for scaled in self._scaled)
+        stepped, self._steps_seen = steps != self._steps_seen, steps  # not where this batch is accumulated only
+        if stepped and self._log_times.due(trainer) and trainer.is_global_zero:
             log(trainer, named_rates(self.rates))
 
     @override

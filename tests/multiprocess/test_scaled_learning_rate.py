@@ -173,6 +173,24 @@ def test_tables_have_the_rates_of_a_plain_loop_updated_inside_of_backward_or_not
         assert max(largest_difference(state, model.state_dict()).values()) <= 1e-6, kind
 
 
+def _train_tables_twice(folder: str) -> list[dict[str, Any]]:
+    """Return the weights of a run that never stopped, and of one that resumes from its first epoch."""
+    found = []
+    for ckpt_path in (None, f"{folder}/epoch=0.ckpt"):
+        model = seeded(ScheduledModel, "step")
+        saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True)
+        callbacks = [ScaledLearningRate(warmup_steps=8), *([] if ckpt_path else [saving])]
+        trainer = make_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=not ckpt_path)
+        trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
+        found.append(model.final_state)
+    return found
+
+
+def test_tables_that_are_resumed_within_the_warm_up_end_as_those_that_never_stopped(tmp_path: Path) -> None:
+    for straight, resumed in run_on_ranks(_train_tables_twice, 2, str(tmp_path)):
+        assert max(largest_difference(resumed, straight).values()) <= 1e-7
+
+
 class ByHand(ClickModel):
     """Steps by hand, forward and backward first."""
 

@@ -113,3 +113,14 @@ def test_the_loggers_get_the_rates_that_were_used(
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as rows:
         first = next(csv.DictReader(rows))
     assert {name: float(first[name]) for name in expected} == expected
+
+
+def test_the_loggers_get_the_rate_of_a_step_once_it_was_made(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    options = {"logger": logger, "log_every_n_steps": 1, "accumulate_grad_batches": 2, "max_epochs": 2}
+    module = CountingRates("ExponentialLR", "epoch")
+    _fit(module, ScaledLearningRate(base_ranks=2), **options)
+    with (Path(logger.log_dir) / "metrics.csv").open(newline="") as rows:
+        told = [row for row in csv.DictReader(rows) if row["scaled_learning_rate/group_0"]]
+    rates = [(int(row["step"]), float(row["scaled_learning_rate/group_0"])) for row in told]
+    assert rates == [(0, 0.5), (1, 0.5), (2, 0.4), (3, 0.4)]
