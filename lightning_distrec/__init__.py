@@ -14,6 +14,7 @@ from lightning_distrec._compat import choose_environments
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
+    from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.checkpoint.options import CheckpointOptions
@@ -31,6 +32,7 @@ __all__ = [
     "Communication",
     "PipelineOptions",
     "QuantizedComms",
+    "ScaledLearningRate",
     "TableOptions",
     "Throughput",
     "Timeline",
@@ -44,6 +46,7 @@ _HOMES = {
     "Communication": "lightning_distrec.callbacks.communication",
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
+    "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
     "TableOptions": "lightning_distrec.sharding.tables",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",

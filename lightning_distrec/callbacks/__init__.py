@@ -1,1 +1,1 @@
-"""Callbacks that watch a fit and change nothing in it: how fast, how many bytes, and what overlaps what."""
+"""Callbacks: how fast a fit goes, how many bytes, what overlaps what; and learning rates that follow the ranks."""

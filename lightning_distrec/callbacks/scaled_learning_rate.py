@@ -1,0 +1,216 @@
+"""Learning rates grow with the number of ranks, because the global batch does.
+
+Source: Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677: the linear rule and the gradual warm-up.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_distrec.callbacks.steps import LogTimes, log
+from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError
+
+Rule = Literal["linear", "sqrt"]
+
+
+class ScaledLearningRate(Callback):
+    """Multiplies all learning rates by what the number of ranks asks for, so that any number can share one YAML.
+
+    The factor multiplies what optimizers and schedulers say, while a step is made. Between steps the param groups hold
+    the rates as they are without it, which schedulers, LearningRateMonitor and checkpoints see; the loggers get the
+    rates that were used, as `scaled_learning_rate`.
+
+    Args:
+        rule: "linear": the factor is ranks / base_ranks, which suits SGD; "sqrt": its square root, which suits Adam
+            and its like.
+        base_ranks: the number of ranks that the rates are written for; on so many nothing changes.
+        warmup_steps: a factor above 1 begins as 1 and grows by equal amounts over so many steps of each optimizer. 0:
+            none.
+    """
+
+    def __init__(self, rule: Rule = "linear", base_ranks: int = 1, warmup_steps: int = 0) -> None:
+        super().__init__()
+        if rule not in get_args(Rule):
+            raise ConfigError(f"ScaledLearningRate: rule={rule!r} is not known. Use 'linear' or 'sqrt'.")
+        if base_ranks < 1:
+            raise ConfigError(
+                f"ScaledLearningRate: base_ranks={base_ranks} must be at least 1, the number of ranks that the "
+                "learning rates are written for."
+            )
+        if warmup_steps < 0:
+            raise ConfigError(f"ScaledLearningRate: warmup_steps={warmup_steps} must not be below 0, no warm-up.")
+        self._rule = rule
+        self._base_ranks = base_ranks
+        self._warmup_steps = warmup_steps
+        self._factor = 1.0
+        self._steps: list[int] = []
+        self._scaled: list[ScaledSteps] = []
+        self._has_fused_tables = False
+        self._log_times = LogTimes("ScaledLearningRate", None)
+        self._steps_seen = 0
+
+    @property
+    def rates(self) -> list[list[float]]:
+        """The rates that the last step of each optimizer used, by param group; empty before its first."""
+        return [[float(rate) for rate in scaled.used] for scaled in self._scaled]
+
+    def factor_at(self, step: int) -> float:
+        """Return what rates are multiplied by in an optimizer's step, counted from 0."""
+        if self._factor <= 1 or step >= self._warmup_steps:
+            return self._factor
+        return 1 + (self._factor - 1) * step / self._warmup_steps
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if any(isinstance(c, LearningRateFinder) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigError(
+                "ScaledLearningRate with LearningRateFinder: the rate that is found on these ranks suits them already, "
+                "and would be scaled once more. Search without ScaledLearningRate, then set base_ranks to the number "
+                "of ranks that were searched on."
+            )
+        num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        ratio = num_ranks / self._base_ranks
+        self._factor = ratio if self._rule == "linear" else ratio**0.5
+        self._steps, self._scaled = [], []  # a checkpoint that is resumed from is read after this
+        if self._factor != 1:
+            warm_up = f", reached after {self._warmup_steps} steps" if self._factor > 1 and self._warmup_steps else ""
+            rank_zero_info(
+                f"ScaledLearningRate: learning rates are multiplied by {self._factor:.4g}{warm_up} "
+                f"({num_ranks} ranks, base_ranks={self._base_ranks}, {self._rule})."
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+        self._scaled = []
+        self._log_times.start()
+        tables = getattr(trainer.strategy, "table_setup", None)  # TorchRecShardedStrategy's
+        self._has_fused_tables = tables is not None and bool(tables.fused_tables)
+        for index, optimizer in enumerate(trainer.optimizers):
+            _check_has_rates(optimizer)
+            steps = self._steps[index] if index < len(self._steps) else 0
+            self._scaled.append(ScaledSteps(optimizer, self.factor_at, steps))
+        self._steps_seen = sum(scaled.steps for scaled in self._scaled)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        # A kernel takes the rate at its forward. None has updated anything yet.
+        if self._has_fused_tables and not any(scaled.is_stepping for scaled in self._scaled):
+            raise OptimizerError(
+                "ScaledLearningRate: tables are updated inside of backward, because embedding_update asks for it, and "
+                "this backward runs outside of optimizer.step, where rates are not scaled. Set "
+                "embedding_update='auto', or give forward and backward to optimizer.step as its closure."
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        steps = sum(scaled.steps for scaled in self._scaled)
+        stepped, self._steps_seen = steps != self._steps_seen, steps  # not where this batch is accumulated only
+        if stepped and self._log_times.due(trainer) and trainer.is_global_zero:
+            log(trainer, named_rates(self.rates))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": [scaled.steps for scaled in self._scaled] or self._steps}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps = list(state_dict["steps"])
+
+    def _stop(self) -> None:
+        for scaled in self._scaled:
+            scaled.stop()
+
+
+class ScaledSteps:
+    """Multiplies one optimizer's rates while it steps; the closure, with forward and backward, is part of the step."""
+
+    def __init__(self, optimizer: Optimizer, factor_at: Callable[[int], float], steps: int) -> None:
+        """factor_at: number of a step -> its factor; steps: how many were made before."""
+        self.steps = steps
+        self.used: list[Any] = []
+        self.is_stepping = False
+        self._factor_at = factor_at
+        self._groups: list[tuple[dict[str, Any], Any]] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+        ]
+
+    def stop(self) -> None:
+        """Scale no further steps, and put back the rates of one that failed; may be called more than once."""
+        self._put_back()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._put_back()  # after a step that failed, of which nobody told us
+        factor = self._factor_at(self.steps)
+        self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
+        self.used = [rate * factor for _, rate in self._groups]
+        for (group, _), rate in zip(self._groups, self.used, strict=True):
+            group["lr"] = rate
+        self.is_stepping = True
+
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        number = self._put_back()
+        if number is not None:
+            raise OptimizerError(
+                f"ScaledLearningRate: the learning rate of param group {number} of {type(optimizer).__name__} was set "
+                "while a step was made (training_step and backward are part of it), too late to be scaled. Set it in "
+                "a scheduler or in on_train_batch_start."
+            )
+
+    def _put_back(self) -> int | None:
+        """Give the groups their own rates; returns the number of one that has another than the one it was given."""
+        changed = None
+        for number, ((group, plain), used) in enumerate(zip(self._groups, self.used, strict=False)):
+            if group["lr"] is used:
+                group["lr"] = plain
+            else:
+                changed = number
+        self._groups, self.is_stepping = [], False
+        return changed
+
+
+def named_rates(rates: list[list[float]]) -> dict[str, float]:
+    """Return name -> rate; optimizers and groups are numbered where there are several."""
+    named = {}
+    for index, groups in enumerate(rates):
+        of_optimizer = f"/optimizer_{index}" if len(rates) > 1 else ""
+        for number, rate in enumerate(groups):
+            of_group = f"/group_{number}" if len(groups) > 1 else ""
+            named[f"scaled_learning_rate{of_optimizer}{of_group}"] = rate
+    return named
+
+
+def _check_has_rates(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer) or any("lr" not in group for group in optimizer.param_groups):
+        raise UnsupportedError(
+            f"ScaledLearningRate: {type(optimizer).__name__} is no torch.optim.Optimizer with a learning rate, 'lr', "
+            "in each param group, so there is nothing to scale. Remove ScaledLearningRate."
+        )

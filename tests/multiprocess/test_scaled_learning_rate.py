@@ -1,0 +1,235 @@
+"""ScaledLearningRate multiplies what optimizers and schedulers say by the ranks' factor, at every step and once."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_distrec import ScaledLearningRate
+from lightning_distrec.errors import OptimizerError
+from tests.multiprocess.test_learning_rates import ScheduledModel
+from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
+from tests.support.counting_rates import SCHEDULERS, CountingRates, TwoByHand, batches, rates_of_plain_loop
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import DEFAULTS, make_trainer
+
+Rates = list[list[float]]
+EPOCHS = 3
+
+
+def fit(module: CountingRates, scaling: dict[str, Any] | None, strategy: str = "ddp", **options: Any) -> CountingRates:
+    """Train on this rank. scaling: arguments of ScaledLearningRate; None: without it."""
+    ckpt_path = options.pop("ckpt_path", None)
+    callbacks = [*options.pop("callbacks", []), *([] if scaling is None else [ScaledLearningRate(**scaling)])]
+    settings = DEFAULTS | {"max_epochs": EPOCHS, "callbacks": callbacks} | options
+    pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **settings).fit(
+        module, batches(), ckpt_path=ckpt_path
+    )
+    return module
+
+
+def rates(kind: str, scaling: dict[str, Any] | None, *schedule: str, **options: Any) -> tuple[Rates, Rates]:
+    """Return the rates that each step used, and those that the groups held after it."""
+    module = fit({"CountingRates": CountingRates, "TwoByHand": TwoByHand}[kind](*schedule), scaling, **options)
+    return module.used, module.shown
+
+
+def _with_options(kind: str, scaling: dict[str, Any] | None, schedule: tuple[str, ...], options: dict[str, Any]) -> Any:
+    return rates(kind, scaling, *schedule, **options)
+
+
+def check(found: Rates, expected: Rates) -> None:
+    assert len(found) == len(expected)
+    for step, (now, then) in enumerate(zip(found, expected, strict=True)):
+        assert now == pytest.approx(then, abs=1e-12), f"step {step}"
+
+
+BY_HAND: dict[str, tuple[tuple[Any, ...], Rates]] = {
+    "linear": (("CountingRates", {}, (), {}), [[2.0, 0.5]] * 12),
+    "square root": (("CountingRates", {"rule": "sqrt"}, (), {}), [[math.sqrt(2), math.sqrt(2) / 4]] * 12),
+    "written for as many ranks": (("CountingRates", {"base_ranks": 2}, (), {}), [[1.0, 0.25]] * 12),
+    "written for more ranks": (
+        ("CountingRates", {"base_ranks": 8, "warmup_steps": 4}, (), {}),
+        [[0.25, 0.0625]] * 12,  # down at once: a rate that is too high is no warm-up
+    ),
+    "warm-up": (
+        ("CountingRates", {"warmup_steps": 4}, (), {}),
+        [[1.0, 0.25], [1.25, 0.3125], [1.5, 0.375], [1.75, 0.4375], *[[2.0, 0.5]] * 8],
+    ),
+    "warm-up with a schedule": (
+        ("CountingRates", {"warmup_steps": 2}, ("StepLR",), {}),  # halved after every other step
+        [[n * rate for rate in (1.0, 0.25)] for n in (1, 1.5, 1, 1, 0.5, 0.5, *(2 / 8,) * 2, *(2 / 16,) * 2)]
+        + [[2 / 32, 0.5 / 32]] * 2,
+    ),
+    "accumulation": (  # 2 steps in an epoch of 4 batches
+        ("CountingRates", {"warmup_steps": 2}, (), {"accumulate_grad_batches": 2}),
+        [[0, 0], [1, 0.25], [0, 0], [1.5, 0.375], *[[0, 0], [2, 0.5]] * 4],
+    ),
+    "bfloat16": (("CountingRates", {}, (), {"precision": "bf16-mixed"}), [[2.0, 0.5]] * 12),
+    "two optimizers by hand": (  # the second has its own count of steps
+        ("TwoByHand", {"warmup_steps": 2}, (), {"max_epochs": 1}),
+        [[1.0, 0.25], [1.5 / 2, 0], [2 / 4, 1.5 * 0.125], [2 / 8, 0]],
+    ),
+    "ddp_tuned": (("CountingRates", {}, (), {"strategy": "ddp_tuned"}), [[2.0, 0.5]] * 12),
+}
+
+
+def test_rates_on_two_ranks_are_those_worked_out_by_hand() -> None:
+    calls = {name: (_with_options, *arguments) for name, (arguments, _) in BY_HAND.items()}
+    for results in run_each_on_ranks(calls, 2):
+        for name, (used, _) in results.items():
+            print(name)
+            check(used, BY_HAND[name][1])
+
+
+def factor(step: int) -> float:
+    """On three ranks with warmup_steps=5."""
+    return min(1 + 2 * step / 5, 3)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_the_factor_multiplies_what_every_scheduler_of_torch_says(interval: str) -> None:
+    scaling = {"warmup_steps": 5}
+    calls = {name: (_with_options, "CountingRates", scaling, (name, interval), {}) for name in SCHEDULERS}
+    for results in run_each_on_ranks(calls, 3):
+        for name, (used, shown) in results.items():
+            print(name)
+            plain = rates_of_plain_loop(name, interval, EPOCHS)
+            check(used, [[factor(step) * rate for rate in of_step] for step, of_step in enumerate(plain)])
+            if interval == "step" and name != "ReduceLROnPlateau":  # it steps after the groups were looked at
+                check(shown[:-1], plain[1:])
+
+
+def _alone() -> dict[str, tuple[Any, Any]]:
+    found = {}
+    for name in SCHEDULERS:
+        scaled, plain = (fit(CountingRates(name), s) for s in ({"warmup_steps": 5}, None))
+        found[name] = (scaled.used, scaled.shown), (plain.used, plain.shown)
+    return found
+
+
+def test_on_one_rank_nothing_changes_by_a_bit() -> None:
+    (found,) = run_on_ranks(_alone, 1)
+    for with_callback, without in found.values():
+        assert with_callback == without
+
+
+SCALING = {"warmup_steps": 6}
+
+
+def _save(folder: str) -> Rates:
+    saving = ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True)
+    options = {"callbacks": [saving], "enable_checkpointing": True, "strategy": "ddp_tuned"}
+    return fit(CountingRates("ExponentialLR"), SCALING, **options).used
+
+
+def _resume(folder: str) -> Rates:
+    return fit(CountingRates("ExponentialLR"), SCALING, "ddp_tuned", ckpt_path=f"{folder}/epoch=0.ckpt").used
+
+
+def test_a_resumed_run_goes_on_with_the_warm_up_on_the_factor_of_its_own_ranks(tmp_path: Path) -> None:
+    plain = rates_of_plain_loop("ExponentialLR", "step", EPOCHS)
+    for straight in run_on_ranks(_save, 2, str(tmp_path)):
+        check(straight, [[min(1 + n / 6, 2) * rate for rate in plain[n]] for n in range(12)])
+    for resumed in run_on_ranks(_resume, 2, str(tmp_path)):
+        check(resumed, straight[4:])
+    for resumed in run_on_ranks(_resume, 3, str(tmp_path)):
+        check(resumed, [[min(1 + 2 * n / 6, 3) * rate for rate in plain[n]] for n in range(4, 12)])
+
+
+def _train_tables(schedule: str, embedding_update: str) -> tuple[dict[str, Any], list[str]]:
+    model = seeded(ScheduledModel, schedule)
+    trainer = make_trainer(
+        {"embedding_update": embedding_update}, max_epochs=2, callbacks=[ScaledLearningRate(warmup_steps=4)]
+    )
+    kinds: list[str] = []
+    model.on_train_start = lambda: kinds.extend(trainer.strategy.table_setup.fused_tables)  # type: ignore[attr-defined]
+    trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]))
+    return model.final_state, kinds
+
+
+@pytest.mark.parametrize("schedule", ["step", "epoch"])
+def test_tables_have_the_rates_of_a_plain_loop_updated_inside_of_backward_or_not(schedule: str) -> None:
+    model = seeded(ScheduledModel, schedule)
+    optimizer, scheduler = model.optimizer_and_scheduler()
+    for step in range(10):
+        plain = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, plain, strict=True):
+            group["lr"] = rate * min(1 + step / 4, 2)
+        optimizer.zero_grad()
+        model.training_step(join_batches([make_batch(1000 * (step % 5) + rank) for rank in range(2)]), step).backward()
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, plain, strict=True):
+            group["lr"] = rate
+        if schedule == "step" or step == 4:
+            scheduler.step()
+    calls = {kind: (_train_tables, schedule, kind) for kind in ("fused", "sparse", "dense")}
+    for kind, (state, fused) in run_each_on_ranks(calls, 2)[0].items():
+        assert len(fused) == (3 if kind == "fused" else 0)
+        assert max(largest_difference(state, model.state_dict()).values()) <= 1e-6, kind
+
+
+def _train_tables_twice(folder: str) -> list[dict[str, Any]]:
+    """Return the weights of a run that never stopped, and of one that resumes from its first epoch."""
+    found = []
+    for ckpt_path in (None, f"{folder}/epoch=0.ckpt"):
+        model = seeded(ScheduledModel, "step")
+        saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True)
+        callbacks = [ScaledLearningRate(warmup_steps=8), *([] if ckpt_path else [saving])]
+        trainer = make_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=not ckpt_path)
+        trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
+        found.append(model.final_state)
+    return found
+
+
+def test_tables_that_are_resumed_within_the_warm_up_end_as_those_that_never_stopped(tmp_path: Path) -> None:
+    for straight, resumed in run_on_ranks(_train_tables_twice, 2, str(tmp_path)):
+        assert max(largest_difference(resumed, straight).values()) <= 1e-7
+
+
+class ByHand(ClickModel):
+    """Steps by hand, forward and backward first."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class SetsItsRate(ClickModel):
+    """Sets its rate inside of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.5
+        return super().training_step(batch, batch_idx)
+
+
+def _train_click_model(kind: str, embedding_update: str) -> None:
+    model = seeded({"ByHand": ByHand, "SetsItsRate": SetsItsRate}[kind], torch.optim.SGD, {"lr": 0.1})
+    trainer = make_trainer({"embedding_update": embedding_update}, callbacks=[ScaledLearningRate()])
+    trainer.fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "embedding_update", "said"),
+    [
+        ("ByHand", "fused", "this backward runs outside of optimizer.step.*Set embedding_update='auto'"),
+        ("SetsItsRate", "auto", "param group 0 of SGD was set while a step was made.*in on_train_batch_start"),
+    ],
+)
+def test_rates_that_would_not_be_scaled_are_told(kind: str, embedding_update: str, said: str) -> None:
+    with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: ScaledLearningRate: .*{said}"):
+        run_on_ranks(_train_click_model, 2, kind, embedding_update)
+
+
+def test_tables_that_are_stepped_by_hand_train() -> None:
+    run_on_ranks(_train_click_model, 2, "ByHand", "auto")

@@ -1,0 +1,104 @@
+"""The text is split without overlap, the model looks back only, and cpu.yaml learns more than pairs tell."""
+
+import csv
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lightning_distrec.errors import ConfigError, DataError
+from recipes.next_character.baseline import pairs_log_loss
+from recipes.next_character.data import ManualDataModule, Windows
+from recipes.next_character.model import NextCharacter
+from recipes.next_character.text import NUM_CHARACTERS, OTHER, encode, read_pages, split_pages
+from tests.support.variables import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_no_paragraph_is_on_both_sides_and_none_is_lost() -> None:
+    pages = read_pages()
+    sides = [{" ".join(p.split()) for p in side.split("\n\n")} for side in split_pages(pages)]
+    assert sides[0] & sides[1] == set()
+    assert sides[0] | sides[1] == {" ".join(p.split()) for page in pages.values() for p in page.split("\n\n")}
+    assert len(sides[1]) > 20
+
+
+def test_a_page_validates_that_is_the_eighth_and_repeats_nothing() -> None:
+    pages = {str(number): f"page {number}\n\nagain" for number in range(1, 10)}
+    train, val = split_pages(pages)
+    assert val == "page 8"
+    assert train.split("\n\n") == ["page 1", "again", *(f"page {number}" for number in (2, 3, 4, 5, 6, 7, 9))]
+
+
+def test_a_python_without_its_pages_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(DataError, match="this Python came without the text of help.*Install the rest"):
+        read_pages()
+
+
+def test_each_character_has_its_number() -> None:
+    assert encode("\n ~é\t").tolist() == [0, 1, 95, OTHER, OTHER]
+    assert encode("".join(read_pages().values())).max() < NUM_CHARACTERS
+
+
+def test_a_window_is_followed_by_what_comes_next() -> None:
+    windows = Windows(torch.arange(10), length=3)
+    assert [(now.tolist(), following.tolist()) for now, following in (windows[i] for i in range(len(windows)))] == [
+        ([0, 1, 2], [1, 2, 3]),
+        ([3, 4, 5], [4, 5, 6]),
+        ([6, 7, 8], [7, 8, 9]),
+    ]
+
+
+def test_the_baseline_equals_shares_counted_by_hand() -> None:
+    # In training a is followed by b twice and by a once; of 97 pairs that begin with a each counts once more.
+    expected = -(math.log(3 / 100) + math.log(2 / 100)) / 2
+    assert pairs_log_loss(encode("aabab"), encode("aab")) == pytest.approx(expected)
+
+
+def test_what_comes_later_changes_nothing_before() -> None:
+    torch.manual_seed(1)
+    model = NextCharacter(length=8).eval()
+    windows = torch.randint(NUM_CHARACTERS, (2, 8))
+    changed = windows.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % NUM_CHARACTERS
+    assert_close(model(windows)[:, :5], model(changed)[:, :5])
+    assert not torch.allclose(model(windows)[:, 5:], model(changed)[:, 5:])
+    assert_close(model(windows[:, :5]), model(windows)[:, :5])
+
+
+def test_what_an_argument_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="dim=6 cannot be shared out among num_heads=4"):
+        NextCharacter(dim=6)
+    with pytest.raises(ConfigError, match="length=0, batch_size=16: both must be at least 1"):
+        ManualDataModule(length=0)
+
+
+@pytest.mark.timeout(300)
+def test_cpu_yaml_learns_more_than_pairs_of_characters_tell(tmp_path: Path) -> None:
+    arguments = ["--config", "recipes/next_character/cpu.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"]
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "lightning-distrec"), "fit", *arguments],
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks on 1 node" in done.stderr
+    folder = tmp_path / "next_character" / "version_0"
+    with (folder / "metrics.csv").open(newline="") as rows:
+        losses = [float(row["val_loss"]) for row in csv.DictReader(rows) if row["val_loss"]]
+    data = ManualDataModule()
+    data.setup("fit")
+    untrained = math.log(NUM_CHARACTERS)
+    assert losses[-1] < losses[0] < untrained - 1
+    assert losses[-1] < data.baseline() - 0.2
+    assert (folder / "checkpoints" / "best.ckpt" / "complete.json").is_file()
