@@ -137,6 +137,11 @@ def offsets_of(tensor: Any) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shares another's memory, as autograd knows of it. Source: torch/_tensor.py."""
+    return bool(tensor._is_view())
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer of a module by what `function` makes of it, as Module.to does.
 
@@ -616,6 +621,7 @@ def hide_upstream_deprecations() -> None:
         "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "Sparse invariant checks are implicitly disabled",
+        "FSDP2-wrapped module .* returned a view tensor",  # strategies/fully_sharded.py copies them
     ):
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("torch.fx._symbolic_trace").addFilter(_not_about_fx_tracing)

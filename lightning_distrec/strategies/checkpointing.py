@@ -330,7 +330,7 @@ class Checkpointing:
             lambda: states.load(
                 checkpoint["optimizer_states"],
                 optimizers,
-                lambda said: rank_zero_warn(said),
+                rank_zero_warn,
                 self._options.grow_tables,
             ),
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_distrec._compat import apply_to_tensors, send_module_states
+from lightning_distrec._compat import apply_to_tensors, is_view, send_module_states
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.sharded_copy import let_copy
 
@@ -66,6 +67,7 @@ class Sharding:
         _materialise(module, self.device)
         apply_to_tensors(module, partial(_moved, self.device))
         send_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
+        module.register_forward_hook(_outputs_of_their_own)  # before fully_shard's, which comes after it then
         self._apply(module, whole, reshard)
         let_copy(module, lambda copy, whole_there: self._apply(copy, whole_there, reshard=True), self.device)
 
@@ -85,6 +87,17 @@ class Sharding:
 
 def _moved(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, DTensor) else tensor.to(device)
+
+
+def _outputs_of_their_own(_: nn.Module, __: Any, outputs: Any) -> Any:
+    """Return a block's outputs with memory of their own where they are views.
+
+    fully_shard hangs what gathers the block's weights for backward on its outputs, and an in-place operation on a view
+    would drop that without a word. Can go when torch's _register_pre_backward_hook no longer warns of it.
+    """
+    if not torch.is_grad_enabled():
+        return outputs
+    return apply_to_collection(outputs, Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t)
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec._compat import mark_stop
+from lightning_distrec._compat import hide_upstream_deprecations, mark_stop
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
@@ -66,6 +66,7 @@ class RanksTogether(CheckpointHooks, CountedRanks):
         self._failed = False
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_seconds), **ddp)
         leave_at_exit(self.release)
+        hide_upstream_deprecations()
 
     @override
     def setup_environment(self) -> None:

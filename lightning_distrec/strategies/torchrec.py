@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec._compat import (
-    hide_upstream_deprecations,
     ignore_in_ddp,
     move_optimizers_to_device,
     send_module_states,
@@ -154,7 +153,6 @@ class TorchRecShardedStrategy(RanksTogether):
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
-        hide_upstream_deprecations()
 
     @property
     def table_setup(self) -> TableSetup | None:

@@ -94,3 +94,9 @@ def test_apply_to_tensors_keeps_a_sharded_module_in_step(found: list[dict[str, A
     for of_rank in found:
         assert of_rank["still sharded"]
         assert of_rank["emptied"] == 0.0
+
+
+def test_is_view_tells_views() -> None:
+    memory = torch.ones(2, 2, requires_grad=True) * 2
+    assert _compat.is_view(memory.view(4))
+    assert not _compat.is_view(memory)

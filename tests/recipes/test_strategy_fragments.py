@@ -14,11 +14,16 @@ from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAGMENTS = sorted((ROOT / "recipes" / "strategies").glob("*.yaml"))
-CLASSES = {"ddp_tuned": "TunedDDPStrategy", "torchrec_sharded": "TorchRecShardedStrategy"}
+CLASSES = {
+    "ddp_tuned": "TunedDDPStrategy",
+    "fsdp_tuned": "TunedFSDPStrategy",
+    "torchrec_sharded": "TorchRecShardedStrategy",
+}
 
 BY_NAME = ROOT / "recipes" / "next_character" / "cpu.yaml"
 OPTIONS = {
     "TunedDDPStrategy": {"comm_dtype": "bf16", "timeout_seconds": 60.0},
+    "TunedFSDPStrategy": {"min_num_parameters": 1000, "timeout_seconds": 60.0},
     "TorchRecShardedStrategy": {"min_rows": 50, "timeout_seconds": 60.0},
 }
 
@@ -85,7 +90,7 @@ def test_a_class_behind_a_class_keeps_the_options_that_it_has_too(
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_run_has_the_strategy_of_the_fragment(name: str, tmp_path: Path) -> None:
-    (other,) = (class_name for class_name in CLASSES.values() if class_name != CLASSES[name])
+    other, *_ = (class_name for class_name in CLASSES.values() if class_name != CLASSES[name])
     arguments = [
         *("--config", str(BY_NAME.relative_to(ROOT)), "--config", str(with_options(other, tmp_path))),
         *("--config", f"recipes/strategies/{name}.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"),

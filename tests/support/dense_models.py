@@ -203,7 +203,9 @@ class Layers(Recording):
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self.blocks:
-            inputs = block(inputs)
+            outputs = block(inputs)
+            outputs += inputs
+            inputs = outputs
         return self.out(inputs)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -215,14 +217,14 @@ class Layers(Recording):
 
 
 class Block(nn.Module):
-    """A normalized layer of its own, added to its input."""
+    """A normalized layer of its own. Its output is a view, to which its input is added in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.layer = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.layer(self.norm(inputs)).relu()
+        return self.layer(self.norm(inputs).relu()).view(-1, WIDTH)
 
 
 class Thaws(Recording):
