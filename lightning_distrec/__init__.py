@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.tables import TableOptions
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
+    from lightning_distrec.strategies.fsdp_options import FSDPOptions
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointOptions",
     "Communication",
+    "FSDPOptions",
     "PipelineOptions",
     "QuantizedComms",
     "ScaledLearningRate",
@@ -44,6 +46,7 @@ __all__ = [
 _HOMES = {
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
+    "FSDPOptions": "lightning_distrec.strategies.fsdp_options",
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",

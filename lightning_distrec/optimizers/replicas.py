@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_distrec.errors import OptimizerError
 
@@ -42,7 +43,7 @@ class ReplicaCheck:
         steps, self._steps = self._steps, self._steps + 1
         if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
             return
-        mine = {name: _sums(parameter) for name, parameter in self._replicated()}
+        mine = {name: _sums(parameter) for name, parameter in self._replicated() if not isinstance(parameter, DTensor)}
         for rank, theirs in enumerate(self._ranks.everyone(mine)):
             for name, (total, size) in theirs.items():
                 ours = mine.get(name, (float("nan"), 0.0))[0]

@@ -1,11 +1,11 @@
 """`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -23,6 +23,7 @@ from lightning_distrec._compat import (
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
+from lightning_distrec.optimizers.mixed_groups import unmixed_groups
 from lightning_distrec.pipeline.even_batches import End, UnevenInputs
 from lightning_distrec.pipeline.fetcher import Handed
 from lightning_distrec.pipeline.look_ahead import Count
@@ -35,6 +36,8 @@ from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.buffers import QuietBuffers
+from lightning_distrec.strategies.dense_part import follow_parameters
+from lightning_distrec.strategies.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.pipelining import Pipelining
@@ -44,6 +47,7 @@ from lightning_distrec.strategies.precision import (
     agree_on_overflows,
     output_dtype,
 )
+from lightning_distrec.strategies.sharded_module import ShardedModule
 from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
@@ -85,6 +89,10 @@ class TorchRecShardedStrategy(RanksTogether):
         batch_size_per_rank: examples per rank and step, for the planner's estimates.
         find_unused_parameters: as DDP's, for dense layers that some steps do not use.
         static_graph: as DDP's, for dense layers that every step uses alike.
+        dense: what the layers without tables train as: "ddp", every rank has them; "fsdp": they are cut over the ranks
+            as under "fsdp_tuned".
+        fsdp: wrap, min_num_parameters, replicas, reshard_after_forward, recompute_activations, cpu_offload: see
+            FSDPOptions; for dense="fsdp".
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         process_group_backend: "gloo" or "nccl"; None takes the device's.
         float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where
@@ -114,6 +122,8 @@ class TorchRecShardedStrategy(RanksTogether):
         batch_size_per_rank: int = 512,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
+        dense: Literal["ddp", "fsdp"] = "ddp",
+        fsdp: FSDPOptions | dict[str, Any] | None = None,
         bucket_cap_mb: int = 25,
         process_group_backend: str | None = None,
         float32_matmul_precision: MatmulPrecision | None = None,
@@ -134,6 +144,11 @@ class TorchRecShardedStrategy(RanksTogether):
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
         )
+        if dense not in ("ddp", "fsdp"):
+            raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
+        if dense == "ddp" and fsdp is not None:
+            raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
+        self._dense = ShardedModule(chosen("fsdp", FSDPOptions, fsdp)) if dense == "fsdp" else None
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, Count] = {}
@@ -170,6 +185,8 @@ class TorchRecShardedStrategy(RanksTogether):
         assert self._consensus is not None
         on_nodes = self._consensus.everyone(self.num_local_ranks)
         self._places = Places(len(on_nodes), max(on_nodes), len(set(on_nodes)) == 1)
+        if self._dense is not None:
+            self._dense.meet(self.root_device, self.world_size, self.num_nodes, self._waits)
 
     @contextmanager
     @override
@@ -192,6 +209,11 @@ class TorchRecShardedStrategy(RanksTogether):
             self._places,
             output_dtype(str(trainer.precision)),
         )
+        if self._tables is None and self._dense is not None:
+            raise ConfigError(
+                "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "
+                "strategy='fsdp_tuned', which takes the same options, or dense='ddp'."
+            )
         if self._tables is None:
             rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
             super().set_up_module(trainer)
@@ -224,21 +246,38 @@ class TorchRecShardedStrategy(RanksTogether):
             self.model = self._layer_sync.apply(module)
         with tables.shards.apart():  # tables keep their type and their place
             self.precision_plugin.convert_module(module)
-            self.model_to_device()
+            if self._dense is None:
+                self.model_to_device()
+            else:
+                self._shard_dense(module, tables, self._dense, str(trainer.precision))
         ignore_in_ddp(module, _names_below(module, tables.shards.sharded))
         if fitting:
             self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
-            self._wrap_dense(module, tables)
+            if self._dense is None:
+                self._wrap_dense(module, tables)
             self._clipping.put_on(self.precision_plugin, tables.shards.own_parameters, tables.fused_tables)
             tables.undo.append(agree_on_overflows(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, tables.shards, self.lightning_module_state_dict)
-        else:
+        elif self._dense is None:
             send_module_states(module, _names_below(module, tables.shards.sharded))
         self.setup_precision_plugin()
-        move_optimizers_to_device(self.optimizers, self.root_device)
+        if self._dense is None:
+            move_optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard_dense(self, module: LightningModule, tables: TableSetup, dense: ShardedModule, precision: str) -> None:
+        """Collective, without the tables in the module. Cut what is left of it."""
+        assert self._consensus is not None
+        before = dict(module.named_parameters(remove_duplicate=False))
+        dense.set_up(module, precision, self.root_device, self._consensus)
+        follow_parameters(tables.optimizers, before, dict(module.named_parameters(remove_duplicate=False)))
+        self.model = module
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._buffers = dense.begin_training(module, self._consensus)
 
     @override
     def exchanged_parameters(self) -> list[nn.Parameter]:
+        if self._dense is not None:
+            return []
         assert self.lightning_module is not None
         shards = (
             set() if self._tables is None else set(_names_below(self.lightning_module, self._tables.shards.sharded))
@@ -283,7 +322,10 @@ class TorchRecShardedStrategy(RanksTogether):
     @contextmanager
     @override
     def around_step(self, args: tuple[Any, ...], has_backward: bool) -> Iterator[None]:
-        with nullcontext() if self._pipelining is None or not args else self._pipelining.step(args[0], has_backward):
+        with (
+            nullcontext() if self._dense is None else self._dense.step(),
+            nullcontext() if self._pipelining is None or not args else self._pipelining.step(args[0], has_backward),
+        ):
             yield
 
     @override
@@ -305,8 +347,39 @@ class TorchRecShardedStrategy(RanksTogether):
         loss = closure_loss if factor == 1.0 else closure_loss * factor
         return super().backward(loss, optimizer, *args, **kwargs)
 
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with super().block_backward_sync() if self._dense is None else self._dense.without_exchange():
+            yield
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._dense is not None:
+            self._dense.after_backward()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with unmixed_groups(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._dense is not None:
+            self._dense.free()
+        return super().lightning_module_state_dict()
+
     @override
     def end_run(self) -> None:
+        if self._dense is not None:
+            self._dense.end_run()
         if self._pipelining is not None:
             self._pipelining.release(self._failed)
             self._pipelining = None
@@ -337,6 +410,8 @@ class TorchRecShardedStrategy(RanksTogether):
     @override
     def release(self) -> None:
         self._tables = None
+        if self._dense is not None:
+            self._dense.release()
         super().release()
 
 

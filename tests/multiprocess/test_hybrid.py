@@ -1,0 +1,180 @@
+"""Tables sharded by TorchRec beside dense layers cut by FSDP2 give the numbers of one unsharded process."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.errors import ConfigError
+from tests.support.click_model import ClickModel, EvaluatedModel, SequenceModel, rank_loader, seeded
+from tests.support.dense_models import BareAndTied, loader
+from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import DEFAULTS, make_trainer
+
+STEPS = 7
+HYBRID: dict[str, Any] = EVERY_CUT | {"dense": "fsdp", "fsdp": {"min_num_parameters": 8}}
+
+
+class WithScale(EvaluatedModel):
+    """A number of its own beside its layers, which stays whole."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scale = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) * self.scale
+
+    def on_train_end(self) -> None:
+        self.final_state = {name: value.clone() for name, value in self.trainer.strategy.whole_state_dict().items()}
+
+
+class Sequences(SequenceModel):
+    """Rows instead of bags."""
+
+    on_train_end = WithScale.on_train_end
+
+
+class ByHand(WithScale):
+    """Manual optimization, clipped by its own call."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self._trainer is None:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return None
+
+
+def _fit(kind: type[ClickModel], name: str, **settings: Any) -> dict[str, Tensor]:
+    model = seeded(kind, *OPTIMIZERS[name])
+    strategy = HYBRID if kind is not Sequences else {key: HYBRID[key] for key in ("dense", "fsdp")}  # its own tables
+    trainer = make_trainer(strategy, **settings)
+    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+    assert any(isinstance(parameter, DTensor) for parameter in model.mlp.parameters())
+    return model.final_state
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    **{f"{name}": (_fit, WithScale, name) for name in ("SGD", "Adagrad", "Adam")},
+    "SGD, clipped": (_fit, WithScale, "SGD"),
+    "Adam, clipped": (_fit, WithScale, "Adam"),
+    "Adam, rows": (_fit, Sequences, "Adam"),
+    "Adam, by hand": (_fit, ByHand, "Adam"),
+}
+
+
+def _case(case: str) -> dict[str, Tensor]:
+    _, kind, name = CASES[case]
+    settings = {"gradient_clip_val": 0.05} if case.endswith("clipped") else {}
+    return _fit(kind, name, **settings)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_each_on_ranks({case: (_case, case) for case in CASES}, 2)
+
+
+def _clip(parameters: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_one_process(found: list[dict[str, Any]], case: str) -> None:
+    _, kind, name = CASES[case]
+    clips = case.endswith(("clipped", "by hand"))
+    reference = train_plain(seeded(kind, *OPTIMIZERS[name]), global_batches(STEPS), *([_clip] if clips else []))
+    ours = found[0][case]
+    assert ours.keys() == reference.keys()
+    for key, value in ours.items():
+        torch.testing.assert_close(value, reference[key], atol=limit_of(name), rtol=1e-5, msg=key)
+
+
+def _saved_and_resumed(folder: str) -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    saving = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    straight = seeded(WithScale, *OPTIMIZERS["Adam"])
+    settings: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "gradient_clip_val": 0.05}
+    make_trainer(HYBRID, **settings).fit(straight, rank_loader(STEPS, rank))
+    found = {"straight": straight.losses[3:]}
+    for name, strategy in {"resumed": HYBRID, "dense on every rank": EVERY_CUT}.items():
+        model = WithScale(*OPTIMIZERS["Adam"])
+        trainer = make_trainer(strategy, gradient_clip_val=0.05)
+        trainer.fit(model, rank_loader(STEPS, rank), ckpt_path=f"{folder}/step=3.ckpt")
+        found[name] = model.losses
+        trainer.validate(model, rank_loader(2, rank), verbose=False)
+        found[f"{name}, validated"] = [float(trainer.callback_metrics["val_loss"])]
+    return found
+
+
+def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
+    for found in run_on_ranks(_saved_and_resumed, 2, str(tmp_path)):
+        assert found["resumed"] == pytest.approx(found["straight"], abs=1e-6)
+        assert found["dense on every rank"] == pytest.approx(found["straight"], abs=1e-6)
+        assert found["resumed, validated"] == pytest.approx(found["dense on every rank, validated"], abs=1e-6)
+
+
+def _twice_and_averaged() -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    found: dict[str, Any] = {}
+    for name, strategy in {"fsdp": HYBRID, "ddp": EVERY_CUT}.items():
+        model = seeded(WithScale, *OPTIMIZERS["Adam"])
+        for _ in range(2):
+            make_trainer(strategy, accumulate_grad_batches=2).fit(model, rank_loader(STEPS, rank))
+        averaged = seeded(WithScale, *OPTIMIZERS["Adam"])
+        make_trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(averaged, rank_loader(STEPS, rank))
+        found[name] = model.losses, averaged.final_state
+    return found
+
+
+def test_further_fits_accumulation_and_averages_are_those_of_dense_layers_under_ddp() -> None:
+    results = run_on_ranks(_twice_and_averaged, 2)
+    for found in results:
+        assert found["fsdp"][0] == pytest.approx(found["ddp"][0], abs=1e-5)
+    ours, other = (results[0][name][1] for name in ("fsdp", "ddp"))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dense": "zero"}, "dense='zero' is not known. Use 'ddp' or 'fsdp'"),
+        ({"fsdp": {"wrap": []}}, "is for dense='fsdp', and dense is 'ddp'"),
+        ({"dense": "fsdp", "fsdp": {"replicas": 0}}, "replicas=0: must be 'nodes', or at least 1"),
+    ],
+)
+def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TorchRecShardedStrategy(**arguments)
+
+
+def _without_tables() -> str:
+    rank, num_ranks = rank_and_num_ranks()
+    trainer = pl.Trainer(strategy=TorchRecShardedStrategy(dense="fsdp"), devices=num_ranks, **DEFAULTS)
+    try:
+        trainer.fit(BareAndTied(), loader(rank, num_ranks))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_module_without_tables_is_told_its_strategy() -> None:
+    for said in run_on_ranks(_without_tables, 2):
+        assert "dense='fsdp': the module has no embedding tables" in said
+        assert "strategy='fsdp_tuned'" in said
