@@ -137,6 +137,17 @@ def offsets_of(tensor: Any) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
+def tell_device(module: Any, device: torch.device, mesh: Any) -> None:
+    """Let a LightningModule's `device` and `device_mesh` be these; its `to` does it for the first, with all tensors.
+
+    Source: lightning/fabric/utilities/device_dtype_mixin.py, lightning/pytorch/core/module.py.
+    """
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+
+    _update_properties(module, device=device)
+    module._device_mesh = mesh
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor shares another's memory, as autograd knows of it. Source: torch/_tensor.py."""
     return bool(tensor._is_view())

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_distrec._compat import tell_device
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.optimizers.mixed_groups import unmixed_groups
 from lightning_distrec.pipeline.even_batches import UnevenInputs
@@ -93,13 +94,15 @@ class TunedFSDPStrategy(RanksTogether):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks: (shard,), or (replicate, shard)."""
+        """The ranks: (data_parallel,), or (replicate, shard). `self.device_mesh` is that too, in configure_model."""
         return self._sharded.mesh
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._sharded.meet(self.root_device, self.world_size, self.num_nodes, self._waits)
+        assert self.lightning_module is not None
+        tell_device(self.lightning_module, self.lightning_module.device, self.device_mesh)
 
     @override
     def set_up_module(self, trainer: Trainer) -> None:

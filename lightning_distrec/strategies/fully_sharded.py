@@ -28,12 +28,12 @@ Reshard = Literal["auto"] | bool
 
 
 def make_mesh(device_type: str, num_ranks: int, replicas: int, timeout: timedelta) -> DeviceMesh:
-    """Collective. Return a mesh of all ranks: (shard,), or (replicate, shard) where replicas is above 1.
+    """Collective. Return a mesh of all ranks: (data_parallel,), or (replicate, shard) where replicas is above 1.
 
     Ranks that follow each other share one replica of the parameters.
     """
     if replicas == 1:
-        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("data_parallel",))
     ranks = torch.arange(num_ranks).view(replicas, -1)
     groups = [dist.new_subgroups_by_enumeration(numbers.tolist(), timeout=timeout)[0] for numbers in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, ranks.tolist(), mesh_dim_names=("replicate", "shard"))

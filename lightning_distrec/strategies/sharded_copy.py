@@ -4,6 +4,7 @@ A copy is cut as the original is, and can run; between its forwards, each rank h
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,9 @@ def let_copy(module: nn.Module, cut_again: CutAgain, device: torch.device) -> No
 def gather_for_steps(module: nn.Module, steps: list[str]) -> None:
     """Let a fully sharded module gather what is not in its blocks for these of its methods, as for forward."""
     for step in steps:
+        written = inspect.unwrap(getattr(module, step))
         register_fsdp_forward_method(module, step)
+        getattr(module, step).__func__.__wrapped__ = written  # where Lightning looks for the arguments, one level deep
 
 
 def _copied(original: nn.Module, memo: dict[int, Any], cut_again: CutAgain, device: torch.device) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_distrec._compat import tell_device
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.strategies.blocks import choose_blocks
 from lightning_distrec.strategies.buffers import QuietBuffers, SentBuffers
@@ -42,7 +43,7 @@ class ShardedModule:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks: (shard,), or (replicate, shard)."""
+        """The ranks: (data_parallel,), or (replicate, shard)."""
         assert self._mesh is not None
         return self._mesh
 
@@ -70,6 +71,7 @@ class ShardedModule:
             sharding = Sharding(self.mesh, device, options.reshard_after_forward, dtype, options.cpu_offload)
             sharding.shard(module, blocks, set(whole.values()))
             gather_for_steps(module, [step for step in STEPS if is_overridden(step, module)])
+        tell_device(module, device, self.mesh)
         self._module = module
         self._whole = WholeParameters(module)
 

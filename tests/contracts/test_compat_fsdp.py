@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -100,3 +101,10 @@ def test_is_view_tells_views() -> None:
     memory = torch.ones(2, 2, requires_grad=True) * 2
     assert _compat.is_view(memory.view(4))
     assert not _compat.is_view(memory)
+
+
+def test_tell_device_is_what_a_lightning_module_says() -> None:
+    module = LightningModule()
+    _compat.tell_device(module, torch.device("meta"), "a mesh")
+    assert module.device.type == "meta"
+    assert module.device_mesh == "a mesh"
