@@ -1,5 +1,6 @@
 """`Trainer(strategy="ddp_tuned")`: DistributedDataParallel with settings that suit the module."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.owners import Owners, refuse_to_share_out, share_out
 from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.autotune import Autotune, fingerprint, remember, remembered
 from lightning_distrec.strategies.buffers import QuietBuffers
@@ -22,6 +24,7 @@ from lightning_distrec.strategies.gradient_exchange import (
     check_comm_dtype,
     exchange_as,
     refuse_gradients,
+    sparse_weights,
 )
 from lightning_distrec.strategies.precision import MatmulPrecision
 from lightning_distrec.strategies.stopping import StopOptions
@@ -43,6 +46,9 @@ class TunedDDPStrategy(RanksTogether):
             losses are those of any setting. 0: nothing is tried.
         find_unused_parameters: as DDP's, for layers that some steps do not use.
         static_graph: as DDP's, for a module every step of which uses the same layers alike.
+        zero_optimizer: each parameter is updated by one rank, which alone keeps the optimizer's state of it, and sends
+            it to the others; the numbers are the same. For optimizers of torch.optim that look at each parameter by
+            itself.
         uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
         checkpoint: distributed, async_save, start_from, rename: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions.
@@ -63,6 +69,7 @@ class TunedDDPStrategy(RanksTogether):
         autotune_steps: int = 0,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
+        zero_optimizer: bool = False,
         uneven_inputs: UnevenInputs = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
@@ -85,6 +92,8 @@ class TunedDDPStrategy(RanksTogether):
         self._comm_dtype: CommDtype = comm_dtype
         self._autotune_steps = autotune_steps
         self._autotune: Autotune | None = None
+        self._zero_optimizer = zero_optimizer
+        self._undo: list[Callable[[], None]] = []
         self._graph = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         super().__init__(
             uneven_inputs=uneven_inputs,
@@ -109,6 +118,17 @@ class TunedDDPStrategy(RanksTogether):
         if trainer.state.fn == TrainerFn.FITTING and self._autotune_steps and self.world_size > 1:
             self._choose_setting(trainer, self.lightning_module)
         super().set_up_module(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._zero_optimizer and self.world_size > 1:
+            self._share_out(self.lightning_module)
+
+    def _share_out(self, module: nn.Module) -> None:
+        """Let each rank keep the optimizers' state of its own parameters. Raises OptimizerError: it cannot be."""
+        sparse = sparse_weights(module)
+        for optimizer in self.optimizers:
+            refuse_to_share_out(optimizer, sparse)
+        owners = Owners(self.world_size)
+        self._undo = [share_out(optimizer, owners, self.global_rank) for optimizer in self.optimizers]
+        self.share_out_state(owners.of)
 
     def _choose_setting(self, trainer: Trainer, module: nn.Module) -> None:
         """Collective. Take what was chosen for this module before, or begin to try."""
@@ -160,4 +180,6 @@ class TunedDDPStrategy(RanksTogether):
     @override
     def end_run(self) -> None:
         self._autotune = None
+        while self._undo:
+            self._undo.pop()()
         super().end_run()

@@ -44,6 +44,12 @@ def check_comm_dtype(comm_dtype: CommDtype) -> None:
         )
 
 
+def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
+    """Return the weights whose gradients are sparse, and the paths of their modules."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {part.weight: path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse}
+
+
 def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> None:
     """Raise where gradients of this module cannot travel as asked: ConfigError or UnsupportedError."""
     if comm_dtype != "fp32" and backend not in BACKENDS:
@@ -51,8 +57,7 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
             f"comm_dtype={comm_dtype!r}: {backend} is not known to add up 16-bit numbers. Use 'fp32', or one of "
             f"{', '.join(BACKENDS)}."
         )
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
+    sparse = list(sparse_weights(module).values())
     if sparse and comm_dtype != "fp32":
         raise ConfigError(
             f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which travel as they are. Use "
