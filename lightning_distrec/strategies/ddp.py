@@ -1,6 +1,8 @@
 """`Trainer(strategy="ddp_tuned")`: DistributedDataParallel with settings that suit the module."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,17 +18,25 @@ from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.owners import Owners, refuse_to_share_out, share_out
 from lightning_distrec.pipeline.even_batches import UnevenInputs
-from lightning_distrec.strategies.autotune import Autotune, fingerprint, remember, remembered
+from lightning_distrec.strategies.autotune import Autotune, candidates, fingerprint, remember, remembered
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.gradient_exchange import (
     CommDtype,
     ExchangeSetting,
-    check_comm_dtype,
+    check_exchange,
     exchange_as,
     refuse_gradients,
-    sparse_weights,
 )
 from lightning_distrec.strategies.precision import MatmulPrecision
+from lightning_distrec.strategies.sparse_gradients import (
+    AUTO_BYTES,
+    TRIAL_STEPS,
+    SparseGrads,
+    dense_bytes_of,
+    is_worth_a_trial,
+    said_of,
+    sparse_weights,
+)
 from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.together import RanksTogether
 
@@ -46,6 +56,10 @@ class TunedDDPStrategy(RanksTogether):
             losses are those of any setting. 0: nothing is tried.
         find_unused_parameters: as DDP's, for layers that some steps do not use.
         static_graph: as DDP's, for a module every step of which uses the same layers alike.
+        sparse_grads: those of nn.Embedding(sparse=True) travel over gloo as indices and values ("sparse"), as torch
+            does, or as dense tensors ("dense"), from which the rows that any rank looked up become sparse gradients
+            again. "auto": both are timed in the first steps, for tables of at most 16 MiB, and the one whose slowest
+            rank is faster is kept.
         zero_optimizer: each parameter is updated by one rank, which alone keeps the optimizer's state of it, and sends
             it to the others; the numbers are the same. For optimizers of torch.optim that look at each parameter by
             itself.
@@ -69,6 +83,7 @@ class TunedDDPStrategy(RanksTogether):
         autotune_steps: int = 0,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
+        sparse_grads: SparseGrads = "auto",
         zero_optimizer: bool = False,
         uneven_inputs: UnevenInputs = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
@@ -78,7 +93,7 @@ class TunedDDPStrategy(RanksTogether):
         timeout_seconds: float = 1800.0,
         watchdog_seconds: float = 30.0,
     ) -> None:
-        check_comm_dtype(comm_dtype)
+        check_exchange(comm_dtype, sparse_grads)
         if bucket_cap_mb != "auto" and (isinstance(bucket_cap_mb, str) or bucket_cap_mb <= 0):
             raise ConfigError(f"bucket_cap_mb={bucket_cap_mb!r}: must be 'auto', or MiB above 0.")
         if autotune_steps < 0:
@@ -88,11 +103,14 @@ class TunedDDPStrategy(RanksTogether):
                 f"autotune_steps={autotune_steps} tries sizes of buckets, and bucket_cap_mb={bucket_cap_mb} fixes it. "
                 "Leave one of them out."
             )
-        self._setting = ExchangeSetting() if bucket_cap_mb == "auto" else ExchangeSetting(bucket_cap_mb)
+        cap = ExchangeSetting().bucket_cap_mb if bucket_cap_mb == "auto" else bucket_cap_mb
+        self._start = self._setting = ExchangeSetting(cap, dense_bytes=dense_bytes_of(sparse_grads))
+        self._sparse_grads: SparseGrads = sparse_grads
         self._comm_dtype: CommDtype = comm_dtype
         self._autotune_steps = autotune_steps
         self._autotune: Autotune | None = None
         self._zero_optimizer = zero_optimizer
+        self._remember: Callable[[ExchangeSetting], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._graph = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         super().__init__(
@@ -115,7 +133,7 @@ class TunedDDPStrategy(RanksTogether):
         assert self.lightning_module is not None
         assert self._consensus is not None
         refuse_gradients(self.lightning_module, self._comm_dtype, dist.get_backend())
-        if trainer.state.fn == TrainerFn.FITTING and self._autotune_steps and self.world_size > 1:
+        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
             self._choose_setting(trainer, self.lightning_module)
         super().set_up_module(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._zero_optimizer and self.world_size > 1:
@@ -133,22 +151,33 @@ class TunedDDPStrategy(RanksTogether):
     def _choose_setting(self, trainer: Trainer, module: nn.Module) -> None:
         """Collective. Take what was chosen for this module before, or begin to try."""
         assert self._consensus is not None
-        folder = trainer.default_root_dir
-        key = fingerprint(module, self.world_size, self.num_nodes, dist.get_backend(), self._comm_dtype, self._graph)
-        if (known := remembered(folder, key, self._consensus)) is not None:
+        folder, every = trainer.default_root_dir, trainer.accumulate_grad_batches
+        settings = (self._graph, self._sparse_grads)
+        key = fingerprint(module, self.world_size, self.num_nodes, dist.get_backend(), self._comm_dtype, settings)
+        if self._autotune_steps and (known := remembered(folder, key, self._consensus)) is not None:
             rank_zero_info(f"ddp_tuned: {known}, as found before for this module on {self.world_size} ranks.")
             self._setting = known
             return
+        self._remember = partial(remember, folder, key) if trainer.is_global_zero else None
+        trials = partial(Autotune, every=every, consensus=self._consensus, apply=self._wrap_again)
+        if self._sparse_grads == "auto" and is_worth_a_trial(sparse_weights(module)):
+            ways = [replace(self._start, dense_bytes=size) for size in (0, AUTO_BYTES)]
+            self._autotune = trials(TRIAL_STEPS, chosen=partial(self._chose_sparse, trials), tried=ways)
+        elif self._autotune_steps:
+            self._autotune = trials(self._autotune_steps, chosen=self._chose, tried=candidates(self._start.dense_bytes))
+        if self._autotune is not None:
+            self._setting = self._autotune.tried[0]
 
-        def keep(setting: ExchangeSetting) -> None:
-            if trainer.is_global_zero:
-                remember(folder, key, setting)
-                assert self._autotune is not None
-                self._autotune.report()
+    def _chose_sparse(self, trials: Callable[..., Autotune], setting: ExchangeSetting) -> None:
+        assert self._autotune is not None
+        rank_zero_info(said_of(self._autotune.slowest))
+        if self._autotune_steps:
+            self._autotune = trials(self._autotune_steps, chosen=self._chose, tried=candidates(setting.dense_bytes))
 
-        every = trainer.accumulate_grad_batches
-        self._autotune = Autotune(self._autotune_steps, every, self._consensus, self._wrap_again, keep)
-        self._setting = self._autotune.tried[0]
+    def _chose(self, setting: ExchangeSetting) -> None:
+        if self._remember is not None and self._autotune is not None:
+            self._remember(setting)
+            self._autotune.report()
 
     @override
     def configure_ddp(self) -> None:
@@ -167,7 +196,7 @@ class TunedDDPStrategy(RanksTogether):
     def _wrap(self, module: nn.Module, is_first: bool) -> None:
         assert self._consensus is not None
         ddp = self._setting.wrap(module, is_first, device_ids=self.determine_ddp_device_ids(), **self._graph)
-        exchange_as(ddp, self._comm_dtype)
+        exchange_as(ddp, self._comm_dtype, self._setting.dense_bytes)
         self.model = ddp
         self._buffers = QuietBuffers(ddp, self._consensus.carried, rank_zero_info)
 

@@ -29,7 +29,7 @@ def fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
 
 def check_same(ours: Outcome, other: Outcome, most: float = 1e-6) -> None:
     """Assert that losses and weights differ by so much at most."""
-    assert ours[0] == pytest.approx(other[0], abs=most)
+    assert ours[0] == pytest.approx(other[0], rel=most, abs=most)
     assert ours[1].keys() == other[1].keys()
     for name, value in ours[1].items():
         torch.testing.assert_close(value, other[1][name], atol=most, rtol=most, msg=name)
