@@ -10,14 +10,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.owners import Owners, refuse_to_share_out, share_out
-from lightning_distrec.pipeline.even_batches import UnevenInputs
+from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
+from lightning_distrec.pipeline.joined_batches import JoinedLoader, joined
 from lightning_distrec.strategies.autotune import Autotune, candidates, fingerprint, remember, remembered
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.gradient_exchange import (
@@ -27,6 +29,7 @@ from lightning_distrec.strategies.gradient_exchange import (
     exchange_as,
     refuse_gradients,
 )
+from lightning_distrec.strategies.joining import Joining, check_joining, refuse_to_join
 from lightning_distrec.strategies.precision import MatmulPrecision
 from lightning_distrec.strategies.sparse_gradients import (
     AUTO_BYTES,
@@ -39,6 +42,8 @@ from lightning_distrec.strategies.sparse_gradients import (
 )
 from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.together import RanksTogether
+
+JOIN_OR = (*UNEVEN_INPUTS, "join")
 
 
 class TunedDDPStrategy(RanksTogether):
@@ -63,7 +68,9 @@ class TunedDDPStrategy(RanksTogether):
         zero_optimizer: each parameter is updated by one rank, which alone keeps the optimizer's state of it, and sends
             it to the others; the numbers are the same. For optimizers of torch.optim that look at each parameter by
             itself.
-        uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
+        uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error"; with
+            "join" a rank whose batches are over takes part in the others' steps with gradients of zero, and the
+            gradients are the mean over the ranks that have a batch.
         checkpoint: distributed, async_save, start_from, rename: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None takes the device's.
@@ -85,7 +92,7 @@ class TunedDDPStrategy(RanksTogether):
         static_graph: bool = False,
         sparse_grads: SparseGrads = "auto",
         zero_optimizer: bool = False,
-        uneven_inputs: UnevenInputs = "stop",
+        uneven_inputs: UnevenInputs | Literal["join"] = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
         process_group_backend: str | None = None,
@@ -109,12 +116,18 @@ class TunedDDPStrategy(RanksTogether):
         self._comm_dtype: CommDtype = comm_dtype
         self._autotune_steps = autotune_steps
         self._autotune: Autotune | None = None
+        self._joins = uneven_inputs == "join"
+        self._joining: Joining | None = None
         self._zero_optimizer = zero_optimizer
         self._remember: Callable[[ExchangeSetting], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._graph = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        if uneven_inputs not in JOIN_OR:
+            raise ConfigError(f"uneven_inputs={uneven_inputs!r} is not known. Use one of {', '.join(JOIN_OR)}.")
+        if self._joins:
+            check_joining(self._graph)
         super().__init__(
-            uneven_inputs=uneven_inputs,
+            uneven_inputs="stop" if uneven_inputs == "join" else uneven_inputs,
             checkpoint=checkpoint,
             stopping=stopping,
             process_group_backend=process_group_backend,
@@ -132,6 +145,9 @@ class TunedDDPStrategy(RanksTogether):
     def set_up_module(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
         assert self._consensus is not None
+        if self._joins and self.world_size > 1:
+            refuse_to_join(trainer, self.lightning_module)
+            self._joining = Joining(self.lightning_module, self.global_rank)
         refuse_gradients(self.lightning_module, self._comm_dtype, dist.get_backend())
         if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
             self._choose_setting(trainer, self.lightning_module)
@@ -201,14 +217,55 @@ class TunedDDPStrategy(RanksTogether):
         self._buffers = QuietBuffers(ddp, self._consensus.carried, rank_zero_info)
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        assert self._consensus is not None
+        if self._joins and not self.lightning_module.trainer.predicting:
+            dataloader = joined(dataloader, self._consensus)
+            if isinstance(dataloader, JoinedLoader):
+                return dataloader
+        return super().process_dataloader(dataloader)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._autotune is not None and not self._autotune.is_done:
             self._autotune.before_step()
         return super().training_step(*args, **kwargs)
 
     @override
+    def module_step(self, name: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        run = partial(super().module_step, name, *args, **kwargs)
+        if self._joining is None:
+            return run()
+        assert self.model is not None
+        return self._joining.step(name, self.model, args, run)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._joining is not None and (weight := self._joining.weight) != 1:
+            closure_loss = closure_loss * weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._joining is not None:
+            self._joining.refuse_inside("self.log(on_step=True, sync_dist=True)")
+        return super().reduce(tensor, *args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._joining is not None:
+            self._joining.refuse_inside("self.all_gather")
+        return super().all_gather(tensor, *args, **kwargs)
+
+    @override
     def end_run(self) -> None:
-        self._autotune = None
+        self._autotune = self._joining = None
         while self._undo:
             self._undo.pop()()
         super().end_run()
+
+    @override
+    def release(self) -> None:
+        self._autotune = self._joining = None
+        super().release()
