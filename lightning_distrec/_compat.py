@@ -771,3 +771,11 @@ def dcp_places(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
         if not isinstance(info, _StorageInfo) or not isinstance(info.relative_path, str):
             raise ValueError(f"'{index}' is said to lie in {info!r}")
         yield index.fqn, info.relative_path, info.offset, info.length
+
+
+def rows_and_values(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which rows a sparse gradient of a table has, some more than once, and their values.
+
+    The public methods refuse rows that are there more than once, and coalescing sorts them.
+    """
+    return gradient._indices()[0], gradient._values()

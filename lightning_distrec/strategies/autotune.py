@@ -21,11 +21,11 @@ UNCOUNTED = 2
 CAPS_MB = (1, 5, 25, 100)
 
 
-def candidates() -> list[ExchangeSetting]:
-    """Return what is tried; the first is torch's own."""
+def candidates(dense_bytes: float = 0) -> list[ExchangeSetting]:
+    """Return what is tried; the first is torch's own. dense_bytes: as chosen before."""
     copies = (False, True) if BATCHES_COPIES else (False,)
     caps = sorted(CAPS_MB, key=lambda cap: cap != ExchangeSetting().bucket_cap_mb)
-    return [ExchangeSetting(cap, copy) for copy in copies for cap in caps]
+    return [ExchangeSetting(cap, copy, dense_bytes) for copy in copies for cap in caps]
 
 
 def fingerprint(module: nn.Module, *more: object) -> str:

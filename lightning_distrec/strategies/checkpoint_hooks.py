@@ -15,6 +15,7 @@ from lightning_distrec.cluster.consensus import consensus_of_all_ranks, consensu
 from lightning_distrec.cluster.process_exit import note_failure
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpointing import Checkpointing
+from lightning_distrec.strategies.owned_state import OwnerOf
 from lightning_distrec.strategies.table_setup import TableSetup
 
 
@@ -43,6 +44,10 @@ class CheckpointHooks(ParallelStrategy):
                 "for the plugin, checkpoint={'distributed': False}."
             )
         self._checkpoints.begin(module, tables)
+
+    def share_out_state(self, owner_of: OwnerOf) -> None:
+        """Let checkpoints take the optimizer's state of each parameter from the rank that keeps it."""
+        self._checkpoints.share_out_state(owner_of)
 
     @override
     def on_train_start(self) -> None:

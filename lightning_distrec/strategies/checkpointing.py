@@ -26,6 +26,7 @@ from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.pipeline.position import joined, move
 from lightning_distrec.sharding.plan import Plan
 from lightning_distrec.strategies.optimizer_state import OptimizerStates
+from lightning_distrec.strategies.owned_state import OwnerOf
 from lightning_distrec.strategies.positions import Positions
 from lightning_distrec.strategies.table_setup import TableSetup
 from lightning_distrec.versions import find_installed
@@ -49,6 +50,7 @@ class Checkpointing:
         self._saver = Saver(of_writer, options.async_save)
         self._module: LightningModule | None = None
         self._tables: TableSetup | None = None
+        self._owner_of: OwnerOf | None = None
         self._resumed: Loaded | None = None
         self._positions = Positions(consensus.rank, consensus.num_ranks)
         self._has_started = False
@@ -56,7 +58,7 @@ class Checkpointing:
 
     def begin(self, module: LightningModule, tables: TableSetup | None) -> None:
         """Collective, when a run is set up. Load the weights that it starts from, if it was told to and has not yet."""
-        self._module, self._tables, self._resumed = module, tables, None
+        self._module, self._tables, self._owner_of, self._resumed = module, tables, None, None
         self._positions = Positions(self._ranks.rank, self._ranks.num_ranks)
         self._ranks.carried.watch_failures(lambda: self._saver.has_failed)
         self._ranks.all_or_none("setup", lambda: _refuse_what_cannot_be_saved(module.trainer))
@@ -84,6 +86,10 @@ class Checkpointing:
     def _exists(self, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
         is_being_written = self._saver.in_flight == Path(filepath).absolute()
         return is_being_written or type(callback).file_exists(callback, filepath, trainer)
+
+    def share_out_state(self, owner_of: OwnerOf) -> None:
+        """From now on, until a run begins anew, one rank keeps the optimizer's state of each parameter."""
+        self._owner_of = owner_of
 
     def require_all_ranks(self) -> None:
         """Collective, before a checkpoint that an exception makes (OnExceptionCheckpoint, say): one rank may be alone.
@@ -113,7 +119,7 @@ class Checkpointing:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""
         assert self._module is not None
-        state = OptimizerStates(self._module, self._tables, self._ranks).of(optimizer)
+        state = OptimizerStates(self._module, self._tables, self._ranks, self._owner_of).of(optimizer)
         return state if self._options.distributed else plain_optimizer_state(gather_whole(state, self._ranks))
 
     @property
@@ -324,7 +330,7 @@ class Checkpointing:
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
         assert self._module is not None
-        states = OptimizerStates(self._module, self._tables, self._ranks)
+        states = OptimizerStates(self._module, self._tables, self._ranks, self._owner_of)
         self._ranks.all_or_none(
             "loading a checkpoint",
             lambda: states.load(

@@ -1,7 +1,6 @@
 """How DistributedDataParallel exchanges gradients: its settings, and gradients that travel as 16-bit numbers."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.strategies.sparse_gradients import Hook, SparseGrads, densifying, sparse_weights
 
 CommDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,6 +27,8 @@ class ExchangeSetting:
     """Gradients travel in buckets of about so many MiB."""
     batched_grad_copy: bool = False
     """Whether they are copied there all at once, not one by one; torch 2.13 can."""
+    dense_bytes: float = 0
+    """Sparse gradients of tables of at most so many bytes travel as dense ones."""
 
     def wrap(self, module: nn.Module, is_first: bool, **more: Any) -> DistributedDataParallel:
         """Collective. Return the module in DDP; is_first: rank 0's weights are sent to the others."""
@@ -36,12 +38,14 @@ class ExchangeSetting:
         return DistributedDataParallel(module, gradient_as_bucket_view=True, **more)
 
 
-def check_comm_dtype(comm_dtype: CommDtype) -> None:
-    """Raise ConfigError: it is none of CommDtype."""
-    if comm_dtype not in get_args(CommDtype):
-        raise ConfigError(
-            f"comm_dtype={comm_dtype!r} is not known. Use one of {', '.join(map(repr, get_args(CommDtype)))}."
-        )
+def check_exchange(comm_dtype: CommDtype, sparse_grads: SparseGrads) -> None:
+    """Raise ConfigError: one of them is not known."""
+    for name, value, known in (
+        ("comm_dtype", comm_dtype, get_args(CommDtype)),
+        ("sparse_grads", sparse_grads, get_args(SparseGrads)),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name}={value!r} is not known. Use one of {', '.join(map(repr, known))}.")
 
 
 def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> None:
@@ -51,8 +55,7 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
             f"comm_dtype={comm_dtype!r}: {backend} is not known to add up 16-bit numbers. Use 'fp32', or one of "
             f"{', '.join(BACKENDS)}."
         )
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
+    sparse = list(sparse_weights(module).values())
     if sparse and comm_dtype != "fp32":
         raise ConfigError(
             f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which travel as they are. Use "
@@ -65,13 +68,15 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
         )
 
 
-def exchange_as(ddp: DistributedDataParallel, comm_dtype: CommDtype) -> None:
-    """Let gradients travel, and be added up, as 16-bit numbers; "fp32": as they are."""
+def exchange_as(ddp: DistributedDataParallel, comm_dtype: CommDtype, dense_bytes: float) -> None:
+    """Let gradients travel, and be added up, as 16-bit numbers, or sparse ones as dense ones; else as torch does."""
     if comm_dtype != "fp32":
         ddp.register_comm_hook(None, _compressing(DTYPES[comm_dtype]))
+    elif any(weight.nbytes <= dense_bytes for weight in sparse_weights(ddp.module)):
+        ddp.register_comm_hook(None, densifying(dense_bytes))
 
 
-def _compressing(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]:
+def _compressing(dtype: torch.dtype) -> Hook:
     # torch's own hooks for this divide, send and copy alike, but bf16's is refused by its name where there is no NCCL.
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()

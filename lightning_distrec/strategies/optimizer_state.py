@@ -21,16 +21,27 @@ from lightning_distrec.errors import CheckpointError
 from lightning_distrec.parts import Part, Parted
 from lightning_distrec.sharding.row_gradients import Shard
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.strategies.owned_state import OwnerOf, owned_state
 from lightning_distrec.strategies.table_setup import TableSetup
 
 KEPT_IN_GROUPS = ("params", "param_names")
 
 
 class OptimizerStates:
-    """The states of the optimizers of one fit. tables: its sharded tables, or None."""
+    """The states of the optimizers of one fit.
 
-    def __init__(self, module: LightningModule, tables: TableSetup | None, consensus: Consensus) -> None:
+    tables: its sharded tables, or None. owner_of: the rank that keeps a parameter's state; None: all ranks do.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        tables: TableSetup | None,
+        consensus: Consensus,
+        owner_of: OwnerOf | None = None,
+    ) -> None:
         self._tables = tables
+        self._owner_of = owner_of
         self._consensus = consensus
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shards: dict[str, tuple[Table, list[Shard]]] = {}
@@ -47,10 +58,15 @@ class OptimizerStates:
             {**{k: v for k, v in group.items() if k not in KEPT_IN_GROUPS}, "params": list(parameters)}
             for group, parameters in zip(optimizer.param_groups, names, strict=True)
         ]
-        state: dict[str, dict[str, Any]] = {}
-        for name, parameters in _items(names):
-            if name not in self._shards and parameters[0] in optimizer.state:
-                state[name] = {key: _settled(value) for key, value in optimizer.state[parameters[0]].items()}
+        plain = {name: parameters[0] for name, parameters in _items(names) if name not in self._shards}
+        if self._owner_of is not None:
+            state = owned_state(plain, optimizer, self._owner_of, self._consensus)
+        else:
+            state = {
+                name: {key: _settled(value) for key, value in optimizer.state[p].items()}
+                for name, p in plain.items()
+                if p in optimizer.state
+            }
         return {
             "optimizer": _class_name(optimizer),
             "state": state | self._of_tables(names, optimizer),
@@ -177,6 +193,8 @@ class OptimizerStates:
             return None if is_known or parameter not in optimizer.state else dict(optimizer.state[parameter])
         if name in self._shards:
             return self._local(name, parameter, values, optimizer, grow)
+        if self._owner_of is not None and self._owner_of(parameter) != self._consensus.rank:
+            return None
         return {key: placed(value, parameter) for key, value in values.items()}
 
     def _local(

@@ -106,6 +106,10 @@ class RanksTogether(CheckpointHooks, CountedRanks):
         loader = even(dataloader, self._consensus, self._uneven_inputs, warn)
         return self.keep_position(loader) if self.lightning_module.trainer.training else loader
 
+    def module_step(self, name: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run a step of the module; here as DDP does."""
+        return getattr(super(), name)(*args, **kwargs)
+
     @contextmanager
     def around_step(self, args: tuple[Any, ...], has_backward: bool) -> Iterator[None]:
         """Around a step of any kind. args: what it is called with."""
@@ -124,17 +128,17 @@ class RanksTogether(CheckpointHooks, CountedRanks):
             self.exchange_anew()
             self._frozen = FrozenLayers(self.exchanged_parameters())
         with spans.span(spans.FORWARD), self.around_step(args, self.lightning_module.automatic_optimization):
-            return super().training_step(*args, **kwargs)
+            return self.module_step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation_step(args):
-            return super().validation_step(*args, **kwargs)
+            return self.module_step("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation_step(args):
-            return super().test_step(*args, **kwargs)
+            return self.module_step("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

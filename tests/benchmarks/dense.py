@@ -32,6 +32,8 @@ from tests.support.trainers import DEFAULTS
 from tests.support.two_machines import two_machines
 
 STEPS, UNCOUNTED = 30, 8
+STEPS_ON_LINK, UNCOUNTED_ON_LINK = 16, 4
+"""Fewer, where a step may take half a second."""
 WIDTH, BATCH = 256, 32
 CONTENDERS: dict[str, dict[str, Any]] = {"ddp_tuned": {}, "ddp_tuned, bf16": {"comm_dtype": "bf16"}}
 
@@ -83,20 +85,22 @@ class Clock(Callback):
         self.at.append(time.perf_counter())
 
 
-def _turn(module: str, strategy: Any) -> float:
+def _turn(module: str, strategy: Any, on_link: bool) -> float:
     """Return the median milliseconds of a step."""
+    steps, uncounted = (STEPS_ON_LINK, UNCOUNTED_ON_LINK) if on_link else (STEPS, UNCOUNTED)
     torch.manual_seed(1)
-    data = TensorDataset(torch.randn(STEPS * BATCH, WIDTH))
+    data = TensorDataset(torch.randn(steps * BATCH, WIDTH))
     clock = Clock()
     with redirect_stdout(io.StringIO()):
-        trainer = pl.Trainer(strategy=strategy, devices=2, callbacks=[clock], **DEFAULTS)
+        ranks = {"devices": 1, "num_nodes": 2} if on_link else {"devices": 2}
+        trainer = pl.Trainer(strategy=strategy, callbacks=[clock], **ranks, **DEFAULTS)
         trainer.fit(Regression(MODULES[module]()), DataLoader(data, batch_size=BATCH))
     return statistics.median(
-        1e3 * (b - a) for a, b in zip(clock.at[UNCOUNTED:], clock.at[UNCOUNTED + 1 :], strict=False)
+        1e3 * (b - a) for a, b in zip(clock.at[uncounted:], clock.at[uncounted + 1 :], strict=False)
     )
 
 
-def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(rounds: int, on_link: bool = False) -> dict[str, dict[str, list[float]]]:
     """Collective. Return module -> contender -> milliseconds of a step, of each round."""
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
@@ -107,7 +111,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
         for number in range(rounds):
             for name in random.Random(number).sample(names, len(names)):
                 strategy = "ddp" if name == "ddp" else TunedDDPStrategy(**CONTENDERS[name])
-                times[module][name].append(_turn(module, strategy))
+                times[module][name].append(_turn(module, strategy, on_link))
     return times
 
 
@@ -142,7 +146,7 @@ def main() -> None:
     """Measure and print."""
     if sys.argv[1:2] == ["--rank"]:
         torch.set_num_threads(1)
-        times = measure(int(sys.argv[2]))
+        times = measure(int(sys.argv[2]), on_link=True)
         if os.environ["RANK"] == "0":
             torch.save(times, Path(sys.argv[3]) / "times.pt")
         return

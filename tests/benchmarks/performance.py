@@ -49,7 +49,7 @@ def main() -> int:
             _tell(" | ".join(row.cells()))
     out = options.out or (None if options.only or options.quick else PAGE)
     if out is not None:
-        out.write_text(_with_checkpoints(_page(measured, rounds), out), encoding="utf-8")
+        out.write_text(_with_sections(_page(measured, rounds), out), encoding="utf-8")
     for name, why in measured.missing.items():
         _tell(f"not measured: {name}: {why}")
     for problem in measured.problems:
@@ -84,14 +84,15 @@ def _page(measured: Measured, rounds: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _with_checkpoints(page: str, before: Path) -> str:
-    """Return the page with the section that tests.benchmarks.checkpointing has written into it before."""
-    begin, end = "<!-- checkpointing: begin -->", "<!-- checkpointing: end -->"
+def _with_sections(page: str, before: Path) -> str:
+    """Return the page with the sections of other benchmarks that were in it before."""
     old = before.read_text(encoding="utf-8") if before.exists() else ""
-    if begin not in old:
-        return page
-    section = old[old.index(begin) : old.index(end) + len(end)]
-    return page.replace("## On a GPU", f"{section}\n\n## On a GPU")
+    for name in ("checkpointing", "dense"):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if begin in old:
+            section = old[old.index(begin) : old.index(end) + len(end)]
+            page = page.replace("## On a GPU", f"{section}\n\n## On a GPU")
+    return page
 
 
 def _notes(measured: Measured) -> list[str]:

@@ -304,3 +304,12 @@ def _ddps_around_whole_tables() -> int:
 def test_ddp_of_whole_tables_holds_all_their_rows() -> None:
     rows = sum(config.num_embeddings * config.embedding_dim for config in bag_configs())
     assert run_on_ranks(_ddps_around_whole_tables, 2) == [rows, rows]
+
+
+def test_rows_of_a_sparse_gradient_are_there_as_often_as_they_were_looked_up() -> None:
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([3, 1, 3])).sum().backward()
+    assert table.weight.grad is not None
+    rows, values = _compat.rows_and_values(table.weight.grad)
+    assert rows.tolist() == [3, 1, 3]
+    assert values.tolist() == [[1.0, 1.0]] * 3

@@ -11,41 +11,22 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.autotune import FILE, candidates
 from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader, whole_batches
+from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
-
-Outcome = tuple[list[float], dict[str, Tensor]]
-
-
-def _fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
-    pl.seed_everything(5)
-    model = KINDS[kind]()
-    rank, num_ranks = rank_and_num_ranks()
-    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **(DEFAULTS | {"max_epochs": 2} | settings))
-    trainer.fit(model, loader(rank, num_ranks))
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return model.losses, weights
 
 
 def _both(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> tuple[Outcome, Outcome]:
     stock = {"find_unused_parameters": True} if options.get("find_unused_parameters") else {}
     return (
-        _fit(kind, TunedDDPStrategy(**options), **settings),
-        _fit(kind, pl.strategies.DDPStrategy(**stock), **settings),
+        fit(kind, TunedDDPStrategy(**options), **settings),
+        fit(kind, pl.strategies.DDPStrategy(**stock), **settings),
     )
-
-
-def _check_same(ours: Outcome, other: Outcome, most: float = 1e-6) -> None:
-    assert ours[0] == pytest.approx(other[0], abs=most)
-    assert ours[1].keys() == other[1].keys()
-    for name, value in ours[1].items():
-        torch.testing.assert_close(value, other[1][name], atol=most, rtol=most, msg=name)
 
 
 FEWER_STEPS = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
@@ -64,7 +45,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
     for results in run_each_on_ranks(CASES, num_ranks):
         for ours, stock in results.values():
-            _check_same(ours, stock)
+            check_same(ours, stock)
 
 
 def test_weights_are_those_of_one_process_with_the_batches_of_all() -> None:
@@ -78,7 +59,7 @@ def test_weights_are_those_of_one_process_with_the_batches_of_all() -> None:
 
 
 def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcome:
-    return _fit(kind, TunedDDPStrategy(**options), **settings)
+    return fit(kind, TunedDDPStrategy(**options), **settings)
 
 
 @pytest.mark.parametrize(("comm_dtype", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -113,16 +94,16 @@ KINDS["WithoutMomentum"] = WithoutMomentum
 def _tune(folder: str) -> tuple[Outcome, Outcome, str, str]:
     strategies = [TunedDDPStrategy(autotune_steps=2) for _ in range(2)]
     settings = {"max_epochs": 8, "default_root_dir": folder}
-    first = _fit("BareAndTied", strategies[0], **settings)
-    _fit("BareAndTied", strategies[1], max_epochs=1, default_root_dir=folder)
-    stock = _fit("BareAndTied", "ddp", **settings)
+    first = fit("BareAndTied", strategies[0], **settings)
+    fit("BareAndTied", strategies[1], max_epochs=1, default_root_dir=folder)
+    stock = fit("BareAndTied", "ddp", **settings)
     return first, stock, str(strategies[0].exchange_setting), str(strategies[1].exchange_setting)
 
 
 def test_settings_are_tried_while_training_and_the_choice_is_remembered(tmp_path: Path) -> None:
     results = run_on_ranks(_tune, 2, str(tmp_path))
     for ours, stock, _, _ in results:
-        _check_same(ours, stock)
+        check_same(ours, stock)
     assert len({setting for result in results for setting in result[2:]}) == 1, "all ranks, and the run after"
     (remembered,) = json.loads((tmp_path / FILE).read_text()).values()
     assert remembered in [vars(candidate) for candidate in candidates()]
@@ -130,7 +111,7 @@ def test_settings_are_tried_while_training_and_the_choice_is_remembered(tmp_path
 
 def _resume(folder: str) -> tuple[list[float], list[float]]:
     saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    straight = _fit("BareAndTied", TunedDDPStrategy(), callbacks=[saving], enable_checkpointing=True)
+    straight = fit("BareAndTied", TunedDDPStrategy(), callbacks=[saving], enable_checkpointing=True)
     pl.seed_everything(9)
     model = BareAndTied()
     rank, num_ranks = rank_and_num_ranks()

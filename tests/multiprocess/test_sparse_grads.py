@@ -1,0 +1,129 @@
+"""Sparse gradients are the same to the optimizer, whichever way they travel."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_distrec import TunedDDPStrategy
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies import ddp, sparse_gradients
+from tests.support.dense_models import KINDS, WithEmbedding
+from tests.support.dense_runs import check_same, fit
+from tests.support.ranks import run_each_on_ranks, run_on_ranks
+
+
+class TwoTables(WithEmbedding):
+    """A table of many rows and one of few, stepped by SparseAdam; remembers which rows had a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.far = nn.Embedding(500, 6, sparse=True)
+        self.rows: list[list[int]] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        ids = (inputs[:, :3].abs() * 100).long()
+        return super().forward(inputs) + self.out(self.far(ids).mean(1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        gradient: Any = self.far.weight.grad
+        self.rows.append(gradient.coalesce().indices()[0].tolist())
+        for optimizer in optimizers:
+            optimizer.step()
+        self.losses.append(float(loss.detach()))
+
+    def configure_optimizers(self) -> Any:
+        tables = [self.table.weight, self.far.weight]
+        return [torch.optim.SparseAdam(tables, lr=0.01), torch.optim.SGD(self.out.parameters(), lr=0.001)]
+
+
+KINDS["TwoTables"] = TwoTables
+
+
+def _each_way(kind: str, settings: dict[str, Any]) -> Any:
+    found = {way: fit(kind, TunedDDPStrategy(sparse_grads=way), **settings) for way in ("sparse", "dense", "auto")}
+    return found, fit(kind, "ddp", **settings)
+
+
+LONGER = {"max_epochs": 8}
+CASES: dict[str, tuple[Any, ...]] = {
+    "SGD": (_each_way, "WithEmbedding", LONGER),
+    "SparseAdam": (_each_way, "TwoTables", LONGER),
+    "accumulated": (_each_way, "WithEmbedding", LONGER | {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
+    for results in run_each_on_ranks(CASES, num_ranks):
+        for ways, stock in results.values():
+            for ours in ways.values():
+                check_same(ours, stock)
+
+
+def _rows(way: Any) -> list[list[int]]:
+    rows: list[list[int]] = []
+
+    class Kept(TwoTables):
+        def on_train_end(self) -> None:
+            rows.extend(self.rows)
+
+    KINDS["Kept"] = Kept
+    fit("Kept", TunedDDPStrategy(sparse_grads=way))
+    return rows
+
+
+def test_gradients_have_the_rows_that_any_rank_looked_up() -> None:
+    for results in run_each_on_ranks({way: (_rows, way) for way in ("sparse", "dense")}, 2):
+        assert results["dense"] == results["sparse"]
+        assert 0 < max(map(len, results["dense"])) <= 2 * 4 * 3
+
+
+def _choose(seconds: tuple[float, float], autotune_steps: int, folder: str) -> tuple[Any, list[str]]:
+    """Train where the clock says that steps take so long, by sparse and by dense exchange."""
+    said: list[str] = []
+    ddp.rank_zero_info = said.append
+    strategy = TunedDDPStrategy(autotune_steps=autotune_steps)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds[bool(strategy.exchange_setting.dense_bytes)]
+        return now
+
+    class Timed(WithEmbedding):
+        def on_train_start(self) -> None:
+            assert strategy._autotune is not None
+            strategy._autotune.clock = clock
+
+    KINDS["Timed"] = Timed
+    fit("Timed", strategy, max_epochs=20 if autotune_steps else 8, default_root_dir=folder)
+    return strategy.exchange_setting, said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept", "autotune_steps"), [((2, 1), "dense", 0), ((1, 2), "sparse", 0), ((2, 1), "dense", 1)]
+)
+def test_the_faster_way_is_kept_and_said(tmp_path: Any, seconds: Any, kept: str, autotune_steps: int) -> None:
+    results = run_on_ranks(_choose, 2, seconds, autotune_steps, str(tmp_path))
+    for setting, said in results:
+        assert setting.dense_bytes == (sparse_gradients.AUTO_BYTES if kept == "dense" else 0)
+        assert any(f"sparse gradients travel as {kept} tensors: a step took" in line for line in said), said
+    assert (tmp_path / "ddp_tuned.json").exists() == bool(autotune_steps)
+
+
+def test_large_tables_are_not_tried() -> None:
+    assert not sparse_gradients.is_worth_a_trial([torch.empty(2**20, 5, requires_grad=True)])
+    assert sparse_gradients.is_worth_a_trial([torch.empty(2**20, 4, requires_grad=True)])
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sparse_grads='rows' is not known. Use one of 'auto', 'sparse', 'dense'"):
+        TunedDDPStrategy(sparse_grads="rows")  # type: ignore[arg-type]
