@@ -1,5 +1,6 @@
 """What each rank writes of a tensor: its shards, or its share of what all ranks hold alike."""
 
+import sys
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ def parts_of(value: Any) -> Parted | None:
         return value
     if isinstance(value, DTensor):
         return _parts_of_dtensor(value)
-    from torchrec.distributed.types import ShardedTensor  # slow to load, and commands over files have no use for it
-
-    if not isinstance(value, ShardedTensor):
+    types = sys.modules.get("torchrec.distributed.types")  # slow to load; without it, nobody has made one
+    if types is None or not isinstance(value, types.ShardedTensor):
         return None
     parts = [Part(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in value.local_shards()]
     return Parted(tuple(value.size()), value.dtype, [part for part in parts if part.tensor.numel()])

@@ -1,7 +1,9 @@
 """Lightning's hooks around checkpoints, for every strategy of ours."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -16,7 +18,9 @@ from lightning_distrec.cluster.process_exit import note_failure
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpointing import Checkpointing
 from lightning_distrec.strategies.owned_state import OwnerOf
-from lightning_distrec.strategies.table_setup import TableSetup
+
+if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
+    from lightning_distrec.strategies.table_setup import TableSetup
 
 
 class CheckpointHooks(ParallelStrategy):

@@ -1,9 +1,11 @@
 """What a strategy does about checkpoints, in the order in which Lightning asks for it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -24,12 +26,14 @@ from lightning_distrec.checkpoint.whole import gather_whole, plain_optimizer_sta
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.pipeline.position import joined, move
-from lightning_distrec.sharding.plan import Plan
 from lightning_distrec.strategies.optimizer_state import OptimizerStates
 from lightning_distrec.strategies.owned_state import OwnerOf
 from lightning_distrec.strategies.positions import Positions
-from lightning_distrec.strategies.table_setup import TableSetup
 from lightning_distrec.versions import find_installed
+
+if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
+    from lightning_distrec.sharding.plan import Plan
+    from lightning_distrec.strategies.table_setup import TableSetup
 
 HYPERPARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
 POSITIONS = "distrec_positions"

@@ -5,8 +5,10 @@ whole tables. Neither the kernel, nor the sharding type, nor the number of ranks
 when it is loaded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,10 +21,12 @@ from lightning_distrec.checkpoint.shares import share_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.parts import Part, Parted
-from lightning_distrec.sharding.row_gradients import Shard
-from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.owned_state import OwnerOf, owned_state
-from lightning_distrec.strategies.table_setup import TableSetup
+
+if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
+    from lightning_distrec.sharding.row_gradients import Shard
+    from lightning_distrec.sharding.tables import Table
+    from lightning_distrec.strategies.table_setup import TableSetup
 
 KEPT_IN_GROUPS = ("params", "param_names")
 

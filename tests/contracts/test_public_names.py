@@ -2,15 +2,17 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import lightning_distrec
+from tests.support.variables import environment
 
 
-def run_python(code: str) -> str:
+def run_python(code: str, folder: Path | None = None) -> str:
     """Run `code` in a new interpreter; returns what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -34,6 +36,21 @@ def test_importing_the_package_registers_its_strategies_with_lightning():
     code = (
         "import lightning_distrec\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print(sorted(set(StrategyRegistry.available_strategies()) & {'torchrec_sharded', 'ddp_tuned'}))"
+        "print(sorted(set(StrategyRegistry.available_strategies()) & set(lightning_distrec._STRATEGIES)))"
     )
-    assert run_python(code) == "['ddp_tuned', 'torchrec_sharded']"
+    assert run_python(code) == str(sorted(lightning_distrec._STRATEGIES))
+
+
+@pytest.mark.parametrize("strategy", ["ddp_tuned", "fsdp_tuned"])
+def test_runs_without_tables_import_neither_torchrec_nor_fbgemm(strategy, tmp_path):
+    code = (
+        "import sys, lightning_distrec\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "for path in (None, 'x.ckpt'):\n"
+        f"    trainer = Trainer(strategy='{strategy}', accelerator='cpu', devices=1, max_epochs=1, barebones=True)\n"
+        "    trainer.fit(BoringModel(), ckpt_path=path)\n"
+        "    trainer.save_checkpoint('x.ckpt')\n"
+        "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))"
+    )
+    assert run_python(code, tmp_path).splitlines()[-1] == "set()"
