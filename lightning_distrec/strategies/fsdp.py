@@ -100,7 +100,8 @@ class TunedFSDPStrategy(RanksTogether):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._sharded.meet(self.root_device, self.world_size, self.num_nodes, self._waits)
+        assert self._consensus is not None
+        self._sharded.meet(self.root_device, self._consensus.everyone(self.num_local_ranks), self._waits)
         assert self.lightning_module is not None
         tell_device(self.lightning_module, self.lightning_module.device, self.device_mesh)
 

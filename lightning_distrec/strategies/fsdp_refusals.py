@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
@@ -30,13 +31,25 @@ def compute_dtype(precision: str) -> torch.dtype | None:
     return COMPUTE_DTYPES[precision]
 
 
-def check_replicas(replicas: int, num_ranks: int) -> None:
-    """Raise ConfigError: the ranks cannot be shared out evenly among the replicas."""
+def num_replicas(replicas: int | Literal["nodes"], on_node: Sequence[int]) -> int:
+    """Return the number of replicas. on_node: for each rank, how many are on its node.
+
+    Raises ConfigError: the ranks cannot be shared out evenly among the replicas.
+    """
+    num_ranks = len(on_node)
+    if replicas == "nodes":
+        if len(set(on_node)) > 1:
+            raise ConfigError(
+                f"replicas='nodes': nodes have unequal numbers of ranks ({', '.join(map(str, sorted(set(on_node))))}), "
+                "so that their copies of the parameters cannot be cut alike. Set a number of replicas."
+            )
+        return num_ranks // on_node[0]
     if num_ranks % replicas:
         raise ConfigError(
             f"replicas={replicas}: {num_ranks} ranks cannot be shared out evenly among them. Use a divisor of "
             f"{num_ranks}."
         )
+    return replicas
 
 
 def refuse_offload(offload: bool, device: torch.device) -> None:

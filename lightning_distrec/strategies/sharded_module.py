@@ -18,9 +18,9 @@ from lightning_distrec.strategies.blocks import choose_blocks
 from lightning_distrec.strategies.buffers import QuietBuffers, SentBuffers
 from lightning_distrec.strategies.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fsdp_refusals import (
-    check_replicas,
     compute_dtype,
     explained,
+    num_replicas,
     refuse_module,
     refuse_offload,
 )
@@ -47,13 +47,15 @@ class ShardedModule:
         assert self._mesh is not None
         return self._mesh
 
-    def meet(self, device: torch.device, num_ranks: int, num_nodes: int, timeout: timedelta) -> None:
-        """Collective. Find the ranks that share each copy of the parameters."""
+    def meet(self, device: torch.device, on_node: list[int], timeout: timedelta) -> None:
+        """Collective. Find the ranks that share each copy of the parameters.
+
+        on_node: for each rank, how many are on its node. Raises ConfigError: they cannot be shared out so.
+        """
         refuse_offload(self._options.cpu_offload, device)
-        replicas = num_nodes if self._options.replicas == "nodes" else self._options.replicas
-        check_replicas(replicas, num_ranks)
+        replicas = num_replicas(self._options.replicas, on_node)
         if self._mesh is None:
-            self._mesh = make_mesh(device.type, num_ranks, replicas, timeout)
+            self._mesh = make_mesh(device.type, len(on_node), replicas, timeout)
 
     def set_up(self, module: LightningModule, precision: str, device: torch.device, ranks: Consensus) -> None:
         """Collective. Cut the module, with rank 0's weights, unless a run before has; begin a run.

@@ -186,7 +186,7 @@ class TorchRecShardedStrategy(RanksTogether):
         on_nodes = self._consensus.everyone(self.num_local_ranks)
         self._places = Places(len(on_nodes), max(on_nodes), len(set(on_nodes)) == 1)
         if self._dense is not None:
-            self._dense.meet(self.root_device, self.world_size, self.num_nodes, self._waits)
+            self._dense.meet(self.root_device, on_nodes, self._waits)
 
     @contextmanager
     @override

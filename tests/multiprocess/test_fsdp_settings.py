@@ -17,6 +17,7 @@ from torch.nn import functional
 from lightning_distrec import TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.blocks import choose_blocks
+from lightning_distrec.strategies.fsdp_refusals import num_replicas
 from tests.support.dense_models import WIDTH, BareAndTied, Layers, Numbers, Recording, WithEmbedding, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
@@ -253,6 +254,13 @@ def test_what_cannot_be_is_refused_on_every_rank(found: list[dict[str, Any]], sa
 def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TunedFSDPStrategy(**arguments)
+
+
+def test_replicas_by_node_are_cut_over_its_ranks() -> None:
+    assert num_replicas("nodes", [4] * 8) == 2
+    assert num_replicas("nodes", [2, 2]) == 1
+    with pytest.raises(ConfigError, match="replicas='nodes': nodes have unequal numbers of ranks .1, 3."):
+        num_replicas("nodes", [3, 3, 3, 1])
 
 
 def test_blocks_are_what_stands_beside_its_like_and_single_layers() -> None:
