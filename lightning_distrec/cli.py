@@ -1,8 +1,11 @@
 """The console script `lightning-distrec`: fit, validate, test and predict from a YAML recipe, and our own commands."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+
+from jsonargparse import Namespace
 
 from lightning_distrec import commands
 
@@ -13,7 +16,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if _is_for_lightning(args):
         run_lightning(args)
         return 0
-    return commands.run(args)
+    _make_working_directory_importable()
+    return commands.run(args, {"advise": _advise})
 
 
 def _is_for_lightning(args: Sequence[str]) -> bool:
@@ -31,8 +35,7 @@ def run_lightning(args: Sequence[str]) -> None:
     """
     from lightning.pytorch.cli import LightningCLI  # slow to load, and our own commands have no use for it
 
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    _make_working_directory_importable()
     LightningCLI(
         subclass_mode_model=True,
         subclass_mode_data=True,
@@ -41,6 +44,23 @@ def run_lightning(args: Sequence[str]) -> None:
         parser_kwargs={"default_env": True},
         args=None if list(args) == sys.argv[1:] else list(args),  # Lightning warns where it is given both
     )
+
+
+def _make_working_directory_importable() -> None:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _advise(given: Namespace) -> int:
+    from lightning_distrec.advising import advise_on
+    from lightning_distrec.strategies.advice_report import as_json, print_advice
+
+    advice = advise_on(given)
+    if given.json:
+        print(json.dumps(as_json(advice), indent=1))
+    else:
+        print_advice(advice, commands.console())
+    return commands.SAME
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ None of them loads torchrec, and only the doctor starts a process group.
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,10 +32,14 @@ NARROWEST_COLUMNS = 160
 """Width of what is printed where the output is no terminal."""
 
 
-def run(args: Sequence[str]) -> int:
+Action = Callable[[Namespace], int]
+
+
+def run(args: Sequence[str], more: Mapping[str, Action] | None = None) -> int:
     """Run one of the commands; returns the exit code. What cannot be done is said in one line on stderr.
 
-    args: the command line, without the program. Raises SystemExit: it asks for help, or is not understood.
+    args: the command line, without the program. more: what the commands do that need strategies, which are not ours to
+    load. Raises SystemExit: it asks for help, or is not understood.
     """
     parser = _parser()
     if not args:
@@ -46,7 +50,7 @@ def run(args: Sequence[str]) -> int:
     action = command[command.subcommand] if given.subcommand == "checkpoint" else command
     name = command.subcommand if given.subcommand == "checkpoint" else given.subcommand
     try:
-        return _ACTIONS[name](action)
+        return (_ACTIONS | dict(more or {}))[name](action)
     except (DistRecError, OSError) as error:
         print(f"lightning-distrec: {error}", file=sys.stderr)
         return TROUBLE
@@ -63,6 +67,7 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     for name, text in OF_LIGHTNING.items():
         commands.add_subcommand(name, ArgumentParser(), help=text)
+    commands.add_subcommand("advise", _advise_parser(), help="Say which strategy suits a model, and why.")
     commands.add_subcommand("doctor", _doctor_parser(), help="Look at the ranks, machines and links of a job.")
     commands.add_subcommand("slurm", _slurm_parser(), help="Write a script for sbatch that runs a recipe.")
     commands.add_subcommand("export", _export_parser(), help="Write a checkpoint as one plain file.")
@@ -71,6 +76,21 @@ def _parser() -> ArgumentParser:
     of_checkpoint = checkpoint.add_subcommands(title="commands", metavar="COMMAND")
     of_checkpoint.add_subcommand("inspect", _inspect_parser(), help="Show what a checkpoint holds.")
     of_checkpoint.add_subcommand("diff", _diff_parser(), help="Show in what two checkpoints differ.")
+    return parser
+
+
+def _advise_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Say which strategy suits a model, and why: reckon the memory that each needs. The "
+        "model is built, and one batch looked at, on this machine's CPU; nothing is trained."
+    )
+    parser.add_argument("--config", type=str, action="append", help="A YAML for fit; again for one more behind it.")
+    parser.add_argument("--nodes", type=int | None, help="Number of nodes; the YAML's otherwise.")
+    parser.add_argument("--devices", type=int | None, help="Devices of a node; the YAML's otherwise.")
+    parser.add_argument("--device-memory", type=str | None, help="Memory of a device: 80GB, 24GiB; else this one's.")
+    parser.add_argument("--meta", action="store_true", help="Build the model without memory; no activations then.")
+    parser.add_argument("--no-batch", action="store_true", help="Read no data; activations are left out.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, with all numbers in bytes.")
     return parser
 
 
@@ -151,7 +171,7 @@ def _doctor(given: Namespace) -> int:
         if given.json:
             print(json.dumps(as_json(found, remarks), indent=1))
         else:
-            print_diagnosis(found, remarks, _console())
+            print_diagnosis(found, remarks, console())
     return DIFFERENT if any(remark.kind == "error" for remark in remarks) else SAME
 
 
@@ -172,11 +192,11 @@ def _slurm(given: Namespace) -> int:
 def _export(given: Namespace) -> int:
     from lightning_distrec.checkpoint.export import export
 
-    console = Console(stderr=True)
+    shown = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
         _leaving_when_asked(),
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress,
     ):
         task = progress.add_task("", total=None)
         export(
@@ -205,7 +225,7 @@ def _inspect(given: Namespace) -> int:
     if given.json:
         print(json.dumps(found.as_json(), indent=1))
     else:
-        print_description(found, _console(), given.all)
+        print_description(found, console(), given.all)
     if found.problem is not None:
         print(f"lightning-distrec: {found.problem}", file=sys.stderr)
         return TROUBLE
@@ -230,19 +250,19 @@ def _diff(given: Namespace) -> int:
     if given.json:
         print(json.dumps(found.as_json(), indent=1))
     else:
-        print_comparison(found, _console())
+        print_comparison(found, console())
     return SAME if found.is_same else DIFFERENT
 
 
-def _console() -> Console:
+def console() -> Console:
     """Return a console that takes names of tensors for what they are."""
-    console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(markup=False, emoji=False, highlight=False, width=NARROWEST_COLUMNS)
-    return console
+    made = Console(markup=False, emoji=False, highlight=False)
+    if not made.is_terminal:
+        made = Console(markup=False, emoji=False, highlight=False, width=NARROWEST_COLUMNS)
+    return made
 
 
-_ACTIONS: dict[str, Callable[[Namespace], int]] = {
+_ACTIONS: dict[str, Action] = {
     "doctor": _doctor,
     "slurm": _slurm,
     "export": _export,
