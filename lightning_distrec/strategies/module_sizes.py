@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -81,6 +82,11 @@ def measure_module(module: LightningModule, settings: Any, device_type: str, con
 
     settings: the Trainer, or what has its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
     """
+    with torch.random.fork_rng(devices=[]):  # what configure_model draws must not change what is drawn later
+        return _measure(module, settings, device_type, conversion)
+
+
+def _measure(module: LightningModule, settings: Any, device_type: str, conversion: Conversion) -> ModuleSizes:
     sizes = ModuleSizes()
     try:
         there = meta_copy(module)
