@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jsonargparse import Namespace
 
@@ -17,7 +18,7 @@ def main(args: Sequence[str] | None = None) -> int:
         run_lightning(args)
         return 0
     _make_working_directory_importable()
-    return commands.run(args, {"advise": _advise})
+    return commands.run(args, {"advise": _advise, "bench": _bench})
 
 
 def _is_for_lightning(args: Sequence[str]) -> bool:
@@ -60,6 +61,27 @@ def _advise(given: Namespace) -> int:
         print(json.dumps(as_json(advice), indent=1))
     else:
         print_advice(advice, commands.console())
+    return commands.SAME
+
+
+def _bench(given: Namespace) -> int:
+    from lightning_distrec.bench.command import bench
+    from lightning_distrec.bench.report import NO_PICTURE, can_draw, draw, print_results
+    from lightning_distrec.bench.rounds import as_json
+
+    with commands.leaving_when_asked():  # so that no run outlives this process
+        results = bench(given, lambda said: print(said, file=sys.stderr, flush=True))
+    print_results(results, given.steps, commands.console())
+    folder = Path(given.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
+    has_numbers = any(not result.why_not for result in results)
+    if not has_numbers:
+        return commands.DIFFERENT
+    if can_draw():
+        draw(results, folder / "results.png")
+    else:
+        print(f"lightning-distrec: {NO_PICTURE}", file=sys.stderr)
     return commands.SAME
 
 

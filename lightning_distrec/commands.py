@@ -68,6 +68,7 @@ def _parser() -> ArgumentParser:
     for name, text in OF_LIGHTNING.items():
         commands.add_subcommand(name, ArgumentParser(), help=text)
     commands.add_subcommand("advise", _advise_parser(), help="Say which strategy suits a model, and why.")
+    commands.add_subcommand("bench", _bench_parser(), help="Measure a recipe under several strategies.")
     commands.add_subcommand("doctor", _doctor_parser(), help="Look at the ranks, machines and links of a job.")
     commands.add_subcommand("slurm", _slurm_parser(), help="Write a script for sbatch that runs a recipe.")
     commands.add_subcommand("export", _export_parser(), help="Write a checkpoint as one plain file.")
@@ -91,6 +92,22 @@ def _advise_parser() -> ArgumentParser:
     parser.add_argument("--meta", action="store_true", help="Build the model without memory; no activations then.")
     parser.add_argument("--no-batch", action="store_true", help="Read no data; activations are left out.")
     parser.add_argument("--json", action="store_true", help="Print JSON, with all numbers in bytes.")
+    return parser
+
+
+def _bench_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Run a recipe under several strategies and numbers of devices, in turns, for some steps each, "
+        "without its callbacks, loggers and checkpoints. Exit code 1: nothing could be measured."
+    )
+    parser.add_argument("--config", type=str, action="append", help="A YAML for fit; again for one more behind it.")
+    parser.add_argument("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help="Their names.")
+    parser.add_argument("--devices", type=str, default="1,2", help="Numbers of devices, with commas between them.")
+    parser.add_argument("--steps", type=int, default=30, help="Measured steps of a run.")
+    parser.add_argument("--warmup", type=int, default=5, help="Steps before them.")
+    parser.add_argument("--rounds", type=int, default=3, help="How often each is run.")
+    parser.add_argument("--timeout", type=float, default=600.0, help="Seconds after which a run is given up.")
+    parser.add_argument("--out", type=str, default="bench", help="A folder for results.json and results.png.")
     return parser
 
 
@@ -195,7 +212,7 @@ def _export(given: Namespace) -> int:
     shown = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
-        _leaving_when_asked(),
+        leaving_when_asked(),
         Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress,
     ):
         task = progress.add_task("", total=None)
@@ -209,7 +226,7 @@ def _export(given: Namespace) -> int:
 
 
 @contextmanager
-def _leaving_when_asked() -> Iterator[None]:
+def leaving_when_asked() -> Iterator[None]:
     """Leave by an exception where the process is asked to end, so that nothing half-written stays."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

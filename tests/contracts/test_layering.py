@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "callbacks": {"errors", "_compat", "spans"},  # any strategy will do: they read what it exposes, and hear its spans
     "commands": GROUND | {"checkpoint", "cluster"},  # without strategies, so that they start at once
     "advising": GROUND | ROOMS | {"strategies", "callbacks"},
-    "cli": GROUND | ROOMS | {"strategies", "callbacks", "commands", "advising", "__init__"},
+    "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
+    "cli": GROUND | ROOMS | {"strategies", "callbacks", "commands", "advising", "bench", "__init__"},
     "__init__": GROUND | ROOMS | {"strategies", "callbacks"},
 }
 """Part of the package -> the parts that it may import. Recipes stand on top and may import all of them."""

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -59,9 +60,9 @@ class Wide(Advised):
 class WithTable(Advised):
     """An nn.Embedding that torchrec_sharded shards, and a layer."""
 
-    def __init__(self, optimizer: str = "AdamW") -> None:
+    def __init__(self, optimizer: str = "AdamW", sparse: bool = False) -> None:
         super().__init__(optimizer)
-        self.users = nn.Embedding(NUM_USERS, 16)
+        self.users = nn.Embedding(NUM_USERS, 16, sparse=sparse)
         self.layer = nn.Sequential(nn.Linear(16, 256, bias=False), nn.ReLU(), nn.Linear(256, 1, bias=False))
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -97,3 +98,10 @@ def batches(rank: int, steps: int) -> list[Tensor]:
     """Return the ids of one rank's batches, (BATCH, 6) each."""
     draw = torch.Generator().manual_seed(rank)
     return [torch.randint(0, 110_000, (BATCH, 6), generator=draw) for _ in range(steps)]
+
+
+class Ids(pl.LightningDataModule):
+    """A few batches of ids."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(batches(0, 4), batch_size=None)

@@ -8,29 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import yaml
-from torch.utils.data import DataLoader
 
 from lightning_distrec import cli
 from lightning_distrec.advising import bytes_of
 from lightning_distrec.errors import ConfigError
-from tests.support.advised_models import batches
+from tests.support.advised_models import Ids
 from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]
+IDS = "tests.support.advised_models.Ids"
 
 
-class Data(pl.LightningDataModule):
-    """Some ids."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(batches(0, 2), batch_size=None)
-
-
-class NoData(Data):
+class NoData(Ids):
     """A data module whose files are not there."""
 
     def setup(self, stage: str) -> None:
@@ -45,7 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     def of(model: str, data: str, *args: str, **trainer: Any) -> tuple[int, str, str]:
         config = {
             "model": {"class_path": f"tests.support.advised_models.{model}"},
-            "data": {"class_path": f"tests.unit.test_advise_command.{data}"},
+            "data": {"class_path": data},
             "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp_tuned"} | trainer,
         }
         Path("job.yaml").write_text(yaml.safe_dump(config))
@@ -60,7 +52,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 def test_it_prints_what_each_strategy_needs_and_why_one_is_taken(run: Run, tmp_path: Path) -> None:
-    code, text, _ = run("WithBags", "Data", "--device-memory", "2GB")
+    code, text, _ = run("WithBags", IDS, "--device-memory", "2GB")
     assert code == 0
     assert text.splitlines()[0].strip() == "2 ranks on 1 node, 1.9 GiB each, precision 32-true: memory of a rank"
     assert [line.split()[1] for line in text.splitlines() if "tuned" in line and "│" in line] == [
@@ -73,7 +65,7 @@ def test_it_prints_what_each_strategy_needs_and_why_one_is_taken(run: Run, tmp_p
 
 
 def test_json_is_for_scripts(run: Run) -> None:
-    code, text, _ = run("Wide", "Data", "--devices", "8", "--nodes", "2", "--device-memory", "10MiB", "--json")
+    code, text, _ = run("Wide", IDS, "--devices", "8", "--nodes", "2", "--device-memory", "10MiB", "--json")
     found = json.loads(text)
     assert code == 0
     assert (found["num_ranks"], found["num_nodes"], found["memory_bytes_per_rank"]) == (16, 2, 10 * 2**20)
@@ -83,18 +75,21 @@ def test_json_is_for_scripts(run: Run) -> None:
 
 def test_the_settings_of_the_yaml_count(run: Run) -> None:
     plain, clipped = (
-        json.loads(run("WithBags", "Data", "--json", **settings)[1])["strategies"][2]["memory_bytes"]["gradients"]
+        json.loads(run("WithBags", IDS, "--json", **settings)[1])["strategies"][2]["memory_bytes"]["gradients"]
         for settings in ({"max_epochs": 1}, {"accumulate_grad_batches": 4})
     )
     assert clipped == plain, "Adagrad has a sparse form"
-    half = json.loads(run("Wide", "Data", "--json", precision="bf16-true")[1])
+    half = json.loads(run("Wide", IDS, "--json", precision="bf16-true")[1])
     assert half["precision"] == "bf16-true"
 
 
 def test_without_a_batch_activations_are_left_out_and_it_is_said(run: Run) -> None:
-    assert "no batch was looked at, as asked" in " ".join(run("Wide", "Data", "--no-batch")[1].split())
-    assert "no batch could be looked at (FileNotFoundError: films.csv)" in run("Wide", "NoData", "--json")[1]
-    assert "the module is on the meta device" in run("Wide", "Data", "--meta", "--json")[1]
+    assert "no batch was looked at, as asked" in " ".join(run("Wide", IDS, "--no-batch")[1].split())
+    assert (
+        "no batch could be looked at (FileNotFoundError: films.csv)"
+        in run("Wide", "tests.unit.test_advise_command.NoData", "--json")[1]
+    )
+    assert "the module is on the meta device" in run("Wide", IDS, "--meta", "--json")[1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +105,7 @@ def test_without_a_batch_activations_are_left_out_and_it_is_said(run: Run) -> No
 def test_what_cannot_be_is_said_in_one_line(
     run: Run, args: tuple[str, ...], trainer: dict[str, Any], said: str
 ) -> None:
-    code, out, error = run("Wide", "Data", *args, **trainer)
+    code, out, error = run("Wide", IDS, *args, **trainer)
     assert (code, out) == (2, "")
     assert error.startswith("lightning-distrec: ")
     assert error.count("\n") == 1
