@@ -6,11 +6,13 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_distrec._compat import replace_strategy
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
+from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.topology import memory_bytes_per_rank
 from lightning_distrec.strategies.advise import advise
 from lightning_distrec.strategies.ddp import TunedDDPStrategy
@@ -97,6 +99,10 @@ class AutoStrategy(CountedRanks):
         """Return a strategy's name, and why it."""
         module = self.lightning_module
         assert module is not None
+        if sharded_tables_of(module) is not None:
+            return TORCHREC, "an earlier run has sharded the module's tables"
+        if isinstance(module, FSDPModule):
+            return FSDP, "an earlier run has cut the module"
         device = self.root_device
         memory = memory_bytes_per_rank(device, self.num_local_ranks, self._memory_bytes)
         job = Job(

@@ -91,11 +91,14 @@ def _measure(module: LightningModule, settings: Any, device_type: str, conversio
     try:
         there = meta_copy(module)
     except Exception as error:
-        there = module
+        # The module itself is only looked at: its configure_model and configure_optimizers may change it.
+        there, optimizers = module, None
         sizes.said.append(
-            f"the module was looked at as it is, without configure_model, because it cannot be copied: {_line(error)}"
+            f"the module cannot be copied and configured without a Trainer ({_line(error)}): it was looked at as it "
+            f"is, and {UNKNOWN_TENSORS} tensors of state are taken for each parameter"
         )
-    optimizers = _made_optimizers(there, sizes)
+    else:
+        optimizers = _made_optimizers(there, sizes)
     sizes.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in there.buffers())
     _look_at_parameters(there, optimizers, sizes)
     _look_at_tables(there, optimizers, settings, device_type, conversion, sizes)

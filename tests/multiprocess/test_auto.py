@@ -93,6 +93,29 @@ def test_a_second_fit_with_the_same_trainer_goes_on_with_the_strategy() -> None:
             assert len(ours[3]) <= 1, "the choice was made twice"
 
 
+def _another_trainer(case: str) -> list[tuple[str, list[float]]]:
+    name, little_memory = CHOSEN[case]
+    rank, num_ranks = rank_and_num_ranks()
+    found = []
+    for is_auto in (True, False):
+        pl.seed_everything(5)
+        model = KINDS[case.partition(",")[0]]()
+        for memory in (little_memory, {}):
+            strategy = AutoStrategy(**memory) if is_auto else StrategyRegistry.get(name)
+            trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS)
+            trainer.fit(model, loader(batches(rank, STEPS)))
+        found.append((trainer.strategy.strategy_name, model.losses))
+    return found
+
+
+def test_another_trainer_goes_on_with_the_strategy_that_has_sharded_the_module() -> None:
+    cases = {case: (_another_trainer, case) for case in ("Wide, little memory", "WithTable")}
+    for results in run_each_on_ranks(cases, 2, 100):
+        for case, (ours, other) in results.items():
+            assert ours == other, case
+            assert (ours[0], len(ours[1])) == (CHOSEN[case][0], 2 * STEPS)
+
+
 def _evaluate_first() -> tuple[str, list[float]]:
     pl.seed_everything(5)
     rank, num_ranks = rank_and_num_ranks()

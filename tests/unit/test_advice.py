@@ -1,5 +1,6 @@
 """Which strategy is advised, and why; what is assumed is said, and the module is left as it was."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.activations import Sample, measure_step
 from lightning_distrec.strategies.advice_report import as_json, print_advice
 from lightning_distrec.strategies.advise import Advice, advise
-from lightning_distrec.strategies.reckoning import Job, Reckoned
+from lightning_distrec.strategies.module_sizes import measure_module
+from lightning_distrec.strategies.reckoning import Job, Reckoned, reckon
 from tests.support.advised_models import Advised, Wide, WithBags, WithTable, batches
 
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
@@ -97,6 +100,27 @@ def test_optimizers_that_need_a_trainer_are_taken_for_adam_and_it_is_said() -> N
     advice = of(AsksTheTrainer())
     assert row(advice, "ddp_tuned").memory["optimizer state"] == 2 * 10100 * 4
     assert any(said.startswith("configure_optimizers failed on a copy of the module") for said in advice.said)
+
+
+def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
+    module = Wide("SGD")
+    module.lock = threading.Lock()
+    module.configure_optimizers = None  # calling it would fail
+    advice = of(module)
+    assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
+    assert advice.said[0].startswith("the module cannot be copied and configured without a Trainer (TypeError: cannot")
+
+
+def test_tables_may_be_sharded_beside_layers_that_are_cut() -> None:
+    sizes = measure_module(WithTable(), SETTINGS, "cpu", Conversion())
+    job = Job(num_ranks=4, num_nodes=1, memory_bytes=10**9)
+    *_, alone, hybrid = reckon(sizes, job, Sample(batch_size=8), with_hybrid=True)
+    assert (alone.strategy, hybrid.strategy) == ("torchrec_sharded", "torchrec_sharded with dense: fsdp")
+    layers = 16 * 256 + 256
+    tables = (120_000 * 16) // 4
+    assert alone.memory["parameters"] == 4 * (tables + layers)
+    assert hybrid.memory["parameters"] == 4 * (tables + 16 * 64 + 256)  # a layer of one row cannot be cut in four
+    assert hybrid.sent["rows"] == alone.sent["rows"]
 
 
 def test_the_module_is_left_as_it_was() -> None:
