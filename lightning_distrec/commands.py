@@ -1,6 +1,7 @@
 """Commands of the console script that need no Trainer: about checkpoints, and about the machines they run on.
 
-None of them loads torchrec, and only the doctor starts a process group.
+None of them loads torchrec, and only the doctor starts a process group. Of `advise` and `bench` only the options are
+here; cli.py says what they do.
 """
 
 import json
