@@ -64,10 +64,7 @@ def _choose(sizes: ModuleSizes, rows: list[Reckoned], job: Job, min_rows: int) -
     torchrec, ddp, fsdp = by_name.get(TORCHREC), by_name[DDP], by_name[FSDP]
     if torchrec is not None and not torchrec.refused and large and share > MOST_OF_MEMORY:
         does_not = "" if torchrec.total <= usable else f", although it needs more than {memory}: use more ranks"
-        return TORCHREC, (
-            f"{counted(len(sizes.tables), 'table')}, {large[0].name} of {large[0].weight.rows:,} rows among them, take "
-            f"{share:.0%} of the parameters and their optimizer state, and every rank keeps a part of them{does_not}"
-        )
+        return TORCHREC, f"{_in_words(sizes.tables, large[0], share)}{does_not}"
     if ddp.total <= usable:
         return DDP, f"all of the module, {bytes_in_words(ddp.total)}, is within {memory}"
     whole = f"the whole module, {bytes_in_words(ddp.total)}, takes more than {memory}"
@@ -75,6 +72,15 @@ def _choose(sizes: ModuleSizes, rows: list[Reckoned], job: Job, min_rows: int) -
         return DDP, f"{whole}, but fsdp_tuned refuses it: {fsdp.refused}"
     does_not = "" if fsdp.total <= usable else ", which is more than that too: use more ranks"
     return FSDP, f"{whole}; cut over {counted(job.num_ranks, 'rank')} it takes {bytes_in_words(fsdp.total)}{does_not}"
+
+
+def _in_words(tables: list[TableSize], large: TableSize, share: float) -> str:
+    of_what = f"{share:.0%} of the parameters and their optimizer state, and every rank keeps a part of"
+    if len(tables) == 1:
+        return f"table {large.name} of {large.weight.rows:,} rows takes {of_what} it"
+    return (
+        f"{counted(len(tables), 'table')}, {large.name} of {large.weight.rows:,} rows among them, take {of_what} them"
+    )
 
 
 def _share_of_tables(sizes: ModuleSizes) -> float:

@@ -54,7 +54,10 @@ def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
         "2 tables, bags.many of 120,000 rows among them, take 100% of the parameters and their optimizer state, and "
         "every rank keeps a part of them"
     )
-    assert "use more ranks" in of(WithTable(), memory_bytes=10**6).reason
+    assert of(WithTable(), memory_bytes=10**6).reason == (
+        "table users of 120,000 rows takes 100% of the parameters and their optimizer state, and every rank keeps a "
+        "part of it, although it needs more than 80% of a rank's 976.6 KiB: use more ranks"
+    )
 
 
 def test_tables_beside_larger_layers_do_not_decide() -> None:
