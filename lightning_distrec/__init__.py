@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_distrec.pipeline.options import PipelineOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.tables import TableOptions
+    from lightning_distrec.strategies.auto import AutoStrategy
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fsdp_options import FSDPOptions
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoStrategy",
     "CheckpointOptions",
     "Communication",
     "FSDPOptions",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoStrategy": "lightning_distrec.strategies.auto",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
     "FSDPOptions": "lightning_distrec.strategies.fsdp_options",
@@ -65,6 +68,7 @@ _STRATEGIES = {
     ),
     "ddp_tuned": ("TunedDDPStrategy", "DDP with settings that suit the module, and checkpoints that survive"),
     "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
+    "distrec_auto": ("AutoStrategy", "One of these three, chosen by what the module needs"),
 }
 
 

@@ -1,8 +1,12 @@
 """The console script `lightning-distrec`: fit, validate, test and predict from a YAML recipe, and our own commands."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import Namespace
 
 from lightning_distrec import commands
 
@@ -13,7 +17,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if _is_for_lightning(args):
         run_lightning(args)
         return 0
-    return commands.run(args)
+    _make_working_directory_importable()
+    return commands.run(args, {"advise": _advise, "bench": _bench})
 
 
 def _is_for_lightning(args: Sequence[str]) -> bool:
@@ -31,8 +36,7 @@ def run_lightning(args: Sequence[str]) -> None:
     """
     from lightning.pytorch.cli import LightningCLI  # slow to load, and our own commands have no use for it
 
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    _make_working_directory_importable()
     LightningCLI(
         subclass_mode_model=True,
         subclass_mode_data=True,
@@ -41,6 +45,44 @@ def run_lightning(args: Sequence[str]) -> None:
         parser_kwargs={"default_env": True},
         args=None if list(args) == sys.argv[1:] else list(args),  # Lightning warns where it is given both
     )
+
+
+def _make_working_directory_importable() -> None:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _advise(given: Namespace) -> int:
+    from lightning_distrec.advising import advise_on
+    from lightning_distrec.strategies.advice_report import as_json, print_advice
+
+    advice = advise_on(given)
+    if given.json:
+        print(json.dumps(as_json(advice), indent=1))
+    else:
+        print_advice(advice, commands.console())
+    return commands.SAME
+
+
+def _bench(given: Namespace) -> int:
+    from lightning_distrec.bench.command import bench
+    from lightning_distrec.bench.report import NO_PICTURE, can_draw, draw, print_results
+    from lightning_distrec.bench.rounds import as_json
+
+    with commands.leaving_when_asked():  # so that no run outlives this process
+        results = bench(given, lambda said: print(said, file=sys.stderr, flush=True))
+    print_results(results, given.steps, commands.console())
+    folder = Path(given.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
+    has_numbers = any(not result.why_not for result in results)
+    if not has_numbers:
+        return commands.DIFFERENT
+    if can_draw():
+        draw(results, folder / "results.png")
+    else:
+        print(f"lightning-distrec: {NO_PICTURE}", file=sys.stderr)
+    return commands.SAME
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Commands of the console script that need no Trainer: about checkpoints, and about the machines they run on.
 
-None of them loads torchrec, and only the doctor starts a process group.
+None of them loads torchrec, and only the doctor starts a process group. Of `advise` and `bench` only the options are
+here; cli.py says what they do.
 """
 
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,10 +33,14 @@ NARROWEST_COLUMNS = 160
 """Width of what is printed where the output is no terminal."""
 
 
-def run(args: Sequence[str]) -> int:
+Action = Callable[[Namespace], int]
+
+
+def run(args: Sequence[str], more: Mapping[str, Action] | None = None) -> int:
     """Run one of the commands; returns the exit code. What cannot be done is said in one line on stderr.
 
-    args: the command line, without the program. Raises SystemExit: it asks for help, or is not understood.
+    args: the command line, without the program. more: what the commands do that need strategies, which are not ours to
+    load. Raises SystemExit: it asks for help, or is not understood.
     """
     parser = _parser()
     if not args:
@@ -46,7 +51,7 @@ def run(args: Sequence[str]) -> int:
     action = command[command.subcommand] if given.subcommand == "checkpoint" else command
     name = command.subcommand if given.subcommand == "checkpoint" else given.subcommand
     try:
-        return _ACTIONS[name](action)
+        return (_ACTIONS | dict(more or {}))[name](action)
     except (DistRecError, OSError) as error:
         print(f"lightning-distrec: {error}", file=sys.stderr)
         return TROUBLE
@@ -63,6 +68,8 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     for name, text in OF_LIGHTNING.items():
         commands.add_subcommand(name, ArgumentParser(), help=text)
+    commands.add_subcommand("advise", _advise_parser(), help="Say which strategy suits a model, and why.")
+    commands.add_subcommand("bench", _bench_parser(), help="Measure a recipe under several strategies.")
     commands.add_subcommand("doctor", _doctor_parser(), help="Look at the ranks, machines and links of a job.")
     commands.add_subcommand("slurm", _slurm_parser(), help="Write a script for sbatch that runs a recipe.")
     commands.add_subcommand("export", _export_parser(), help="Write a checkpoint as one plain file.")
@@ -71,6 +78,37 @@ def _parser() -> ArgumentParser:
     of_checkpoint = checkpoint.add_subcommands(title="commands", metavar="COMMAND")
     of_checkpoint.add_subcommand("inspect", _inspect_parser(), help="Show what a checkpoint holds.")
     of_checkpoint.add_subcommand("diff", _diff_parser(), help="Show in what two checkpoints differ.")
+    return parser
+
+
+def _advise_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Say which strategy suits a model, and why: reckon the memory that each needs. The "
+        "model is built, and one batch looked at, on this machine's CPU; nothing is trained."
+    )
+    parser.add_argument("--config", type=str, action="append", help="A YAML for fit; again for one more behind it.")
+    parser.add_argument("--nodes", type=int | None, help="Number of nodes; the YAML's otherwise.")
+    parser.add_argument("--devices", type=int | None, help="Devices of a node; the YAML's otherwise.")
+    parser.add_argument("--device-memory", type=str | None, help="Memory of a device: 80GB, 24GiB; else this one's.")
+    parser.add_argument("--meta", action="store_true", help="Build the model without memory; no activations then.")
+    parser.add_argument("--no-batch", action="store_true", help="Read no data; activations are left out.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, with all numbers in bytes.")
+    return parser
+
+
+def _bench_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Run a recipe under several strategies and numbers of devices, in turns, for some steps each, "
+        "without its callbacks, loggers and checkpoints. Exit code 1: nothing could be measured."
+    )
+    parser.add_argument("--config", type=str, action="append", help="A YAML for fit; again for one more behind it.")
+    parser.add_argument("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help="Their names.")
+    parser.add_argument("--devices", type=str, default="1,2", help="Numbers of devices, with commas between them.")
+    parser.add_argument("--steps", type=int, default=30, help="Measured steps of a run.")
+    parser.add_argument("--warmup", type=int, default=5, help="Steps before them.")
+    parser.add_argument("--rounds", type=int, default=3, help="How often each is run.")
+    parser.add_argument("--timeout", type=float, default=600.0, help="Seconds after which a run is given up.")
+    parser.add_argument("--out", type=str, default="bench", help="A folder for results.json and results.png.")
     return parser
 
 
@@ -151,7 +189,7 @@ def _doctor(given: Namespace) -> int:
         if given.json:
             print(json.dumps(as_json(found, remarks), indent=1))
         else:
-            print_diagnosis(found, remarks, _console())
+            print_diagnosis(found, remarks, console())
     return DIFFERENT if any(remark.kind == "error" for remark in remarks) else SAME
 
 
@@ -172,11 +210,11 @@ def _slurm(given: Namespace) -> int:
 def _export(given: Namespace) -> int:
     from lightning_distrec.checkpoint.export import export
 
-    console = Console(stderr=True)
+    shown = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
-        _leaving_when_asked(),
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        leaving_when_asked(),
+        Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress,
     ):
         task = progress.add_task("", total=None)
         export(
@@ -189,7 +227,7 @@ def _export(given: Namespace) -> int:
 
 
 @contextmanager
-def _leaving_when_asked() -> Iterator[None]:
+def leaving_when_asked() -> Iterator[None]:
     """Leave by an exception where the process is asked to end, so that nothing half-written stays."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -205,7 +243,7 @@ def _inspect(given: Namespace) -> int:
     if given.json:
         print(json.dumps(found.as_json(), indent=1))
     else:
-        print_description(found, _console(), given.all)
+        print_description(found, console(), given.all)
     if found.problem is not None:
         print(f"lightning-distrec: {found.problem}", file=sys.stderr)
         return TROUBLE
@@ -230,19 +268,19 @@ def _diff(given: Namespace) -> int:
     if given.json:
         print(json.dumps(found.as_json(), indent=1))
     else:
-        print_comparison(found, _console())
+        print_comparison(found, console())
     return SAME if found.is_same else DIFFERENT
 
 
-def _console() -> Console:
+def console() -> Console:
     """Return a console that takes names of tensors for what they are."""
-    console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(markup=False, emoji=False, highlight=False, width=NARROWEST_COLUMNS)
-    return console
+    made = Console(markup=False, emoji=False, highlight=False)
+    if not made.is_terminal:
+        made = Console(markup=False, emoji=False, highlight=False, width=NARROWEST_COLUMNS)
+    return made
 
 
-_ACTIONS: dict[str, Callable[[Namespace], int]] = {
+_ACTIONS: dict[str, Action] = {
     "doctor": _doctor,
     "slurm": _slurm,
     "export": _export,

@@ -19,3 +19,12 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
+
+
+def bytes_in_words(number: float) -> str:
+    """Return a number of bytes: 950 B, 12.3 KiB, 1.2 MiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1023.5 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    return f"{number:.0f} B" if units[0] == "B" else f"{number:.1f} {units[0]}"

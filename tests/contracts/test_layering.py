@@ -24,7 +24,9 @@ MAY_IMPORT = {
     "strategies": GROUND | ROOMS,
     "callbacks": {"errors", "_compat", "spans"},  # any strategy will do: they read what it exposes, and hear its spans
     "commands": GROUND | {"checkpoint", "cluster"},  # without strategies, so that they start at once
-    "cli": GROUND | ROOMS | {"strategies", "callbacks", "commands", "__init__"},
+    "advising": GROUND | ROOMS | {"strategies", "callbacks"},
+    "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
+    "cli": GROUND | ROOMS | {"strategies", "callbacks", "commands", "advising", "bench", "__init__"},
     "__init__": GROUND | ROOMS | {"strategies", "callbacks"},
 }
 """Part of the package -> the parts that it may import. Recipes stand on top and may import all of them."""

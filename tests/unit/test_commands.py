@@ -47,7 +47,7 @@ def _folder(name: str, value: float = 1.0, **more: Any) -> str:
 def test_help_lists_all_commands(run: Run) -> None:
     code, text, _ = run("--help")
     assert code == 0
-    for name in (*LightningCLI.subcommands(), "export", "checkpoint"):
+    for name in (*LightningCLI.subcommands(), "advise", "bench", "export", "checkpoint"):
         assert f"\n    {name} " in text, name
     assert "Look into checkpoints: inspect, diff." in text
     assert run("-h") == (0, text, "")
@@ -58,10 +58,15 @@ def test_what_lightning_can_is_named_in_full() -> None:
     assert set(commands.OF_LIGHTNING) == set(LightningCLI.subcommands())
 
 
-@pytest.mark.parametrize("command", [("export",), ("checkpoint",), ("checkpoint", "inspect"), ("checkpoint", "diff")])
+@pytest.mark.parametrize(
+    "command",
+    [("advise",), ("bench",), ("export",), ("checkpoint",), ("checkpoint", "inspect"), ("checkpoint", "diff")],
+)
 def test_each_command_has_help_in_plain_words(run: Run, command: tuple[str, ...]) -> None:
     code, text, _ = run(*command, "--help")
     wanted = {
+        "advise": ("--device-memory", "Say which strategy suits a model, and why", "nothing is trained."),
+        "bench": ("--strategies", "Exit code 1: nothing could be measured."),
         "export": ("--overwrite", "Replace OUT if it is there.", "*.ckpt: a Lightning checkpoint"),
         "checkpoint": ("inspect", "diff", "Show in what two checkpoints differ."),
         "inspect": ("--json", "--all", "Exit code 2: it is not."),

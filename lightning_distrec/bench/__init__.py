@@ -1,0 +1,1 @@
+"""One recipe under several strategies and numbers of devices: run, measured, compared."""

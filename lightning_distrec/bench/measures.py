@@ -1,0 +1,59 @@
+"""The callback that a measured run has: each rank's steps and memory, written to a file at the end."""
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_distrec.callbacks.steps import Clocked
+from lightning_distrec.callbacks.throughput import count_samples
+
+
+class Measures(Clocked):
+    """Writes FOLDER/RANK.json: seconds and samples of each step after the first, and the peak of memory.
+
+    Args:
+        folder: where to, which all ranks see.
+        warmup_steps: so many steps at the start are not measured.
+    """
+
+    def __init__(self, folder: str, warmup_steps: int = 5) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+        self._warmup_steps = warmup_steps
+        self._seconds: list[float] = []
+        self._samples: list[int | None] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seconds.append(self.clock.end().seconds)
+        self._samples.append(count_samples(batch))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.stop()
+        device = trainer.strategy.root_device
+        on_gpu = device.type == "cuda"
+        measured = {
+            "strategy": type(trainer.strategy).__name__,
+            "num_ranks": trainer.world_size,
+            "seconds": self._seconds[self._warmup_steps :],
+            "samples": self._samples[self._warmup_steps :],
+            "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else _peak_of_process(),
+        }
+        (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(measured))
+
+
+def _peak_of_process() -> int:
+    """Return the most memory that this process has had, libraries included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

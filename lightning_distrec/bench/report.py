@@ -1,0 +1,83 @@
+"""Results for people: a table, and a picture of throughput, memory and scaling."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from lightning_distrec.bench.rounds import Result, efficiency
+from lightning_distrec.words import bytes_in_words, counted
+
+NO_PICTURE = "no picture was drawn: matplotlib is not installed. Install it (pip install matplotlib), and run it again."
+
+
+def print_results(results: Sequence[Result], steps: int, console: Console) -> None:
+    """Print a row for every strategy and number of devices."""
+    rounds = max(len(result.runs) for result in results)
+    text = TextTable(
+        title=f"Medians of {counted(steps, 'step')}, {counted(rounds, 'round')} in turns",
+        title_justify="left",
+        caption="In brackets: the fastest and the slowest round. Memory on a CPU is the process's, libraries included.",
+        caption_justify="left",
+    )
+    for heading in ("strategy", "devices", "step, ms", "samples/s", "efficiency", "peak memory of a rank"):
+        text.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for result in results:
+        name, devices = result.case.strategy, str(result.case.devices)
+        if result.why_not:
+            text.add_row(name, devices, "not measured", "", "", "")
+            continue
+        share = efficiency(result, results)
+        text.add_row(
+            name,
+            devices,
+            _with_range(result),
+            "-" if result.samples_per_second is None else f"{result.samples_per_second:,.0f}",
+            "-" if share is None else f"{share:.0%}",
+            bytes_in_words(result.peak_bytes),
+        )
+    console.print(text)
+    for result in results:
+        if result.why_not:
+            console.print(f"{result.case.strategy} on {result.case.devices}: {result.why_not}")
+
+
+def _with_range(result: Result) -> str:
+    times = sorted(1000 * run.step_seconds for run in result.runs)
+    around = f" ({times[0]:.1f} to {times[-1]:.1f})" if len(times) > 1 else ""
+    return f"{1000 * result.step_seconds:.1f}{around}"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(results: Sequence[Result], file: Path) -> None:
+    """Write a picture: samples per second, peak memory and efficiency over devices, a line for each strategy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    panels: list[tuple[str, Callable[[Result], Any]]] = [
+        ("samples per second", lambda result: result.samples_per_second),
+        ("peak memory of a rank, MiB", lambda result: result.peak_bytes / 2**20),
+        ("efficiency, %", lambda result: None if (e := efficiency(result, results)) is None else 100 * e),
+    ]
+    for axes, (title, number) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for strategy in dict.fromkeys(result.case.strategy for result in results):
+            points = [
+                (result.case.devices, value)
+                for result in results
+                if result.case.strategy == strategy and not result.why_not and (value := number(result)) is not None
+            ]
+            if points:
+                axes.plot(*zip(*sorted(points), strict=True), marker="o", label=strategy)
+        axes.set_title(title)
+        axes.set_xlabel("devices")
+        axes.set_xticks(sorted({result.case.devices for result in results}))
+        axes.set_ylim(bottom=0)
+    figure.axes[0].legend()
+    figure.savefig(file)

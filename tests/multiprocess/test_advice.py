@@ -1,0 +1,124 @@
+"""What is reckoned of a strategy's memory and exchanges is what its ranks hold and send."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_distrec import Communication
+from lightning_distrec.strategies.activations import measure_step
+from lightning_distrec.strategies.advise import Advice, advise
+from lightning_distrec.strategies.reckoning import Job, Reckoned
+from tests.support.advised_models import BATCH, KINDS, batches
+from tests.support.embedding_models import loader
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
+NUM_RANKS, STEPS = 2, 3
+PERSISTENT = ("parameters", "gradients", "optimizer state")
+
+
+def _bytes(tensors: Any) -> int:
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum((t.coalesce().values() if t.is_sparse else t).numel() * t.itemsize for t in local)
+
+
+class CountsBytes(pl.Callback):
+    """Counts what this rank holds after a step, before the gradients are dropped."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        parameters = list(pl_module.parameters())
+        states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        tables = getattr(trainer.strategy, "table_setup", None)
+        for kernel, _ in tables.shards.kernels if tables else []:
+            states += [v for of_table in kernel.split_optimizer_states() for v in of_table]
+        self.held = {
+            "parameters": _bytes([*parameters, *pl_module.buffers()]),
+            "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer state": _bytes(state for state in states if state.dim()),
+        }
+
+
+def _run(kind: str, optimizer: str, strategy: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, float]]:
+    """Return what this rank holds, and what it sends in a step."""
+    pl.seed_everything(5)
+    rank, num_ranks = rank_and_num_ranks()
+    counts, sent = CountsBytes(), Communication()
+    made: Any = StrategyRegistry.get(strategy) if not options else type(StrategyRegistry.get(strategy))(**options)
+    trainer = pl.Trainer(strategy=made, devices=num_ranks, callbacks=[counts, sent], **DEFAULTS)
+    trainer.fit(KINDS[kind](optimizer), loader(batches(rank, STEPS)))
+    return counts.held, sent.bytes_per_step
+
+
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    f"{kind} {optimizer} {strategy}": (kind, optimizer, strategy, {})
+    for kind, optimizer, strategy in (
+        *(
+            ("Wide", kind, "ddp_tuned")
+            for kind in ("SGD", "AdamW", "amsgrad", "Adagrad", "Adafactor", "RowWiseAdagrad")
+        ),
+        *(("Wide", kind, "fsdp_tuned") for kind in ("momentum", "AdamW", "RMSprop")),
+        *(("WithTable", "AdamW", strategy) for strategy in ("ddp_tuned", "fsdp_tuned", "torchrec_sharded")),
+        *(("WithTable", kind, "torchrec_sharded") for kind in ("SGD", "Adagrad", "RowWiseAdagrad")),
+        *(("WithBags", kind, "torchrec_sharded") for kind in ("Adagrad", "RowWiseAdagrad", "AdamW")),
+    )
+}
+BY_TABLE: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "WithBags by table": ("WithBags", "Adagrad", "torchrec_sharded", {"sharding_types": ["table_wise"]}),
+}
+
+
+def _advice(kind: str, optimizer: str, **job: Any) -> Advice:
+    module = KINDS[kind](optimizer)
+    batch = batches(0, 1)[0]
+    module.configure_model()
+    sample = measure_step(module, batch, BATCH, "32-true")
+    wanted = {"num_ranks": NUM_RANKS, "num_nodes": 1, "memory_bytes": 10**9} | job
+    return advise(module, Job(**wanted), SETTINGS, "cpu", sample)
+
+
+def _row(advice: Advice, strategy: str) -> Reckoned:
+    return next(row for row in advice.rows if row.strategy == strategy)
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[dict[str, Any]]:
+    """Rank -> case -> what it holds and what it sends."""
+    return run_each_on_ranks({name: (_run, *case) for name, case in (CASES | BY_TABLE).items()}, NUM_RANKS, 110)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_holds_what_is_reckoned(case: str, counted: list[dict[str, Any]]) -> None:
+    kind, optimizer, strategy, _ = CASES[case]
+    memory = _row(_advice(kind, optimizer), strategy).memory
+    for part in PERSISTENT:
+        held = sum(of_rank[case][0][part] for of_rank in counted) / NUM_RANKS
+        assert memory[part] == pytest.approx(held, rel=0.01, abs=7000), part
+
+
+def _sent(case: str, counted: list[dict[str, Any]]) -> dict[str, float]:
+    """Return what a rank sends in a step, in the mean of ranks, by kind."""
+    return {kind: sum(of_rank[case][1][kind] for of_rank in counted) / NUM_RANKS for kind in counted[0][case][1]}
+
+
+@pytest.mark.parametrize("case", [*(name for name in CASES if "WithBags" not in name), *BY_TABLE])
+def test_a_rank_sends_what_is_reckoned(case: str, counted: list[dict[str, Any]]) -> None:
+    kind, optimizer, strategy, _ = (CASES | BY_TABLE)[case]
+    assert _row(_advice(kind, optimizer), strategy).sent_total == pytest.approx(
+        sum(_sent(case, counted).values()), rel=0.1
+    )
+
+
+def test_bags_that_are_cut_by_rows_send_rows_once_for_each_rank(counted: list[dict[str, Any]]) -> None:
+    advice, case = _advice("WithBags", "Adagrad"), "WithBags Adagrad torchrec_sharded"
+    for kind in ("rows", "gradients of rows"):
+        assert _sent(case, counted)[kind] == NUM_RANKS * _row(advice, "torchrec_sharded").sent[kind]
+    assert any("cut by rows send as many times more as there are ranks" in said for said in advice.said)

@@ -1,0 +1,68 @@
+"""`lightning-distrec bench` runs a recipe as it is, and a strategy that refuses a module is a row that says why."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.variables import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bench(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the results, and what was printed."""
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).parent / "lightning-distrec"), "bench", *arguments),
+            *("--steps", "2", "--warmup", "1", "--rounds", "1", "--out", str(folder / "out")),
+        ],
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "out" / "results.json").read_text()), done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
+    recipe = "recipes/next_character/cpu.yaml"
+    found, text = bench(tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2")
+    assert [(row["strategy"], row["devices"], row["why_not"]) for row in found] == [
+        ("ddp_tuned", 1, None),
+        ("ddp_tuned", 2, None),
+    ]
+    for row in found:
+        # 16 windows a rank; rates are told by the same median.
+        assert row["samples_per_second"] * row["step_ms"] / 1000 == pytest.approx(16 * row["devices"])
+        assert row["peak_bytes"] > 10**8
+    assert found[0]["efficiency"] == 1.0
+    assert "Medians of 2 steps, 1 round in turns" in text
+    assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(300)
+def test_a_strategy_that_refuses_the_module_is_a_row_that_says_why(tmp_path: Path) -> None:
+    model = {
+        "class_path": "tests.support.advised_models.WithTable",
+        "init_args": {"optimizer": "SGD", "sparse": True},
+    }
+    config = {
+        "model": model,
+        "data": {"class_path": "tests.support.advised_models.Ids"},
+        "trainer": {"accelerator": "cpu"},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
+    arguments = ("--config", str(tmp_path / "job.yaml"), "--strategies", "fsdp_tuned,ddp_tuned", "--devices", "1")
+    found, text = bench(tmp_path, *arguments)
+    assert found[0]["why_not"].startswith("'users' has sparse gradients, which FSDP2 does not add up.")
+    assert found[1]["why_not"] is None
+    assert "fsdp_tuned on 1: 'users' has sparse gradients" in text

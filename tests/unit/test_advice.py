@@ -1,0 +1,227 @@
+"""Which strategy is advised, and why; what is assumed is said, and the module is left as it was."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.strategies.activations import Sample, measure_step
+from lightning_distrec.strategies.advice_report import as_json, print_advice
+from lightning_distrec.strategies.advise import Advice, advise
+from lightning_distrec.strategies.module_sizes import measure_module
+from lightning_distrec.strategies.reckoning import Job, Reckoned, reckon
+from tests.support.advised_models import Advised, Wide, WithBags, WithTable, batches
+
+SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
+
+
+def of(module: Any, sample: Sample | None = None, settings: Any = SETTINGS, **job: Any) -> Advice:
+    wanted = {"num_ranks": 4, "num_nodes": 1, "memory_bytes": 10**9} | job
+    return advise(module, Job(**wanted), settings, "cpu", sample)
+
+
+def row(advice: Advice, strategy: str) -> Reckoned:
+    return next(row for row in advice.rows if row.strategy == strategy)
+
+
+def test_a_module_that_fits_trains_by_ddp() -> None:
+    advice = of(Wide())
+    assert advice.chosen == "ddp_tuned"
+    assert advice.reason == "all of the module, 49.2 MiB, is within 80% of a rank's 953.7 MiB"
+    assert [row.strategy for row in advice.rows] == ["ddp_tuned", "fsdp_tuned"]
+
+
+def test_a_module_that_does_not_is_cut_by_fsdp() -> None:
+    advice = of(Wide(), memory_bytes=60 * 10**6)
+    assert advice.chosen == "fsdp_tuned"
+    assert advice.reason == (
+        "the whole module, 49.2 MiB, takes more than 80% of a rank's 57.2 MiB; cut over 4 ranks it takes 20.9 MiB"
+    )
+    assert of(Wide(), memory_bytes=10**6).reason.endswith("which is more than that too: use more ranks")
+
+
+def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
+    for module in (WithTable(), WithBags()):
+        advice = of(module)
+        assert advice.chosen == "torchrec_sharded"
+        assert "table" in advice.reason
+    assert advice.reason == (
+        "2 tables, bags.many of 120,000 rows among them, take 100% of the parameters and their optimizer state, and "
+        "every rank keeps a part of them"
+    )
+    assert of(WithTable(), memory_bytes=10**6).reason == (
+        "table users of 120,000 rows takes 100% of the parameters and their optimizer state, and every rank keeps a "
+        "part of it, although it needs more than 80% of a rank's 976.6 KiB: use more ranks"
+    )
+
+
+def test_layers_beside_tables_are_cut_where_they_do_not_fit() -> None:
+    module = WithTable()
+    module.more = nn.Linear(1000, 1000)
+    assert of(module).chosen == "torchrec_sharded"
+    advice = of(module, memory_bytes=25 * 10**6)
+    assert advice.chosen == "torchrec_sharded with dense: fsdp"
+    assert "; with the other layers on every rank that makes " in advice.reason
+    assert row(advice, "torchrec_sharded").total > 20 * 10**6 >= row(advice, advice.chosen).total
+
+
+def test_tables_beside_larger_layers_do_not_decide() -> None:
+    module = WithTable()
+    module.more = nn.Linear(2000, 2000)
+    advice = of(module)
+    assert advice.chosen == "ddp_tuned"
+    assert row(advice, "torchrec_sharded").total < row(advice, "ddp_tuned").total
+
+
+class Unheard(torch.optim.Optimizer):
+    """An optimizer of the user's own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+
+class HasItsOwn(Wide):
+    """Is updated by it."""
+
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": Unheard(self.parameters())}
+
+
+def test_an_unknown_optimizer_is_taken_for_adam_and_it_is_said() -> None:
+    advice = of(HasItsOwn())
+    assert "Unheard is not known: 2 tensors of state are taken for each parameter" in advice.said
+    assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
+
+
+class AsksTheTrainer(Advised):
+    """Makes its optimizer of what only a Trainer knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(100, 100)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
+
+
+def test_optimizers_that_need_a_trainer_are_taken_for_adam_and_it_is_said() -> None:
+    advice = of(AsksTheTrainer())
+    assert row(advice, "ddp_tuned").memory["optimizer state"] == 2 * 10100 * 4
+    assert any(said.startswith("configure_optimizers failed on a copy of the module") for said in advice.said)
+
+
+def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
+    module = Wide("SGD")
+    module.lock = threading.Lock()
+    module.configure_optimizers = None  # calling it would fail
+    advice = of(module)
+    assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
+    assert advice.said[0].startswith("the module cannot be copied and configured without a Trainer (TypeError: cannot")
+
+
+def test_tables_may_be_sharded_beside_layers_that_are_cut() -> None:
+    sizes = measure_module(WithTable(), SETTINGS, "cpu", Conversion())
+    job = Job(num_ranks=4, num_nodes=1, memory_bytes=10**9)
+    *_, alone, hybrid = reckon(sizes, job, Sample(batch_size=8))
+    assert (alone.strategy, hybrid.strategy) == ("torchrec_sharded", "torchrec_sharded with dense: fsdp")
+    layers = 16 * 256 + 256
+    tables = (120_000 * 16) // 4
+    assert alone.memory["parameters"] == 4 * (tables + layers)
+    assert hybrid.memory["parameters"] == 4 * (tables + 16 * 64 + 256)  # a layer of one row cannot be cut in four
+    assert hybrid.sent["rows"] == alone.sent["rows"]
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = WithTable()
+    parameters, before = list(module.parameters()), {k: v.clone() for k, v in module.state_dict().items()}
+    of(module)
+    assert all(now is then for now, then in zip(module.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    bags = WithBags()
+    of(bags)
+    assert bags.bags is None, "configure_model was called on the module itself"
+
+
+def test_a_module_on_the_meta_device_has_the_same_needs() -> None:
+    with torch.device("meta"):
+        there = WithTable()
+    assert of(there).rows == of(WithTable()).rows
+    assert "meta device" in measure_step(there, batches(0, 1)[0], 16, "32-true").said[0]
+
+
+def test_what_a_strategy_refuses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    module = WithTable("SGD")
+    module.users.sparse = True
+    advice = of(module)
+    assert row(advice, "fsdp_tuned").refused.startswith("'users' has sparse gradients")
+    assert "the sparse gradient of users.weight is left out of memory, and of what ddp_tuned sends" in advice.said
+    print_advice(advice, Console(width=160))
+    assert "fsdp_tuned refuses it: 'users' has sparse gradients" in capsys.readouterr().out
+    advice = of(WithTable("Adafactor"))
+    assert "Adafactor is not known to give the same numbers on a part" in row(advice, "torchrec_sharded").refused
+    assert advice.chosen == "ddp_tuned"
+
+
+def test_a_gradient_that_is_kept_because_of_clipping_counts() -> None:
+    fused = of(WithBags("RowWiseAdagrad"))
+    clipped = of(WithBags("RowWiseAdagrad"), settings=SimpleNamespace(**vars(SETTINGS) | {"gradient_clip_val": 1.0}))
+    tables = (120_000 * 16 + 110_000 * 8) * 4 / 4
+    difference = row(clipped, "torchrec_sharded").total - row(fused, "torchrec_sharded").total
+    assert difference == tables
+
+
+def test_half_precision_halves_what_is_kept_and_tables_stay_as_they_are() -> None:
+    half, whole = of(WithTable(), precision="bf16-true"), of(WithTable())
+    assert row(half, "ddp_tuned").total == row(whole, "ddp_tuned").total / 2
+    tables = 120_000 * 16 * 4 * 4 / 4
+    assert row(half, "torchrec_sharded").total - tables == (row(whole, "torchrec_sharded").total - tables) / 2
+
+
+class TwoLayers(Advised):
+    """Keeps, for backward, its input, and the mask and the result of relu, which are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.two(self.one(batch).relu())
+
+
+def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
+    module = TwoLayers()
+    sample = measure_step(module, torch.ones(10, 8), 10, "32-true")
+    assert sample.activation_bytes == 4 * 10 * (8 + 32 + 4)  # the last: what is squared in the loss
+    assert all(parameter.grad is None for parameter in module.parameters())
+    memory = row(of(module, sample), "ddp_tuned").memory
+    assert memory["activations"] == sample.activation_bytes
+    assert "activations" not in row(of(module), "ddp_tuned").memory
+    assert "activations are left out: no batch was looked at" in of(module).said
+
+
+def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_says_why() -> None:
+    sample = measure_step(TwoLayers(), torch.ones(10, 9), 10, "32-true")
+    assert sample.activation_bytes is None
+    assert sample.said[0].startswith("activations are left out: training_step failed on a batch without a Trainer (Run")
+
+
+def test_lookups_are_taken_from_the_batch_size_where_no_step_was_run() -> None:
+    advice = of(WithBags(), Sample(batch_size=8))
+    assert row(advice, "torchrec_sharded").sent["rows"] == 8 * (16 + 16 + 8) * 4 * 3 / 4
+    assert any(said.startswith("8 samples are taken to look up one id of every feature each") for said in advice.said)
+    assert row(of(WithBags()), "torchrec_sharded").sent is None
+
+
+@pytest.mark.parametrize(("memory_bytes", "shown"), [(10**9, "fits"), (55 * 10**6, "tight"), (10**7, "DOES NOT FIT")])
+def test_what_does_not_fit_is_marked(memory_bytes: int, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    advice = of(Wide(), memory_bytes=memory_bytes)
+    print_advice(advice, Console(width=160))
+    lines = capsys.readouterr().out.splitlines()
+    assert shown in next(line for line in lines if "ddp_tuned " in line)
+    assert any(line.startswith(f"strategy: {advice.chosen}, because ") for line in lines)
+    assert as_json(advice)["strategies"][0]["fits"] == (shown == "fits")

@@ -1,0 +1,145 @@
+"""`lightning-distrec advise`: what it prints, what it says where something is wrong, and that nothing is trained."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_distrec import cli
+from lightning_distrec.advising import bytes_of
+from lightning_distrec.errors import ConfigError
+from tests.support.advised_models import Ids
+from tests.support.variables import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., tuple[int, str, str]]
+IDS = "tests.support.advised_models.Ids"
+
+
+class NoData(Ids):
+    """A data module whose files are not there."""
+
+    def setup(self, stage: str) -> None:
+        raise FileNotFoundError("films.csv")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function of a model, a data module and arguments that runs the command; exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(model: str, data: str, *args: str, **trainer: Any) -> tuple[int, str, str]:
+        config = {
+            "model": {"class_path": f"tests.support.advised_models.{model}"},
+            "data": {"class_path": data},
+            "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp_tuned"} | trainer,
+        }
+        Path("job.yaml").write_text(yaml.safe_dump(config))
+        capsys.readouterr()
+        try:
+            code = cli.main(["advise", "--config", "job.yaml", *args])
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return (code, *capsys.readouterr())
+
+    return of
+
+
+def test_it_prints_what_each_strategy_needs_and_why_one_is_taken(run: Run, tmp_path: Path) -> None:
+    code, text, _ = run("WithBags", IDS, "--device-memory", "2GB")
+    assert code == 0
+    assert text.splitlines()[0].strip() == "2 ranks on 1 node, 1.9 GiB each, precision 32-true: memory of a rank"
+    assert [line.split()[1] for line in text.splitlines() if "tuned" in line and "│" in line] == [
+        "ddp_tuned",
+        "fsdp_tuned",
+    ]
+    assert "strategy: torchrec_sharded, because 2 tables, bags.many of 120,000 rows among them" in text
+    assert "activations are left out" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"], "something was written"
+
+
+def test_json_is_for_scripts(run: Run) -> None:
+    code, text, _ = run("Wide", IDS, "--devices", "8", "--nodes", "2", "--device-memory", "10MiB", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert (found["num_ranks"], found["num_nodes"], found["memory_bytes_per_rank"]) == (16, 2, 10 * 2**20)
+    assert found["strategy"] == "fsdp_tuned"
+    assert found["strategies"][0]["memory_bytes"]["activations"] > 0
+
+
+def test_the_settings_of_the_yaml_count(run: Run) -> None:
+    plain, clipped = (
+        json.loads(run("WithBags", IDS, "--json", **settings)[1])["strategies"][2]["memory_bytes"]["gradients"]
+        for settings in ({"max_epochs": 1}, {"accumulate_grad_batches": 4})
+    )
+    assert clipped == plain, "Adagrad has a sparse form"
+    half = json.loads(run("Wide", IDS, "--json", precision="bf16-true")[1])
+    assert half["precision"] == "bf16-true"
+
+
+def test_without_a_batch_activations_are_left_out_and_it_is_said(run: Run) -> None:
+    assert "no batch was looked at, as asked" in " ".join(run("Wide", IDS, "--no-batch")[1].split())
+    assert (
+        "no batch could be looked at (FileNotFoundError: films.csv)"
+        in run("Wide", "tests.unit.test_advise_command.NoData", "--json")[1]
+    )
+    assert "the module is on the meta device" in run("Wide", IDS, "--meta", "--json")[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "trainer", "said"),
+    [
+        (("--devices", "0"), {}, "--devices 0: must be at least 1."),
+        (("--nodes", "-1"), {}, "--nodes -1: must be at least 1."),
+        (("--device-memory", "80QB"), {}, "--device-memory '80QB': a size above 0 is needed, such as 80GB, 24GiB"),
+        ((), {"accelerator": "gpu", "devices": -1}, "there is no GPU here to count. Say how many: --devices 8."),
+        ((), {"accelerator": "gpu", "devices": 4}, "there is no GPU here to ask for its memory. Say it: --device-mem"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(
+    run: Run, args: tuple[str, ...], trainer: dict[str, Any], said: str
+) -> None:
+    code, out, error = run("Wide", IDS, *args, **trainer)
+    assert (code, out) == (2, "")
+    assert error.startswith("lightning-distrec: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["advise"]) == 2
+    assert "no --config is given. Name the YAML that `fit` would be given." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), ("1000", 1000)]
+)
+def test_sizes_are_understood(text: str, number: int) -> None:
+    assert bytes_of(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "80 G B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a size above 0 is needed"):
+        bytes_of(text)
+
+
+def test_the_recipe_is_advised_upon_from_the_console() -> None:
+    done = subprocess.run(
+        [os.path.join(os.path.dirname(sys.executable), "lightning-distrec"), "advise", "--config"]
+        + ["recipes/next_character/cpu.yaml", "--config", "recipes/strategies/torchrec_sharded.yaml"],
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "strategy: ddp_tuned, because all of the module, " in done.stdout
