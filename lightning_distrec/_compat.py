@@ -148,6 +148,53 @@ def tell_device(module: Any, device: torch.device, mesh: Any) -> None:
     module._device_mesh = mesh
 
 
+def gathered_of(part: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the sharded parameters of what fully_shard cut, and what each is gathered into; those that were before.
+
+    Source: torch/distributed/fsdp/_fully_shard; 2.11 has one group of parameters, later ones have several.
+    """
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in group.fsdp_params if group is not None else []:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter.sharded_param, parameter
+
+
+def forget_unsent(parameter: Any) -> None:
+    """Drop the gradient that a gathered parameter (see gathered_of) has added up without an exchange."""
+    parameter.unsharded_accumulated_grad = None
+    parameter._unsharded_param.grad = None
+
+
+def writes_to(parameter: Any) -> int:
+    """Return how often a gathered parameter (see gathered_of) was written to, but for being gathered."""
+    return int(parameter._unsharded_param._version)
+
+
+def whole_of(parameter: Any) -> Any:
+    """Return what a gathered parameter (see gathered_of) is gathered into."""
+    return parameter._unsharded_param
+
+
+def clean_up_after_failure(module: Any) -> None:
+    """Bring a fully sharded module into order that a failed step has left in its middle; torch 2.13 has a method.
+
+    Source: torch/distributed/fsdp/_fully_shard, FSDPModule.reset_iter_state; which a module that never ran has not.
+    """
+    reset = getattr(module, "reset_iter_state", None)
+    if reset is not None and module._get_fsdp_state()._is_root:
+        reset()
+
+
+def wrapped_optimizers(strategy: Any) -> list[Any]:
+    """Return the LightningOptimizers of a strategy, whose `zero_grad` is not the wrapped optimizer's own.
+
+    Source: lightning/pytorch/strategies/strategy.py, lightning/pytorch/core/optimizer.py.
+    """
+    return list(strategy._lightning_optimizers)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor shares another's memory, as autograd knows of it. Source: torch/_tensor.py."""
     return bool(tensor._is_view())

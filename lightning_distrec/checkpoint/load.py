@@ -235,7 +235,7 @@ def placed(value: Any, parameter: Any) -> Any:
 
     Tensors of other shapes than the parameter's (of an optimizer's state) are whole on every rank.
     """
-    whole = as_whole(value)
+    whole = None if isinstance(value, DTensor) else as_whole(value)
     if whole is None or not isinstance(parameter, DTensor) or not whole.shape:
         return materialised(value)
     if tuple(whole.shape) == tuple(parameter.shape):

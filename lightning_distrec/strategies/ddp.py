@@ -22,6 +22,7 @@ from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
 from lightning_distrec.pipeline.joined_batches import JoinedLoader, joined
 from lightning_distrec.strategies.autotune import Autotune, candidates, fingerprint, remember, remembered
 from lightning_distrec.strategies.buffers import QuietBuffers
+from lightning_distrec.strategies.fsdp_refusals import refuse_sharded
 from lightning_distrec.strategies.gradient_exchange import (
     CommDtype,
     ExchangeSetting,
@@ -148,6 +149,7 @@ class TunedDDPStrategy(RanksTogether):
         if self._joins and self.world_size > 1:
             refuse_to_join(trainer, self.lightning_module)
             self._joining = Joining(self.lightning_module, self.global_rank)
+        refuse_sharded(self.lightning_module, "ddp_tuned")
         refuse_gradients(self.lightning_module, self._comm_dtype, dist.get_backend())
         if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
             self._choose_setting(trainer, self.lightning_module)

@@ -11,15 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec._compat import tell_device
+from lightning_distrec._compat import tell_device, wrapped_optimizers
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.optimizers.mixed_groups import unmixed_groups
 from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fsdp_refusals import refuse_optimizers
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.precision import GlobalClipping, MatmulPrecision
-from lightning_distrec.strategies.sharded_module import ShardedModule
+from lightning_distrec.strategies.sharded_module import ShardedModule, as_logged
 from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.together import RanksTogether
 
@@ -115,16 +114,19 @@ class TunedFSDPStrategy(RanksTogether):
         self.accelerator.setup(trainer)
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
+        self._sharded.begin(module)
         self.precision_plugin.convert_module(module)
         self._sharded.set_up(module, str(trainer.precision), self.root_device, self._consensus)
         self.model = module
         if fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
-            self._buffers = self._sharded.begin_training(module, self._consensus)
             self._clipping.put_on(self.precision_plugin, None, [])
             adapt_callbacks(trainer, module, None, self.lightning_module_state_dict)
         self.setup_precision_plugin()
+        if fitting:
+            optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin has the last word about them
+            self._buffers = self._sharded.begin_training(module, optimizers, self._consensus)
         self.begin_checkpoints(module, None)
 
     @override
@@ -144,9 +146,13 @@ class TunedFSDPStrategy(RanksTogether):
             yield
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._sharded.after_backward()
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._sharded.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().reduce(as_logged(tensor), *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -156,7 +162,7 @@ class TunedFSDPStrategy(RanksTogether):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with unmixed_groups(optimizer):
+        with self._sharded.update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
@@ -19,6 +20,10 @@ COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "bf16-mixed": torch.bfloat16,
 }
 """Precision -> the type in which parameters are gathered; None: their own."""
+
+
+NOT_OF_PARTS = ("Adafactor", "Muon", "Rprop")
+"""Optimizers of torch that were tried and are not exact, or fail, over DTensors."""
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
@@ -58,8 +63,36 @@ def refuse_offload(offload: bool, device: torch.device) -> None:
         raise ConfigError(f"cpu_offload=true: all is on the host already, for the ranks compute on {device.type}.")
 
 
+def refuse_sharded(module: nn.Module, strategy: str) -> None:
+    """Raise ConfigError: an earlier run has cut the module's parameters."""
+    found = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
+    if found is not None:
+        raise ConfigError(
+            f"{strategy}: '{found}' was cut over the ranks by an earlier run under FSDP, and stays so. Build a new "
+            "module, and load trainer.strategy.whole_state_dict() of that run, or a checkpoint, into it."
+        )
+
+
+def refuse_types(parts: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]) -> None:
+    """Raise UnsupportedError where what is gathered as one has several types. parts: name, named parameters."""
+    for path, parameters in parts:
+        by_type = {parameter.dtype: name for name, parameter in parameters if parameter.is_floating_point()}
+        if len(by_type) > 1:
+            said = ", ".join(f"'{name}' ({str(dtype).removeprefix('torch.')})" for dtype, name in by_type.items())
+            raise UnsupportedError(
+                f"{path or 'what is in no block'}: {said} are of several types, and FSDP2 gathers one type at a time. "
+                "Name blocks with one type each, wrap=[...], or convert the parameters."
+            )
+
+
 def refuse_module(module: nn.Module) -> None:
-    """Raise UnsupportedError: gradients of it are sparse."""
+    """Raise ConfigError: parts have no shape yet. UnsupportedError: gradients of it are sparse."""
+    lazy = [name for name, parameter in module.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise ConfigError(
+            f"'{lazy[0]}' has no shape before the first forward (a lazy module). Run one batch through the module "
+            "before fit, in configure_model say, or give the layer its size."
+        )
     kinds = (nn.Embedding, nn.EmbeddingBag)
     sparse = [path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
     if sparse:
@@ -69,18 +102,29 @@ def refuse_module(module: nn.Module) -> None:
         )
 
 
-def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """Raise where optimizers would not update the sharded parameters, or not as they would whole ones.
-
-    ConfigError: some are of before the module was sharded. UnsupportedError: LBFGS, over one flat vector of all.
-    """
-    known = {id(parameter) for parameter in module.parameters()}
+def refuse_to_cut(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UnsupportedError: optimizers that look at whole weights."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise UnsupportedError(
                 "torch.optim.LBFGS lays all parameters out in one vector, which sharded ones have not. Use another "
                 "optimizer, or strategy='ddp_tuned'."
             )
+        if type(optimizer).__name__ in NOT_OF_PARTS and type(optimizer).__module__.startswith("torch.optim"):
+            raise UnsupportedError(
+                f"torch.optim.{type(optimizer).__name__} fails, or has other numbers, over parameters of which a rank "
+                "has a part (tried with torch 2.13). Use another optimizer, or strategy='ddp_tuned'."
+            )
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Raise where optimizers would not update the sharded parameters, or not as they would whole ones.
+
+    ConfigError: some are of before the module was sharded. UnsupportedError: see refuse_to_cut.
+    """
+    refuse_to_cut(optimizers)
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             if stale := [tuple(p.shape) for p in group["params"] if id(p) not in known]:
                 raise ConfigError(
@@ -92,16 +136,31 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
 
 @contextmanager
 def explained(module: nn.Module) -> Iterator[None]:
-    """Around a step: say what torch's error about a sharded parameter among plain tensors means here."""
+    """Around a step, its backward and its update: say what torch's errors about sharded parameters mean here."""
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-        raise UnsupportedError(
-            "a step uses the weights of a block without calling it (block.layer(x), or block.weight), while they are "
-            "sharded: a block's weights are gathered when the block itself is called. Name other blocks, wrap=[...], "
-            f"such that this one is none; wrap=[] gathers all for the whole step. Sharded are: {', '.join(sharded[:5])}"
-            f"{' ...' if sharded[5:] else ''}."
-        ) from error
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise UnsupportedError(_mixed(module)) from error
+        if "requiring a storage size" in str(error):
+            raise UnsupportedError(
+                "backward needs weights of a block that are not gathered any more: it was run through twice (gradients "
+                "of gradients), or the block returns its tensors inside of an object that torch cannot take apart. "
+                "Name other blocks, wrap=[...]; wrap=[] gathers all for the whole step."
+            ) from error
+        if "Sharding propagation failed" in str(error) or "require placement changes" in str(error):
+            raise UnsupportedError(
+                "a step computes something over sharded parameters that torch's DTensor cannot, or an optimizer does. "
+                "Use strategy='ddp_tuned', or another optimizer."
+            ) from error
+        raise
+
+
+def _mixed(module: nn.Module) -> str:
+    sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    return (
+        "a step uses the weights of a block without calling it (block.layer(x), block.weight, a sum over "
+        "self.parameters()), while they are sharded: a block's weights are gathered when the block itself is called. "
+        "Name other blocks, wrap=[...], such that this one is none; wrap=[] gathers all for the whole step. To clip "
+        f"by hand, use self.clip_gradients. Sharded are: {', '.join(sharded[:5])}{' ...' if sharded[5:] else ''}."
+    )

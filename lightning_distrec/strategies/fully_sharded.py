@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec._compat import apply_to_tensors, is_view, send_module_states
+from lightning_distrec.checkpoint.load import placed
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.sharded_copy import let_copy
 
@@ -69,6 +70,8 @@ class Sharding:
         send_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
         module.register_forward_hook(_outputs_of_their_own)  # before fully_shard's, which comes after it then
         self._apply(module, whole, reshard)
+        module.register_forward_hook(_free_after_looking)
+        module.register_load_state_dict_pre_hook(_load_parts)
         let_copy(module, lambda copy, whole_there: self._apply(copy, whole_there, reshard=True), self.device)
 
     def _apply(self, module: nn.Module, whole: set[nn.Parameter], reshard: bool) -> None:
@@ -97,7 +100,24 @@ def _outputs_of_their_own(_: nn.Module, __: Any, outputs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return outputs
-    return apply_to_collection(outputs, Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t)
+    return apply_to_collection(
+        outputs, Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, allow_frozen=True
+    )
+
+
+def _free_after_looking(module: nn.Module, _: Any, __: Any) -> None:
+    """Free what no backward will: weights may change before the next forward. A step frees its module at its end."""
+    if not torch.is_grad_enabled() and not getattr(module, "in_step_of_strategy", False):
+        assert isinstance(module, FSDPModule)
+        module.reshard()
+
+
+def _load_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let load_state_dict take whole tensors, and handles of a checkpoint's, of which this rank reads its part."""
+    free_gathered(module)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[key] = placed(state[key], parameters.get(key[len(prefix) :]))
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:

@@ -1,12 +1,14 @@
 """Blocks that keep no activations for backward, which runs their forward once more instead."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+Place = tuple[nn.Module, str]
 
 
 def recompute(blocks: Iterable[nn.Module]) -> None:
@@ -20,17 +22,34 @@ def recompute(blocks: Iterable[nn.Module]) -> None:
 
 
 def _first_and_again(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _buffers_kept(block)
+    before: dict[Place, Tensor] = {}
+    return _noted(block, before), _with_buffers(before)
 
 
 @contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
-    """Let forward write to copies of the buffers: running means count each batch once."""
-    kept = [(part, name, buffer) for part in block.modules() for name, buffer in part.named_buffers(recurse=False)]
-    for part, name, buffer in kept:
+def _noted(block: nn.Module, before: dict[Place, Tensor]) -> Iterator[None]:
+    """Keep what the buffers that forward writes to were before it: running means, spectral norms."""
+    places = [(part, name) for part in block.modules() for name, _ in part.named_buffers(recurse=False)]
+    now = {place: getattr(*place) for place in places}
+    kept = {place: buffer.clone() for place, buffer in now.items()}
+    try:
+        yield
+    finally:
+        before |= {place: kept[place] for place in places if not _same(getattr(*place), now[place], kept[place])}
+
+
+def _same(buffer: Tensor, then: Tensor, kept: Tensor) -> bool:
+    return buffer is then and buffer.shape == kept.shape and bool((buffer == kept).all())
+
+
+@contextmanager
+def _with_buffers(before: dict[Place, Tensor]) -> Iterator[None]:
+    """Let forward find them as they were, and write to copies: each batch counts once."""
+    now = {place: getattr(*place) for place in before}
+    for (part, name), buffer in before.items():
         setattr(part, name, buffer.clone())
     try:
         yield
     finally:
-        for part, name, buffer in kept:
+        for (part, name), buffer in now.items():
             setattr(part, name, buffer)

@@ -19,11 +19,11 @@ from lightning_distrec._compat import (
     ignore_in_ddp,
     move_optimizers_to_device,
     send_module_states,
+    wrapped_optimizers,
 )
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
-from lightning_distrec.optimizers.mixed_groups import unmixed_groups
 from lightning_distrec.pipeline.even_batches import End, UnevenInputs
 from lightning_distrec.pipeline.fetcher import Handed
 from lightning_distrec.pipeline.look_ahead import Count
@@ -38,6 +38,7 @@ from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.dense_part import follow_parameters
 from lightning_distrec.strategies.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fsdp_refusals import refuse_sharded, refuse_to_cut
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.pipelining import Pipelining
@@ -47,7 +48,7 @@ from lightning_distrec.strategies.precision import (
     agree_on_overflows,
     output_dtype,
 )
-from lightning_distrec.strategies.sharded_module import ShardedModule
+from lightning_distrec.strategies.sharded_module import ShardedModule, as_logged
 from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
@@ -200,6 +201,10 @@ class TorchRecShardedStrategy(RanksTogether):
         assert module is not None
         assert self._consensus is not None
         assert self._of_steps is not None
+        if self._dense is None:
+            refuse_sharded(module, "torchrec_sharded with dense='ddp'")
+        else:
+            self._dense.begin(module)
         self._tables = set_up_tables(
             trainer,
             module,
@@ -263,6 +268,10 @@ class TorchRecShardedStrategy(RanksTogether):
         self.setup_precision_plugin()
         if self._dense is None:
             move_optimizers_to_device(self.optimizers, self.root_device)
+        elif fitting:
+            assert self._consensus is not None
+            optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin has the last word about them
+            self._buffers = self._dense.begin_training(module, optimizers, self._consensus)
 
     def _shard_dense(self, module: LightningModule, tables: TableSetup, dense: ShardedModule, precision: str) -> None:
         """Collective, without the tables in the module. Cut what is left of it."""
@@ -271,8 +280,7 @@ class TorchRecShardedStrategy(RanksTogether):
         dense.set_up(module, precision, self.root_device, self._consensus)
         follow_parameters(tables.optimizers, before, dict(module.named_parameters(remove_duplicate=False)))
         self.model = module
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            self._buffers = dense.begin_training(module, self._consensus)
+        refuse_to_cut(tables.optimizers)
 
     @override
     def exchanged_parameters(self) -> list[nn.Parameter]:
@@ -345,7 +353,8 @@ class TorchRecShardedStrategy(RanksTogether):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         factor = 1.0 if self._tables is None else self._tables.loss_weight.factor()
         loss = closure_loss if factor == 1.0 else closure_loss * factor
-        return super().backward(loss, optimizer, *args, **kwargs)
+        with nullcontext() if self._dense is None else self._dense.backward():
+            return super().backward(loss, optimizer, *args, **kwargs)
 
     @contextmanager
     @override
@@ -354,10 +363,8 @@ class TorchRecShardedStrategy(RanksTogether):
             yield
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._dense is not None:
-            self._dense.after_backward()
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().reduce(as_logged(tensor), *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -367,7 +374,7 @@ class TorchRecShardedStrategy(RanksTogether):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with unmixed_groups(optimizer):
+        with nullcontext() if self._dense is None else self._dense.update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override

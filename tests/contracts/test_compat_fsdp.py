@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -53,7 +54,21 @@ def _on_a_rank() -> dict[str, Any]:
     _compat.drop_state_dict_hooks(high)
     _compat.apply_to_tensors(net, lambda tensor: tensor * 0)
     net(torch.ones(2, 5)).sum().backward()
+    net.set_requires_gradient_sync(False)
+    net(torch.ones(2, 5)).sum().backward()
+    (sharded, gathered), *_ = _compat.gathered_of(net.low)
+    unsent = _compat.whole_of(gathered).grad
+    _compat.forget_unsent(gathered)
+    writes = _compat.writes_to(gathered)
+    net(torch.ones(2, 5))
+    gathering = _compat.writes_to(gathered) - writes
+    with torch.no_grad():
+        _compat.whole_of(gathered).add_(1)
+    _compat.clean_up_after_failure(net)
     return {
+        "gathered": (sharded is net.low.weight, tuple(_compat.whole_of(gathered).shape)),
+        "unsent": (unsent is not None, _compat.whole_of(gathered).grad is None),
+        "writes": (gathering, _compat.writes_to(gathered) - writes),
         "offsets": _compat.offsets_of(cut),
         "local": cut.to_local(),
         "class": plain.__name__,
@@ -108,3 +123,26 @@ def test_tell_device_is_what_a_lightning_module_says() -> None:
     _compat.tell_device(module, torch.device("meta"), "a mesh")
     assert module.device.type == "meta"
     assert module.device_mesh == "a mesh"
+
+
+def test_gathered_of_and_whole_of_are_the_weights_in_both_forms(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["gathered"] == (True, (4, 5))
+
+
+def test_forget_unsent_drops_what_was_added_up_without_an_exchange(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["unsent"] == (True, True)
+
+
+def test_writes_to_counts_writes_and_not_gathering(found: list[dict[str, Any]]) -> None:
+    """Use of clean_up_after_failure: see test_fsdp_traps.py."""
+    for of_rank in found:
+        assert of_rank["writes"] == (0, 1)
+
+
+def test_wrapped_optimizers_are_those_that_manual_optimization_sees() -> None:
+    strategy = SingleDeviceStrategy()
+    strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]
+    (wrapped,) = _compat.wrapped_optimizers(strategy)
+    assert wrapped.optimizer is strategy.optimizers[0]
