@@ -62,6 +62,7 @@ def _on_a_rank() -> dict[str, Any]:
     writes = _compat.writes_to(gathered)
     net(torch.ones(2, 5))
     gathering = _compat.writes_to(gathered) - writes
+    net.low.unshard()
     with torch.no_grad():
         _compat.whole_of(gathered).add_(1)
     _compat.clean_up_after_failure(net)
