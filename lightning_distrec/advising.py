@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.topology import memory_bytes_per_rank
@@ -75,6 +76,7 @@ def advise_on(given: Namespace) -> Advice:
     if not given.config:
         raise ConfigError("advise: no --config is given. Name the YAML that `fit` would be given.")
     memory = None if given.device_memory is None else bytes_of(given.device_memory)
+    hide_upstream_deprecations()
     built = build(given.config, given.meta)
     settings, precision = built.settings, str(built.settings.precision or "32-true")
     precision = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}.get(precision, precision)

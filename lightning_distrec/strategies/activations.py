@@ -44,9 +44,15 @@ def measure_step(module: LightningModule, batch: Any, batch_size: int | None, pr
     if any(parameter.is_meta for parameter in module.parameters()):
         return Sample(batch_size=batch_size, said=("activations are left out: the module is on the meta device",))
     lookups: dict[str, Lookups] = {}
+    examples: list[int] = []
     autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
     try:
-        with _watched_lookups(module, lookups), _kept_bytes(module) as kept, autocast, warnings.catch_warnings():
+        with (
+            _watched_lookups(module, lookups, examples),
+            _kept_bytes(module) as kept,
+            autocast,
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # self.log without a Trainer
             loss = module.training_step(batch, 0)
             loss = loss["loss"] if isinstance(loss, dict) else loss
@@ -59,6 +65,8 @@ def measure_step(module: LightningModule, batch: Any, batch_size: int | None, pr
         return Sample(batch_size=batch_size, lookups=lookups, said=(said,))
     finally:
         module.zero_grad(set_to_none=True)
+    if examples:  # a lookup knows better than the first tensor of a batch
+        batch_size = examples[0]
     return Sample(batch_size=batch_size, activation_bytes=activation_bytes, lookups=lookups)
 
 
@@ -80,12 +88,14 @@ def _kept_bytes(module: nn.Module) -> Iterator[dict[int, int]]:
 
 
 @contextmanager
-def _watched_lookups(module: nn.Module, lookups: dict[str, Lookups]) -> Iterator[None]:
-    """Count what every embedding and collection of the module looks up."""
+def _watched_lookups(module: nn.Module, lookups: dict[str, Lookups], examples: list[int]) -> Iterator[None]:
+    """Count what every embedding and collection of the module looks up, and note for how many examples."""
 
     def watch(path: str) -> Any:
         def count(part: nn.Module, given: tuple[Any, ...], found: Any) -> None:
             told = lookups.setdefault(path, Lookups())
+            if given and hasattr(given[0], "length_per_key"):
+                examples.append(int(given[0].stride()))
             for feature, ids, vectors in _counted(given[0] if given else None, found):
                 told.ids[feature] += ids
                 told.vectors[feature] += vectors

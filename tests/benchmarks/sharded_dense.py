@@ -99,13 +99,12 @@ def _be_quiet() -> None:
 
 
 class _Weighed(pl.Callback):
-    """The most bytes of tensors that this process has in a step, activations included, after each layer's forward."""
+    """The most bytes of tensors that this process has in a step, activations included, after each block's forward."""
 
     def __init__(self, net: nn.Module) -> None:
         self.most = 0
-        for layer in net.modules():
-            if not any(True for _ in layer.children()):
-                layer.register_forward_hook(self._weigh)
+        for block in [*choose_blocks(net, "auto", LEAST), net]:
+            block.register_forward_hook(self._weigh)
 
     def _weigh(self, *_: Any) -> None:
         gc.collect()
