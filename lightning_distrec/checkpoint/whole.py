@@ -50,7 +50,10 @@ def _send_to_first(parted: Parted, boxes: list[list[Box]], rank: int) -> Tensor:
         for offsets, shape in of_owner:
             for first, count in chunks(shape, parted.dtype.itemsize):
                 box = (offsets[0] + first, *offsets[1:]), (count, *shape[1:])
-                rows = mine[offsets, shape][first : first + count].contiguous() if owner == rank else None
+                part = mine[offsets, shape][first : first + count] if owner == rank else None
+                rows = (
+                    None if part is None else part.to(_device()).contiguous()
+                )  # NCCL sends none that wait on the host
                 if rank == 0 and rows is None:
                     rows = torch.empty(box[1], dtype=parted.dtype, device=_device())
                     dist.recv(rows, src=owner)
