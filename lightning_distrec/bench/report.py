@@ -78,6 +78,6 @@ def draw(results: Sequence[Result], file: Path) -> None:
         axes.set_title(title)
         axes.set_xlabel("devices")
         axes.set_xticks(sorted({result.case.devices for result in results}))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     figure.axes[0].legend()
     figure.savefig(file)
