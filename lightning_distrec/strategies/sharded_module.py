@@ -38,7 +38,7 @@ from lightning_distrec.strategies.fsdp_refusals import (
     refuse_offload,
     refuse_types,
 )
-from lightning_distrec.strategies.fully_sharded import Sharding, free_gathered, make_mesh, sharded_parts
+from lightning_distrec.strategies.fully_sharded import Sharding, make_mesh, sharded_parts
 from lightning_distrec.strategies.recompute import recompute
 from lightning_distrec.strategies.sharded_copy import STEPS, gather_for_steps
 from lightning_distrec.strategies.whole_parameters import WholeParameters, kept_whole, say_kept_whole
@@ -51,6 +51,8 @@ class ShardedModule:
         self._options = options
         self._mesh: DeviceMesh | None = None
         self._module: nn.Module | None = None
+        self._parts: list[FSDPModule] = []
+        """What was cut of it, each by itself."""
         self._whole = WholeParameters()
         self._sent: SentBuffers | None = None
         self._sends_buffers = self._sends_gradients = True
@@ -96,7 +98,7 @@ class ShardedModule:
                 "the same options and precision, or build a new module and load a checkpoint into it."
             )
         tell_device(module, device, self.mesh)
-        self._module = module
+        self._module, self._parts = module, sharded_parts(module)
         self._whole = WholeParameters(module)
 
     def _blocks(self, module: nn.Module) -> list[nn.Module]:
@@ -149,16 +151,15 @@ class ShardedModule:
             self.free()
 
     def _writes(self) -> dict[int, int]:
-        assert self._module is not None
-        found = [gathered for part in sharded_parts(self._module) for _, gathered in gathered_of(part)]
+        found = [gathered for part in self._parts for _, gathered in gathered_of(part)]
         return {id(gathered): writes_to(gathered) for gathered in found}
 
     def _refuse_writes(self, before: dict[int, int]) -> None:
         assert self._module is not None
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        for part in sharded_parts(self._module):
+        for part in self._parts:
             for sharded, gathered in gathered_of(part):
                 if writes_to(gathered) != before.get(id(gathered), writes_to(gathered)):
+                    names = {id(parameter): name for name, parameter in self._module.named_parameters()}
                     name = names.get(id(sharded)) or names.get(id(whole_of(gathered)), "a weight")
                     raise UnsupportedError(
                         f"a step has written to '{name}' while it was gathered (an average of weights, max_norm), "
@@ -168,8 +169,8 @@ class ShardedModule:
 
     def free(self) -> None:
         """Free what is gathered, so that the module's parameters are those of the ranks."""
-        if self._module is not None:
-            free_gathered(self._module)
+        for part in self._parts:
+            part.reshard()
 
     @contextmanager
     def update(self, optimizer: Optimizer) -> Iterator[None]:
@@ -199,8 +200,7 @@ class ShardedModule:
 
     def _send_gradients(self, sends: bool) -> None:
         self._sends_gradients = sends
-        assert self._module is not None
-        for part in sharded_parts(self._module):
+        for part in self._parts:
             part.set_requires_gradient_sync(sends, recurse=False)
 
     def end_run(self) -> None:
@@ -212,7 +212,7 @@ class ShardedModule:
 
     def release(self) -> None:
         """Let go of the module, before the process ends."""
-        self._module, self._whole, self._sent = None, WholeParameters(), None
+        self._module, self._parts, self._whole, self._sent = None, [], WholeParameters(), None
 
 
 _cut_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, torch.dtype | None]]" = WeakKeyDictionary()
