@@ -1,14 +1,11 @@
 """`Trainer(strategy="fsdp_tuned")`: the parameters of an unchanged module cut over the ranks, by torch's FSDP2."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec._compat import tell_device, wrapped_optimizers
@@ -18,12 +15,12 @@ from lightning_distrec.strategies.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fsdp_refusals import refuse_optimizers
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.precision import GlobalClipping, MatmulPrecision
-from lightning_distrec.strategies.sharded_module import ShardedModule, as_logged
+from lightning_distrec.strategies.sharded_hooks import ShardedHooks
+from lightning_distrec.strategies.sharded_module import ShardedModule
 from lightning_distrec.strategies.stopping import StopOptions
-from lightning_distrec.strategies.together import RanksTogether
 
 
-class TunedFSDPStrategy(RanksTogether):
+class TunedFSDPStrategy(ShardedHooks):
     """Trains an unchanged LightningModule with parameters, gradients and optimizer state cut over the ranks.
 
     Each rank keeps a part of everything, and gathers a block's parameters while it computes with them: memory per rank
@@ -70,7 +67,7 @@ class TunedFSDPStrategy(RanksTogether):
         timeout_seconds: float = 1800.0,
         watchdog_seconds: float = 30.0,
     ) -> None:
-        self._sharded = ShardedModule(
+        self._sharded: ShardedModule = ShardedModule(
             FSDPOptions(
                 wrap=wrap,
                 min_num_parameters=min_num_parameters,
@@ -133,43 +130,6 @@ class TunedFSDPStrategy(RanksTogether):
     def exchanged_parameters(self) -> list[nn.Parameter]:
         return []  # FSDP2 exchanges the gradients of whatever learns
 
-    @contextmanager
-    @override
-    def around_step(self, args: tuple[Any, ...], has_backward: bool) -> Iterator[None]:
-        with self._sharded.step():
-            yield
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        with self._sharded.without_exchange():
-            yield
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._sharded.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(as_logged(tensor), *args, **kwargs)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        with self._sharded.update(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._sharded.free()
-        return super().lightning_module_state_dict()
-
     @override
     def end_run(self) -> None:
         """Leave the module as it is, where it is: sharded, for the next run."""
@@ -182,8 +142,3 @@ class TunedFSDPStrategy(RanksTogether):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    @override
-    def release(self) -> None:
-        self._sharded.release()
-        super().release()

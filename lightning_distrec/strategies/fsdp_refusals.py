@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.strategies.sparse_gradients import sparse_weights
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "32-true": None,
@@ -93,8 +94,7 @@ def refuse_module(module: nn.Module) -> None:
             f"'{lazy[0]}' has no shape before the first forward (a lazy module). Run one batch through the module "
             "before fit, in configure_model say, or give the layer its size."
         )
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
+    sparse = list(sparse_weights(module).values())
     if sparse:
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which FSDP2 does not add up. Use strategy='torchrec_sharded', which "

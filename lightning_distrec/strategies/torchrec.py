@@ -1,6 +1,6 @@
 """`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -48,14 +48,15 @@ from lightning_distrec.strategies.precision import (
     agree_on_overflows,
     output_dtype,
 )
-from lightning_distrec.strategies.sharded_module import ShardedModule, as_logged
+from lightning_distrec.strategies.sharded_hooks import ShardedHooks
+from lightning_distrec.strategies.sharded_module import ShardedModule
 from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
-from lightning_distrec.strategies.together import RanksTogether, warn
+from lightning_distrec.strategies.together import warn
 
 
-class TorchRecShardedStrategy(RanksTogether):
+class TorchRecShardedStrategy(ShardedHooks):
     """Shards the embedding tables of an unchanged LightningModule; the rest of it trains as under DDP.
 
     Every EmbeddingBagCollection and EmbeddingCollection of the module, and every large nn.Embedding and
@@ -149,7 +150,7 @@ class TorchRecShardedStrategy(RanksTogether):
             raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
         if dense == "ddp" and fsdp is not None:
             raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
-        self._dense = ShardedModule(chosen("fsdp", FSDPOptions, fsdp)) if dense == "fsdp" else None
+        self._sharded = ShardedModule(chosen("fsdp", FSDPOptions, fsdp)) if dense == "fsdp" else None
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, Count] = {}
@@ -186,8 +187,8 @@ class TorchRecShardedStrategy(RanksTogether):
         assert self._consensus is not None
         on_nodes = self._consensus.everyone(self.num_local_ranks)
         self._places = Places(len(on_nodes), max(on_nodes), len(set(on_nodes)) == 1)
-        if self._dense is not None:
-            self._dense.meet(self.root_device, on_nodes, self._waits)
+        if self._sharded is not None:
+            self._sharded.meet(self.root_device, on_nodes, self._waits)
 
     @contextmanager
     @override
@@ -201,10 +202,10 @@ class TorchRecShardedStrategy(RanksTogether):
         assert module is not None
         assert self._consensus is not None
         assert self._of_steps is not None
-        if self._dense is None:
+        if self._sharded is None:
             refuse_sharded(module, "torchrec_sharded with dense='ddp'")
         else:
-            self._dense.begin(module)
+            self._sharded.begin(module)
         self._tables = set_up_tables(
             trainer,
             module,
@@ -214,7 +215,7 @@ class TorchRecShardedStrategy(RanksTogether):
             self._places,
             output_dtype(str(trainer.precision)),
         )
-        if self._tables is None and self._dense is not None:
+        if self._tables is None and self._sharded is not None:
             raise ConfigError(
                 "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "
                 "strategy='fsdp_tuned', which takes the same options, or dense='ddp'."
@@ -251,27 +252,27 @@ class TorchRecShardedStrategy(RanksTogether):
             self.model = self._layer_sync.apply(module)
         with tables.shards.apart():  # tables keep their type and their place
             self.precision_plugin.convert_module(module)
-            if self._dense is None:
+            if self._sharded is None:
                 self.model_to_device()
             else:
-                self._shard_dense(module, tables, self._dense, str(trainer.precision))
+                self._shard_dense(module, tables, self._sharded, str(trainer.precision))
         ignore_in_ddp(module, _names_below(module, tables.shards.sharded))
         if fitting:
             self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
-            if self._dense is None:
+            if self._sharded is None:
                 self._wrap_dense(module, tables)
             self._clipping.put_on(self.precision_plugin, tables.shards.own_parameters, tables.fused_tables)
             tables.undo.append(agree_on_overflows(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, tables.shards, self.lightning_module_state_dict)
-        elif self._dense is None:
+        elif self._sharded is None:
             send_module_states(module, _names_below(module, tables.shards.sharded))
         self.setup_precision_plugin()
-        if self._dense is None:
+        if self._sharded is None:
             move_optimizers_to_device(self.optimizers, self.root_device)
         elif fitting:
             assert self._consensus is not None
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin has the last word about them
-            self._buffers = self._dense.begin_training(module, optimizers, self._consensus)
+            self._buffers = self._sharded.begin_training(module, optimizers, self._consensus)
 
     def _shard_dense(self, module: LightningModule, tables: TableSetup, dense: ShardedModule, precision: str) -> None:
         """Collective, without the tables in the module. Cut what is left of it."""
@@ -284,7 +285,7 @@ class TorchRecShardedStrategy(RanksTogether):
 
     @override
     def exchanged_parameters(self) -> list[nn.Parameter]:
-        if self._dense is not None:
+        if self._sharded is not None:
             return []
         assert self.lightning_module is not None
         shards = (
@@ -331,7 +332,7 @@ class TorchRecShardedStrategy(RanksTogether):
     @override
     def around_step(self, args: tuple[Any, ...], has_backward: bool) -> Iterator[None]:
         with (
-            nullcontext() if self._dense is None else self._dense.step(),
+            super().around_step(args, has_backward),
             nullcontext() if self._pipelining is None or not args else self._pipelining.step(args[0], has_backward),
         ):
             yield
@@ -353,40 +354,12 @@ class TorchRecShardedStrategy(RanksTogether):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         factor = 1.0 if self._tables is None else self._tables.loss_weight.factor()
         loss = closure_loss if factor == 1.0 else closure_loss * factor
-        with nullcontext() if self._dense is None else self._dense.backward():
-            return super().backward(loss, optimizer, *args, **kwargs)
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync() if self._dense is None else self._dense.without_exchange():
-            yield
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(as_logged(tensor), *args, **kwargs)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        with nullcontext() if self._dense is None else self._dense.update(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._dense is not None:
-            self._dense.free()
-        return super().lightning_module_state_dict()
+        return super().backward(loss, optimizer, *args, **kwargs)
 
     @override
     def end_run(self) -> None:
-        if self._dense is not None:
-            self._dense.end_run()
+        if self._sharded is not None:
+            self._sharded.end_run()
         if self._pipelining is not None:
             self._pipelining.release(self._failed)
             self._pipelining = None
@@ -417,8 +390,6 @@ class TorchRecShardedStrategy(RanksTogether):
     @override
     def release(self) -> None:
         self._tables = None
-        if self._dense is not None:
-            self._dense.release()
         super().release()
 
 
