@@ -2,7 +2,6 @@
 
 import csv
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from recipes.next_character.baseline import pairs_log_loss
 from recipes.next_character.data import ManualDataModule, Windows
 from recipes.next_character.model import NextCharacter
 from recipes.next_character.text import NUM_CHARACTERS, OTHER, encode, read_pages, split_pages
-from tests.support.variables import environment
+from tests.support.console import fit_by_console
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,16 +81,7 @@ def test_what_an_argument_cannot_be() -> None:
 @pytest.mark.timeout(300)
 def test_cpu_yaml_learns_more_than_pairs_of_characters_tell(tmp_path: Path) -> None:
     arguments = ["--config", "recipes/next_character/cpu.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"]
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "lightning-distrec"), "fit", *arguments],
-        cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = fit_by_console(*arguments, timeout_seconds=280)
     assert "2 ranks on 1 node" in done.stderr
     folder = tmp_path / "next_character" / "version_0"
     with (folder / "metrics.csv").open(newline="") as rows:

@@ -1,6 +1,5 @@
 """A YAML of recipes/strategies behind a model's YAML puts its strategy in place of the model's, and changes no more."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_distrec.cli import main
-from tests.support.variables import environment
+from tests.support.console import fit_by_console
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAGMENTS = sorted((ROOT / "recipes" / "strategies").glob("*.yaml"))
@@ -97,16 +96,7 @@ def test_a_run_has_the_strategy_of_the_fragment(name: str, tmp_path: Path) -> No
         *("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
         "--trainer.callbacks+=tests.support.telling.TellsStrategy",
     ]
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "lightning-distrec"), "fit", *arguments],
-        cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = fit_by_console(*arguments, timeout_seconds=100)
     assert done.stdout.count(f"trained by {CLASSES[name]}") == 2
     saved = yaml.safe_load((tmp_path / "next_character" / "version_0" / "config.yaml").read_text())
     assert saved["trainer"]["strategy"] == name
