@@ -19,7 +19,7 @@ from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions
-from lightning_distrec.sharding.topology import RESERVED_SHARE
+from lightning_distrec.sharding.topology import RESERVED_SHARE, Places
 
 Plan = dict[str, ParameterSharding]
 """Full name of a table -> how it is cut and which rank holds which shard."""
@@ -67,22 +67,6 @@ def default_types(num_nodes: int) -> tuple[str, ...]:
     """
     types = ("table_wise", "row_wise", "column_wise")
     return types if num_nodes == 1 else (*types, "table_row_wise", "table_column_wise")
-
-
-@dataclass(frozen=True)
-class Places:
-    """How many ranks there are to place tables on."""
-
-    num_ranks: int
-    ranks_on_node: int
-    """How many the node has that has most of them."""
-    alike: bool = True
-    """Whether all nodes have as many."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes, each with as many ranks; one, where they have unequal numbers, which torchrec knows no word for."""
-        return max(1, self.num_ranks // self.ranks_on_node) if self.alike else 1
 
 
 def allowed_types(table: Table, options: TableOptions, places: Places, whole_rows_for: str) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Ranks, nodes and memory, as torchrec's planner wants to know them."""
 
+from dataclasses import dataclass
+
 import torch
 from torchrec.distributed.planner import Topology
 
@@ -9,6 +11,22 @@ from lightning_distrec.machine import host_memory_bytes
 
 RESERVED_SHARE = 0.15
 """Share of each rank's memory that is kept for what is not tables: dense layers, activations, exchanged batches."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """How many ranks there are to place tables on."""
+
+    num_ranks: int
+    ranks_on_node: int
+    """How many the node has that has most of them."""
+    alike: bool = True
+    """Whether all nodes have as many."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, each with as many ranks; one, where they have unequal numbers, which torchrec knows no word for."""
+        return max(1, self.num_ranks // self.ranks_on_node) if self.alike else 1
 
 
 def memory_bytes_per_rank(device: torch.device, ranks_on_node: int, given: int | None) -> int:

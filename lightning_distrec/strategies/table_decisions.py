@@ -16,9 +16,11 @@ from lightning_distrec.optimizers.loss_weight import LossReduction
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
 from lightning_distrec.sharding.ids_check import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.plan import Demand, Places, allowed_types
+from lightning_distrec.sharding.plan import Demand, allowed_types
+from lightning_distrec.sharding.planning_options import PlanningOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import FoundTables, Table, TableOptions, find_tables, options_by_table
+from lightning_distrec.sharding.topology import Places
 from lightning_distrec.strategies.refusals import (
     hooks_without_gradients,
     refuse_what_is_not_exact,
@@ -38,6 +40,7 @@ class TableSettings:
     loss_reduction: LossReduction
     memory_bytes_per_rank: int | None
     batch_size_per_rank: int
+    planning: PlanningOptions
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
-from lightning_distrec.sharding.plan import Places, Plan, make_plan, plan_together
+from lightning_distrec.sharding.plan import Plan, make_plan, plan_together
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
@@ -40,7 +40,7 @@ from lightning_distrec.sharding.shard_tables import (
     sharded_tables_of,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import make_topology, memory_bytes_per_rank
+from lightning_distrec.sharding.topology import Places, make_topology, memory_bytes_per_rank
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
 from lightning_distrec.strategies.thawing import Thawing
 

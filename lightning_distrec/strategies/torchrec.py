@@ -31,10 +31,11 @@ from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
-from lightning_distrec.sharding.plan import Places
+from lightning_distrec.sharding.planning_options import PlanningOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
+from lightning_distrec.sharding.topology import Places
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.dense_part import follow_parameters
 from lightning_distrec.strategies.fsdp_options import FSDPOptions
@@ -89,6 +90,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             over it; "rank_mean": all ranks count alike, as in DDP.
         memory_bytes_per_rank: memory of one rank in bytes, of which tables get 85 %; None measures it.
         batch_size_per_rank: examples per rank and step, for the planner's estimates.
+        planning: see PlanningOptions.
         find_unused_parameters: as DDP's, for dense layers that some steps do not use.
         static_graph: as DDP's, for dense layers that every step uses alike.
         dense: what the layers without tables train as: "ddp", every rank has them; "fsdp": they are cut over the ranks
@@ -122,6 +124,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         loss_reduction: LossReduction = "mean",
         memory_bytes_per_rank: int | None = None,
         batch_size_per_rank: int = 512,
+        planning: PlanningOptions | dict[str, Any] | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         dense: Literal["ddp", "fsdp"] = "ddp",
@@ -145,6 +148,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             loss_reduction=loss_reduction,
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
+            planning=chosen("planning", PlanningOptions, planning),
         )
         if dense not in ("ddp", "fsdp"):
             raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
