@@ -2,25 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ParameterSharding
 
 from lightning_distrec import errors
-from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions
-from lightning_distrec.sharding.topology import RESERVED_SHARE, Places
+from lightning_distrec.sharding.topology import Places
 
+T = TypeVar("T")
 Plan = dict[str, ParameterSharding]
 """Full name of a table -> how it is cut and which rank holds which shard."""
 
@@ -39,6 +37,10 @@ class Demand:
     kept_gradient: bool
     """Whether its gradient is kept and the user's own optimizer updates it, so that it must be in plain memory."""
     options: TableOptions
+    bytes_per_element: float = 0.0
+    """What its update keeps beside each element: a gradient, optimizer state."""
+    bytes_per_row: float = 0.0
+    """What its update keeps beside each row."""
 
 
 class _PooledSharder(EmbeddingBagCollectionSharder):
@@ -131,35 +133,9 @@ def check_sequence_widths(tables: list[Table], demands: Mapping[str, Demand]) ->
             )
 
 
-def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topology, batch_size: int) -> Plan:
-    """Return a place for every table. Runs on one rank; see `plan_together`.
-
-    Raises PlanError: the tables do not fit the topology's memory, with the largest table and the numbers.
-    """
-    check_sequence_widths(tables, demands)
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        constraints=_constraints(tables, demands),
-        storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
-        stats=NoopEmbeddingStats(),
-        debug=False,
-    )
-    tree, index = _tree(tables)
-    try:
-        with torchrec_quiet():
-            found = planner.plan(tree, sharders())
-    except PlannerError as error:
-        raise PlanError(_why_no_plan(tables, topology, batch_size, error)) from error
-    plan: Plan = {}
-    for table in tables:
-        plan[table.full_name] = found.plan[index[table.collection]][table.name]
-    return plan
-
-
-def plan_together(make: Callable[[], Plan]) -> Plan:
-    """Collective. Run `make` on rank 0; every rank returns its plan, or raises its error."""
-    answer: list[Plan | tuple[str, str] | None] = [None]
+def plan_together(make: Callable[[], T]) -> T:
+    """Collective. Run `make` on rank 0; every rank returns what it made, or raises its error."""
+    answer: list[T | tuple[str, str] | None] = [None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -177,20 +153,7 @@ def plan_together(make: Callable[[], Plan]) -> Plan:
     return answer[0]
 
 
-def _tree(tables: list[Table]) -> tuple[nn.Module, dict[str, str]]:
-    """Return a module that holds the tables' collections and nothing else, and each collection's path in it.
-
-    The planner walks a module by itself; the user's may hold torchrec modules that are not to be sharded.
-    """
-    collections = {table.collection: table.module for table in tables}
-    index = {path: f"c{i}" for i, path in enumerate(collections)}
-    tree = nn.Module()
-    for path, module in collections.items():
-        tree.add_module(index[path], module)
-    return tree, index
-
-
-def _constraints(tables: list[Table], demands: Mapping[str, Demand]) -> dict[str, ParameterConstraints]:
+def constraints_of(tables: list[Table], demands: Mapping[str, Demand]) -> dict[str, ParameterConstraints]:
     """torchrec knows a constraint by the table's name alone: tables of one name get what suits them all."""
     constraints: dict[str, ParameterConstraints] = {}
     for table in tables:
@@ -231,19 +194,3 @@ def _kernels(types: list[str], plain_memory: bool) -> list[str]:
     if "data_parallel" in types:
         kernels.append(EmbeddingComputeKernel.DENSE)
     return [kernel.value for kernel in kernels]
-
-
-def _why_no_plan(tables: list[Table], topology: Topology, batch_size: int, error: PlannerError) -> str:
-    largest = max(tables, key=lambda t: t.parameter.numel() * t.parameter.element_size())
-    size = largest.parameter.numel() * largest.parameter.element_size()
-    total = sum(t.parameter.numel() * t.parameter.element_size() for t in tables)
-    storage = topology.devices[0].storage
-    memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
-    usable = int(memory * (1 - RESERVED_SHARE))
-    return (
-        f"the tables do not fit: {len(tables)} tables of {total:,} bytes together, the largest "
-        f"'{largest.full_name}' of {size:,} bytes, on {topology.world_size} ranks with {usable:,} bytes each for "
-        f"tables and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank={memory:,} less "
-        f"{RESERVED_SHARE:.0%}). Use more ranks, allow row_wise cuts, or give more memory. torchrec's planner says: "
-        f"{str(error).strip().splitlines()[0]}"
-    )

@@ -133,7 +133,8 @@ def _demand(table: Table, options: TableOptions, update: TableUpdate, device: to
         options = replace(options, sharding_types=["table_wise"])
     optimizer = type(update.owner.optimizer).__name__ if update.owner else ""
     types = allowed_types(table, options, places, whole_rows_for=optimizer if update.whole_rows else "")
-    return Demand(types, update.kind in ("sparse", "dense"), options)
+    kept_gradient = update.kind in ("sparse", "dense")
+    return Demand(types, kept_gradient, options, update.bytes_per_element, update.bytes_per_row)
 
 
 def _refuse_dense_on_meta(module: LightningModule, found: FoundTables) -> None:

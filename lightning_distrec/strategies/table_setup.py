@@ -31,8 +31,10 @@ from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
-from lightning_distrec.sharding.plan import Plan, make_plan, plan_together
+from lightning_distrec.sharding.plan import Plan, plan_together
+from lightning_distrec.sharding.plan_cost import PlanCost
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
+from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
     refuse_foreign_shards,
@@ -54,6 +56,8 @@ class TableSetup:
     learning_rates: LearningRates
     loss_weight: LossWeight
     replicas: ReplicaCheck
+    cost: PlanCost | None = None
+    """What the plan costs, as the planner reckons it; None where tables are only evaluated as they stand."""
     lookups: list[ShardedLookup] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[Any] = field(default_factory=list)
@@ -153,9 +157,11 @@ def set_up_tables(
         if not look.tables:
             return None
         old_plan = present.plan if present is not None else {}
-        plan = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
+        made = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
-        return _shard(module, look, plan, settings, consensus, device, held, output_dtype)
+        setup = _shard(module, look, made.plan, settings, consensus, device, held, output_dtype)
+        setup.cost = made.cost
+        return setup
     except BaseException:
         if present is not None and present.sharded:
             present.step_in()
@@ -170,24 +176,24 @@ def _plan(
     device: torch.device,
     places: Places,
     output_dtype: torch.dtype | None,
-) -> Plan:
+) -> MadePlan:
     memory = memory_bytes_per_rank(device, places.ranks_on_node, settings.memory_bytes_per_rank)
     on_node = places.ranks_on_node if places.alike else places.num_ranks
     topology = make_topology(device, places.num_ranks, on_node, memory)
     costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
 
-    def planned() -> Plan:
-        plan = _kept_plan(old_plan, look) or make_plan(
-            look.tables, look.demands, topology, settings.batch_size_per_rank
-        )
-        check_memory(bytes_by_rank(look.tables, plan, costs, places.num_ranks), memory)
-        return plan
+    def planned() -> MadePlan:
+        said = (look.demands, topology, settings.batch_size_per_rank)
+        kept = _kept_plan(old_plan, look)
+        made = make_plan(look.tables, *said) if kept is None else MadePlan(kept, cost_of_plan(look.tables, kept, *said))
+        check_memory(bytes_by_rank(look.tables, made.plan, costs, places.num_ranks), memory)
+        return made
 
-    plan = plan_together(planned)
+    made = plan_together(planned)
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
-        totals = bytes_by_rank(look.tables, plan, costs, places.num_ranks)
-        print_plan(look.tables, plan, costs, totals, output_dtype, settings.comms)
-    return plan
+        totals = bytes_by_rank(look.tables, made.plan, costs, places.num_ranks)
+        print_plan(look.tables, made.plan, costs, totals, output_dtype, settings.comms)
+    return made
 
 
 def _refuse_whole_again(present: ShardedTables, module: LightningModule, settings: TableSettings) -> None:

@@ -1,0 +1,115 @@
+"""Sets of tables to plan: drawn from a seed, on the meta device, so that they may be of any size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+
+from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec.sharding.plan import Demand, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.tables import Table, TableOptions, find_tables
+from lightning_distrec.sharding.topology import RESERVED_SHARE, Places
+
+Kind = Literal["uniform", "zipf", "giant", "tiny"]
+KINDS: tuple[Kind, ...] = ("uniform", "zipf", "giant", "tiny")
+
+
+@dataclass(frozen=True)
+class TableSet:
+    """Tables, and where they are to go."""
+
+    tables: list[Table]
+    demands: Mapping[str, Demand]
+    topology: Topology
+    batch_size: int = 512
+
+
+def draw_tables(
+    kind: Kind,
+    num_tables: int,
+    num_ranks: int,
+    ranks_on_node: int,
+    memory_gb: float,
+    seed: int = 0,
+    device: Literal["cuda", "cpu"] = "cuda",
+) -> TableSet:
+    """Return tables of random sizes, dims and pooling factors.
+
+    uniform: 10 thousand to 5 million rows; zipf: 50 million rows over the table's number; giant: one of 200 million
+    beside small ones; tiny: some thousands.
+    """
+    draw = np.random.default_rng(seed)
+    dims = draw.choice([16, 32, 64, 128, 256], size=num_tables)
+    if kind == "zipf":
+        rows = (50e6 / np.arange(1, num_tables + 1) * draw.uniform(0.5, 1.5, num_tables)).astype(int) + 2048
+    else:
+        least, most = {"uniform": (10_000, 5_000_000), "giant": (2048, 1_000_000), "tiny": (2048, 5_000)}[kind]
+        rows = draw.integers(least, most, size=num_tables)
+    if kind == "giant":
+        rows[0] = 200_000_000
+    pooling = np.exp(draw.normal(1.5, 1.2, size=num_tables)).clip(1, 200)
+    sizes = [(int(r), int(d)) for r, d in zip(rows, dims, strict=True)]
+    return table_set(sizes, num_ranks, ranks_on_node, memory_gb, pooling.tolist(), device)
+
+
+def table_set(
+    sizes: list[tuple[int, int]],
+    num_ranks: int,
+    ranks_on_node: int,
+    memory_gb: float,
+    pooling: list[float] | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    options: Mapping[int, TableOptions] | None = None,
+) -> TableSet:
+    """Return tables of these (rows, dim). memory_gb: of a rank, in 10^9 bytes. options: by the table's number."""
+    configs = [
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"])
+        for i, (rows, dim) in enumerate(sizes)
+    ]
+    module = nn.Module()
+    module.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    tables = find_tables(module).tables
+    demands = {}
+    for i, table in enumerate(tables):
+        chosen = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
+        demands[table.full_name] = Demand(
+            allowed_types(table, chosen, Places(num_ranks, ranks_on_node), ""), False, chosen
+        )
+    memory = int(memory_gb * 1e9)
+    on_device = {"hbm_cap": memory, "ddr_cap": 128 * 10**9} if device == "cuda" else {"ddr_cap": memory}
+    with torchrec_quiet():
+        topology = Topology(num_ranks, device, local_world_size=ranks_on_node, **on_device)
+    return TableSet(tables, demands, topology)
+
+
+def default_critical_path(given: TableSet) -> float:
+    """Return the milliseconds of the slowest rank in the plan of torchrec's EmbeddingShardingPlanner."""
+    rated: list[float] = []
+
+    class Watched(NoopPerfModel):
+        def rate(self, plan: list) -> float:  # type: ignore[type-arg]
+            rated.append(super().rate(plan))
+            return rated[-1]
+
+    planner = EmbeddingShardingPlanner(
+        topology=given.topology,
+        batch_size=given.batch_size,
+        constraints=constraints_of(given.tables, given.demands),
+        storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
+        performance_model=Watched(given.topology),
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    tree = nn.Module()
+    tree.ebc = given.tables[0].module
+    with torchrec_quiet():
+        planner.plan(tree, sharders())
+    return min(rated)

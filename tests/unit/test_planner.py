@@ -1,0 +1,214 @@
+"""Plans: torchrec's estimates, a critical path no longer than its own planner's, and proofs where nothing fits."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+
+from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.choices import choices_of
+from lightning_distrec.sharding.placement import Placement, Room
+from lightning_distrec.sharding.plan import constraints_of, sharders
+from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
+from lightning_distrec.sharding.shortage import Shortage, try_all
+from lightning_distrec.sharding.tables import SHARDING_TYPES, TableOptions
+from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
+
+
+def planned(tables: TableSet, seed: int = 0) -> MadePlan:
+    return make_plan(tables.tables, tables.demands, tables.topology, tables.batch_size, seed)
+
+
+def places(made: MadePlan) -> dict[str, tuple[str, str, list[int]]]:
+    return {name: (s.sharding_type, s.compute_kernel, s.ranks) for name, s in made.plan.items()}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_choices_have_the_shards_and_estimates_of_torchrecs_enumerator(device: str) -> None:
+    every = {i: TableOptions(sharding_types=[cut], pooling_factor=3.0) for i, cut in enumerate(SHARDING_TYPES)}
+    sizes = [(10_001, 256), (5_003, 64), (7_777, 512), (1_001, 32), (9_999, 384), (501, 16)]
+    tables = table_set(sizes, 4, 2, 1.0, device=device, options=every)  # type: ignore[arg-type]
+    constraints = constraints_of(tables.tables, tables.demands)
+    tree = nn.Module()
+    tree.ebc = tables.tables[0].module
+    with torchrec_quiet():
+        enumerator = EmbeddingEnumerator(tables.topology, tables.batch_size, constraints)
+        theirs = enumerator.enumerate(tree, sharders())
+    expected = {
+        (o.name, o.sharding_type, o.compute_kernel): [
+            (tuple(s.size), tuple(s.offset), s.perf.total, s.storage.hbm, s.storage.ddr) for s in o.shards
+        ]
+        for o in theirs
+    }
+    ours = {}
+    for table, choices in zip(
+        tables.tables,
+        choices_of(tables.tables, constraints, tables.topology, tables.batch_size, sharders(), {}),
+        strict=True,
+    ):
+        for c in choices:
+            hbm, ddr = (c.device_bytes, c.host_bytes) if device == "cuda" else (c.host_bytes, c.device_bytes)
+            ours[table.name, c.cut, c.kernel] = [
+                (size, offset, pytest.approx(time, rel=1e-12), on_device, on_host)
+                for size, offset, time, on_device, on_host in zip(
+                    c.sizes, c.offsets, c.milliseconds, hbm, ddr, strict=True
+                )
+            ]
+    assert len(expected) >= 6
+    assert ours == expected
+
+
+SMALL = [(kind, *shape) for kind in KINDS for shape in ((6, 2, 2, 16), (8, 4, 2, 24), (12, 8, 4, 12))]
+
+
+@pytest.mark.parametrize("seed", range(len(SMALL)))
+def test_the_critical_path_is_no_longer_than_that_of_torchrecs_planner(seed: int) -> None:
+    kind, num_tables, num_ranks, on_node, memory = SMALL[seed]
+    tables = draw_tables(kind, num_tables, num_ranks, on_node, memory, seed)
+    made = planned(tables)
+    assert made.lower_bound is not None
+    assert made.lower_bound <= made.cost.critical_path * (1 + 1e-9)
+    assert made.cost.critical_path <= default_critical_path(tables) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_keeps_to_the_room_and_costs_what_its_parts_cost(kind: str) -> None:
+    tables = draw_tables(kind, 30, 16, 8, 9 if kind != "tiny" else 0.5, 3)  # type: ignore[arg-type]
+    made = planned(tables)
+    cost = made.cost
+    assert (cost.device_bytes <= cost.device_bytes_usable).all()
+    assert (cost.host_bytes <= cost.host_bytes_usable).all()
+    again = cost_of_plan(tables.tables, made.plan, tables.demands, tables.topology, tables.batch_size)
+    np.testing.assert_allclose(again.milliseconds, cost.milliseconds)
+    np.testing.assert_array_equal(again.device_bytes, cost.device_bytes)
+    np.testing.assert_array_equal(again.host_bytes, cost.host_bytes)
+
+
+def test_row_and_column_blocks_cover_every_table_once() -> None:
+    tables = draw_tables("zipf", 20, 8, 4, 8, 1)
+    made = planned(tables)
+    for table in tables.tables:
+        spec = made.plan[table.full_name].sharding_spec
+        cells = [(*s.shard_offsets, *s.shard_sizes) for s in spec.shards]  # type: ignore[union-attr]
+        assert sum(rows * columns for _, _, rows, columns in cells) == table.parameter.numel()
+        for (r, c, h, w), (r2, c2, h2, w2) in itertools.combinations(cells, 2):
+            assert r + h <= r2 or r2 + h2 <= r or c + w <= c2 or c2 + w2 <= c
+
+
+def test_equal_input_gives_the_same_plan_in_processes_that_hash_otherwise() -> None:
+    program = (
+        "from tests.support.planned_tables import draw_tables\n"
+        "from tests.unit.test_planner import places, planned\n"
+        "print(places(planned(draw_tables('zipf', 12, 8, 4, 12, 5))))\n"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in (1, 2)
+    ]
+    assert said[0] == said[1]
+    assert "table_wise" in said[0] or "row_wise" in said[0]
+
+
+def test_what_the_update_keeps_counts_as_memory() -> None:
+    sizes = [(1_000_000, 64)] * 2  # 256 MB of rows each
+    tables = table_set(sizes, 2, 2, 1.2, device="cpu")
+    assert sorted(ranks for _, _, ranks in places(planned(tables)).values()) == [[0], [1]]
+    heavy = {name: type(d)(("table_wise",), True, d.options, 12.0, 0.0) for name, d in tables.demands.items()}
+    with pytest.raises(PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"):
+        make_plan(tables.tables, heavy, tables.topology, tables.batch_size)
+
+
+def test_a_table_that_fits_nowhere_is_named_with_the_bytes_that_are_missing() -> None:
+    only_whole = {1: TableOptions(sharding_types=["table_wise"])}
+    tables = table_set([(1000, 64), (1_000_000, 64)], 2, 2, 0.2, device="cpu", options=only_whole)
+    with pytest.raises(PlanError) as error:
+        planned(tables)
+    said = re.search(
+        r"table 'ebc.t1' fits on no rank: .* needs ([\d,]+) .* has ([\d,]+): ([\d,]+) too few", str(error.value)
+    )
+    assert said is not None
+    needs, has, missing = (int(number.replace(",", "")) for number in said.groups())
+    assert needs >= 256_000_000
+    assert has == 170_000_000
+    assert missing == needs - has
+    assert "no plan can exist" in str(error.value)
+
+
+def test_tables_that_are_too_large_together_are_proven_to_be() -> None:
+    tables = table_set([(100_000, 64)] * 9, 2, 2, 0.12, device="cpu")  # 9 x 25.6 MB, and 2 x 102 MB
+    with pytest.raises(
+        PlanError, match=r"table 'ebc.t0' is the largest of tables that need .* too few.*no plan can exist"
+    ):
+        planned(tables)
+
+
+def test_tables_that_would_fit_together_but_on_no_rank_are_proven_not_to() -> None:
+    whole = {i: TableOptions(sharding_types=["table_wise"]) for i in range(3)}
+    tables = table_set([(100_000, 64)] * 3, 2, 2, 0.05, device="cpu", options=whole)  # 25.6 MB each, 42.5 MB a rank
+    with pytest.raises(PlanError, match=r"finds no room: all ways to place it.*bytes are missing.*no plan can exist"):
+        planned(tables)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_whether_tables_fit_is_what_trying_everything_says(data: st.DataObject) -> None:
+    num_ranks, on_node = data.draw(st.sampled_from([(2, 2), (3, 3), (4, 2)]))
+    megabytes = data.draw(st.lists(st.integers(2, 12), min_size=1, max_size=4))
+    types = ["table_wise", "row_wise"] + (["table_row_wise"] if on_node < num_ranks else [])
+    options = {
+        i: TableOptions(sharding_types=data.draw(st.lists(st.sampled_from(types), min_size=1, unique=True)))
+        for i in range(len(megabytes))
+    }
+    sizes = [(mb * 4001, 64) for mb in megabytes]
+    tables = table_set(sizes, num_ranks, on_node, data.draw(st.integers(4, 20)) / 1000, device="cpu", options=options)
+    constraints = constraints_of(tables.tables, tables.demands)
+    choices = choices_of(tables.tables, constraints, tables.topology, 8, sharders(), {})
+    room = Room(
+        np.asarray([d.storage.ddr for d in tables.topology.devices]), np.zeros(num_ranks, dtype=np.int64), on_node
+    )
+    found = try_all(choices, room)
+    if isinstance(found, Shortage):
+        assert found.proven
+        assert found.missing_bytes > 0
+    assert isinstance(found, Placement) == _fits_somehow(choices, room)
+
+
+def _fits_somehow(choices: list, room: Room) -> bool:  # type: ignore[type-arg]
+    ways = []
+    for of_table in choices:
+        ways.append([
+            (choice, ranks)
+            for choice in of_table
+            for ranks in {
+                "table_wise": [[rank] for rank in range(room.num_ranks)],
+                "row_wise": [list(range(room.num_ranks))],
+                "table_row_wise": [
+                    list(range(start, start + room.ranks_on_node))
+                    for start in range(0, room.num_ranks, room.ranks_on_node)
+                ],
+            }[choice.cut]
+        ])
+    for way in itertools.product(*ways):
+        used = np.zeros(room.num_ranks)
+        for choice, ranks in way:
+            np.add.at(used, ranks, choice.device_bytes)
+        if (used <= room.device_bytes).all():
+            return True
+    return False
