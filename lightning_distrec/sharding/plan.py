@@ -19,7 +19,7 @@ from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions
-from lightning_distrec.sharding.topology import RESERVED_SHARE, Places
+from lightning_distrec.sharding.topology import Places
 
 Plan = dict[str, ParameterSharding]
 """Full name of a table -> how it is cut and which rank holds which shard."""
@@ -90,7 +90,10 @@ def _why_not(table: Table, cut: str, places: Places, whole_rows_for: str) -> str
     if not table.pooled and cut not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be cut {', '.join(SEQUENCE_TYPES)}"
     if not places.alike and cut in TWO_LEVEL_TYPES:
-        return "the nodes have unequal numbers of ranks; allow table_wise, row_wise or column_wise"
+        return (
+            "the nodes have unequal numbers of ranks, or ranks that do not follow one another; allow table_wise, "
+            "row_wise or column_wise"
+        )
     if whole_rows_for and "column" in cut:
         return (
             f"{whole_rows_for} keeps one number for a row, so that a row must stay whole; allow table_wise or row_wise"
@@ -134,6 +137,7 @@ def check_sequence_widths(tables: list[Table], demands: Mapping[str, Demand]) ->
 def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topology, batch_size: int) -> Plan:
     """Return a place for every table. Runs on one rank; see `plan_together`.
 
+    topology: its memory is what tables and their exchange may take: what is reserved for all else is taken off.
     Raises PlanError: the tables do not fit the topology's memory, with the largest table and the numbers.
     """
     check_sequence_widths(tables, demands)
@@ -141,7 +145,7 @@ def make_plan(tables: list[Table], demands: Mapping[str, Demand], topology: Topo
         topology=topology,
         batch_size=batch_size,
         constraints=_constraints(tables, demands),
-        storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
+        storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=NoopEmbeddingStats(),
         debug=False,
     )
@@ -237,13 +241,12 @@ def _why_no_plan(tables: list[Table], topology: Topology, batch_size: int, error
     largest = max(tables, key=lambda t: t.parameter.numel() * t.parameter.element_size())
     size = largest.parameter.numel() * largest.parameter.element_size()
     total = sum(t.parameter.numel() * t.parameter.element_size() for t in tables)
-    storage = topology.devices[0].storage
-    memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
-    usable = int(memory * (1 - RESERVED_SHARE))
+    on_gpu = topology.compute_device == "cuda"
+    usable = min(device.storage.hbm if on_gpu else device.storage.ddr for device in topology.devices)
     return (
         f"the tables do not fit: {len(tables)} tables of {total:,} bytes together, the largest "
-        f"'{largest.full_name}' of {size:,} bytes, on {topology.world_size} ranks with {usable:,} bytes each for "
-        f"tables and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank={memory:,} less "
-        f"{RESERVED_SHARE:.0%}). Use more ranks, allow row_wise cuts, or give more memory. torchrec's planner says: "
+        f"'{largest.full_name}' of {size:,} bytes, on {topology.world_size} ranks with at least {usable:,} bytes each "
+        f"for tables and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank less "
+        "planning.reserve). Use more ranks, allow row_wise cuts, or give more memory. torchrec's planner says: "
         f"{str(error).strip().splitlines()[0]}"
     )

@@ -40,7 +40,8 @@ from lightning_distrec.sharding.shard_tables import (
     sharded_tables_of,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places, make_topology, memory_bytes_per_rank
+from lightning_distrec.sharding.topology import Places
+from lightning_distrec.strategies.cluster_facts import ClusterFacts, find_facts
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
 from lightning_distrec.strategies.thawing import Thawing
 
@@ -128,12 +129,13 @@ def set_up_tables(
     device: torch.device,
     places: Places,
     output_dtype: torch.dtype | None,
+    cuts_dense: bool = False,
 ) -> TableSetup | None:
     """Collective. Shard the module's tables and return them; None where it has none.
 
     For fit, tables that an earlier run sharded are sharded anew: the optimizers are new, and so is their state. For
     evaluation they stay as they are.
-    output_dtype: the type of looked up rows; None for the kernels' own.
+    output_dtype: the type of looked up rows; None for the kernels' own. cuts_dense: whether the other layers are cut.
     """
     present = sharded_tables_of(module)
     consensus.all_or_none("setup", lambda: refuse_foreign_shards(module))
@@ -153,7 +155,8 @@ def set_up_tables(
         if not look.tables:
             return None
         old_plan = present.plan if present is not None else {}
-        plan = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
+        facts = find_facts(trainer, module, settings, consensus, device, places, cuts_dense)
+        plan = _plan(trainer, look, old_plan, settings, facts, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
         return _shard(module, look, plan, settings, consensus, device, held, output_dtype)
     except BaseException:
@@ -167,26 +170,23 @@ def _plan(
     look: Decisions,
     old_plan: Plan,
     settings: TableSettings,
-    device: torch.device,
-    places: Places,
+    facts: ClusterFacts,
     output_dtype: torch.dtype | None,
 ) -> Plan:
-    memory = memory_bytes_per_rank(device, places.ranks_on_node, settings.memory_bytes_per_rank)
-    on_node = places.ranks_on_node if places.alike else places.num_ranks
-    topology = make_topology(device, places.num_ranks, on_node, memory)
+    num_ranks = facts.topology.world_size
     costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
 
     def planned() -> Plan:
         plan = _kept_plan(old_plan, look) or make_plan(
-            look.tables, look.demands, topology, settings.batch_size_per_rank
+            look.tables, look.demands, facts.topology, settings.batch_size_per_rank
         )
-        check_memory(bytes_by_rank(look.tables, plan, costs, places.num_ranks), memory)
+        check_memory(bytes_by_rank(look.tables, plan, costs, num_ranks), facts.memory, facts.reservation)
         return plan
 
     plan = plan_together(planned)
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
-        totals = bytes_by_rank(look.tables, plan, costs, places.num_ranks)
-        print_plan(look.tables, plan, costs, totals, output_dtype, settings.comms)
+        totals = bytes_by_rank(look.tables, plan, costs, num_ranks)
+        print_plan(look.tables, plan, costs, totals, output_dtype, settings.comms, facts.in_words)
     return plan
 
 

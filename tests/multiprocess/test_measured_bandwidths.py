@@ -1,0 +1,201 @@
+"""Bandwidths that ranks measure: near a plain timing, the same on all, remembered, and told in the start table."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.sharding.bandwidths import NAMES
+from lightning_distrec.sharding.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.topology import Places
+from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
+
+CPU = torch.device("cpu")
+PLAIN_BYTES = 16 * 2**20
+Said = dict[str, tuple[float, str]]
+
+
+def _meet(cache: Path) -> Consensus:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    if not dist.is_initialized():
+        rank, num_ranks = rank_and_num_ranks()
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    return consensus_of_all_ranks(60.0)[0]
+
+
+def _measure(cache: Path, nodes: tuple[int, ...], afresh: bool = False) -> Said:
+    ranks = _meet(cache)
+    found = measured_bandwidths(NAMES, Places.of_nodes(*nodes), CPU, ranks, afresh)
+    return {name: (one.bytes_per_second, one.origin) for name, one in found.items()}
+
+
+def _plain_exchange() -> float:
+    """Return what this rank sends to the others in a second, of the fastest of a few plain all-to-alls."""
+    num_ranks = dist.get_world_size()
+    sent = torch.zeros(PLAIN_BYTES // num_ranks * num_ranks, dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    times = []
+    for _ in range(4):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_to_all_single(received, sent)
+        times.append(time.perf_counter() - began)
+    return sent.numel() / num_ranks * (num_ranks - 1) / sorted(times)[1]
+
+
+def _plain_copy() -> float:
+    source = torch.ones(PLAIN_BYTES * 4, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    began = time.perf_counter()
+    for _ in range(4):
+        target.copy_(source)
+    return 4 * 2 * source.numel() / (time.perf_counter() - began)
+
+
+def _beside_plain_timings(cache: Path) -> tuple[Said, float, float, float]:
+    began = time.perf_counter()
+    found = _measure(cache, (2,))
+    return found, time.perf_counter() - began, _plain_exchange(), _plain_copy()
+
+
+def test_what_is_measured_is_near_a_plain_timing_and_the_same_on_all_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(_beside_plain_timings, 2, tmp_path)
+    found = results[0][0]
+    assert found == results[1][0]
+    assert set(found) == {"intra_node", "host_memory"}, "one node, and no GPU"
+    assert all(origin == "measured" for _, origin in found.values())
+    for name, place in (("intra_node", 2), ("host_memory", 3)):
+        plain = min(result[place] for result in results)
+        assert plain / 3 < found[name][0] < plain * 3, (name, found[name], plain)
+    assert all(seconds < 10 for _, seconds, _, _ in results)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ((1, 1, 1), {"cross_node", "host_memory"}),
+        ((2, 1), {"intra_node", "cross_node", "host_memory"}),
+    ],
+)
+def test_there_is_what_these_nodes_have(tmp_path: Path, nodes: tuple[int, ...], names: set[str]) -> None:
+    results = run_on_ranks(_measure, 3, tmp_path, nodes)
+    assert all(set(result) == names for result in results)
+    assert results[0] == results[1] == results[2]
+
+
+def _measure_again_and_again(cache: Path) -> list[Said]:
+    def edit(change: Any) -> None:
+        if rank_and_num_ranks()[0] == 0:
+            (file,) = (cache / "lightning_distrec").iterdir()
+            content = json.loads(file.read_text())
+            change(content)
+            file.write_text(json.dumps(content))
+
+    def age(content: dict[str, Any]) -> None:
+        content["measured"]["intra_node"] = (12345.0, time.time() - 31 * 24 * 3600)
+        content["measured"]["host_memory"] = (float("nan"), time.time())
+
+    first = _measure(cache, (2,))
+    edit(lambda content: content["measured"].update(intra_node=(12345.0, time.time())))
+    remembered = _measure(cache, (2,))
+    elsewhere = _measure(cache, (1, 1))
+    if rank_and_num_ranks()[0] == 0:
+        for file in (cache / "lightning_distrec").iterdir():
+            if json.loads(json.loads(file.read_text())["cluster"])[1] == [0, 1]:
+                file.unlink()
+    edit(age)
+    old = _measure(cache, (2,))
+    edit(lambda content: content["measured"].update(intra_node=(12345.0, time.time())))
+    afresh = _measure(cache, (2,), True)
+    if rank_and_num_ranks()[0] == 0:
+        (file,) = (cache / "lightning_distrec").iterdir()
+        file.write_text("{ no JSON")
+    return [first, remembered, elsewhere, old, afresh, _measure(cache, (2,))]
+
+
+def test_a_measurement_is_remembered_for_30_days_and_these_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(_measure_again_and_again, 2, tmp_path)
+    assert results[0] == results[1]
+    first, remembered, elsewhere, old, afresh, unreadable = results[0]
+    number, origin = remembered["intra_node"]
+    assert number == 12345.0
+    assert re.fullmatch(r"measured on \d{4}-\d\d-\d\d", origin)
+    assert remembered["host_memory"][0] == first["host_memory"][0]
+    assert elsewhere["cross_node"][1] == "measured"
+    for measured in (old, afresh, unreadable):
+        assert {origin for _, origin in measured.values()} == {"measured"}
+        assert measured["intra_node"][0] > 1e6
+    assert [name.name for name in (tmp_path / "lightning_distrec").iterdir() if name.name.startswith(".")] == []
+
+
+def _measure_without_a_home(cache: Path) -> Said:
+    (cache / "lightning_distrec").mkdir(exist_ok=True)
+    blocked = cache / "file"
+    blocked.write_text("no folder")
+    return _measure(blocked, (2,))
+
+
+def test_where_nothing_can_be_remembered_it_is_measured_all_the_same(tmp_path: Path) -> None:
+    results = run_on_ranks(_measure_without_a_home, 2, tmp_path)
+    assert set(results[0]) == {"intra_node", "host_memory"}
+
+
+def _fit(planning: dict[str, Any], environment: dict[str, str], cache: Path) -> tuple[str, int]:
+    """Return what was printed at the start or raised, and how many steps were taken."""
+    os.environ |= environment | {"XDG_CACHE_HOME": str(cache)}
+    out = io.StringIO()
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
+    trainer = make_trainer({"planning": planning, "memory_bytes_per_rank": 10**9}, max_steps=1)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            trainer.fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", 0
+    return out.getvalue(), len(model.losses)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.partition("Planned with:")[2].split())
+
+
+def test_the_start_table_says_what_was_believed_and_why(tmp_path: Path) -> None:
+    planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
+    texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"}, tmp_path)
+    assert _line(texts[0][0]) == (
+        "953.7 MiB a rank (memory_bytes_per_rank), 95.4 MiB kept (argument); host_memory 7.0 GB/s (argument), "
+        "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH)"
+    )
+    assert "Planned with" not in texts[1][0]
+
+
+def test_measuring_all_of_it_trains_and_says_so(tmp_path: Path) -> None:
+    planning = {"bandwidths": "measure", "reserve": "measure"}
+    (text, steps), _ = run_on_ranks(_fit, 2, planning, {}, tmp_path)
+    assert steps == 1
+    assert re.search(r"KiB and 10% kept \(measured\); host_memory .* GB/s, intra_node .*B/s \(measured\)", _line(text))
+
+
+def test_a_variable_that_is_wrong_is_refused_on_every_rank(tmp_path: Path) -> None:
+    texts = run_on_ranks(_fit, 2, {}, {"STORAGE_RESERVE_PERCENT": "150"}, tmp_path)
+    for text, _ in texts:
+        assert text.startswith(ConfigError.__name__)
+        assert "STORAGE_RESERVE_PERCENT='150': a number from 0 to below 100 is needed" in text
+
+
+def test_where_all_is_kept_every_rank_is_told(tmp_path: Path) -> None:
+    texts = run_on_ranks(_fit, 2, {"reserve": "2GB"}, {}, tmp_path)
+    for text, _ in texts:
+        assert text.startswith("PlanError")
+        assert "nothing is left for tables" in text
