@@ -36,6 +36,8 @@ class ClusterFacts:
 
     topology: Topology
     """With the memory that is left for tables."""
+    devices: tuple[torch.device, ...]
+    """Of each rank, as that rank calls it."""
     memory: RankMemory
     """All of it."""
     memory_origin: str
@@ -72,21 +74,22 @@ def find_facts(
     asked, reservation, mine = consensus.all_or_none(
         "setup", lambda: _look(trainer, module, settings, device, places, consensus.rank, cuts_dense)
     )
-    told = consensus.everyone((asked, reservation, mine))
-    asked, reservation, _ = told[0]
+    told = consensus.everyone((asked, reservation, mine, device))
+    asked, reservation, _, _ = told[0]
     assert asked is not None
     assert reservation is not None
     for variable in asked.bare:
         rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are meant.")
     memory = RankMemory(
-        device_bytes=tuple(device_bytes for _, _, (device_bytes, _) in told),
-        host_bytes=tuple(host_bytes for _, _, (_, host_bytes) in told),
+        device_bytes=tuple(device_bytes for _, _, (device_bytes, _), _ in told),
+        host_bytes=tuple(host_bytes for _, _, (_, host_bytes), _ in told),
     )
     usable = memory.less(reservation)
     measured = measured_bandwidths(asked.wanted, places, device, consensus, asked.afresh)
     bandwidths = asked.with_measured(measured)
     return ClusterFacts(
         topology=make_topology(device, places, usable, bandwidths),
+        devices=tuple(of_rank for _, _, _, of_rank in told),
         memory=memory,
         memory_origin="found" if settings.memory_bytes_per_rank is None else "memory_bytes_per_rank",
         reservation=reservation,

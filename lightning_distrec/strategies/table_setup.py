@@ -31,6 +31,7 @@ from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
+from lightning_distrec.sharding.placements import put_on_devices
 from lightning_distrec.sharding.plan import Plan, make_plan, plan_together
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
 from lightning_distrec.sharding.shard_tables import (
@@ -184,6 +185,7 @@ def _plan(
         return plan
 
     plan = plan_together(planned)
+    put_on_devices(plan, facts.devices)
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
         totals = bytes_by_rank(look.tables, plan, costs, num_ranks)
         print_plan(look.tables, plan, costs, totals, output_dtype, settings.comms, facts.in_words)

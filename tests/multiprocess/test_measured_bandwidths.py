@@ -184,7 +184,10 @@ def test_measuring_all_of_it_trains_and_says_so(tmp_path: Path) -> None:
     planning = {"bandwidths": "measure", "reserve": "measure"}
     (text, steps), _ = run_on_ranks(_fit, 2, planning, {}, tmp_path)
     assert steps == 1
-    assert re.search(r"KiB and 10% kept \(measured\); host_memory .* GB/s, intra_node .*B/s \(measured\)", _line(text))
+    layers = (56 * 16 + 16) * 4
+    kept = f"{2 * layers / 1024:.1f} KiB and 10%"  # SGD keeps parameters and gradients
+    assert f"{kept} kept (measured)" in _line(text)
+    assert re.search(r"host_memory .* GB/s, intra_node .*B/s \(measured\)", _line(text))
 
 
 def test_a_variable_that_is_wrong_is_refused_on_every_rank(tmp_path: Path) -> None:

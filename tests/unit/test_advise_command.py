@@ -95,7 +95,7 @@ def test_without_a_batch_activations_are_left_out_and_it_is_said(run: Run) -> No
     [
         (("--devices", "0"), {}, "--devices 0: must be at least 1."),
         (("--nodes", "-1"), {}, "--nodes -1: must be at least 1."),
-        (("--device-memory", "80QB"), {}, "--device-memory '80QB': a size above 0 is needed, such as 80GB, 24GiB"),
+        (("--device-memory", "80QB"), {}, "--device-memory '80QB': the unit 'QB' is not known; did you mean"),
         ((), {"accelerator": "gpu", "devices": -1}, "there is no GPU here to count. Say how many: --devices 8."),
         ((), {"accelerator": "gpu", "devices": 4}, "there is no GPU here to ask for its memory. Say it: --device-mem"),
     ],

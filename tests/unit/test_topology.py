@@ -10,10 +10,13 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.constants import INTRA_NODE_BANDWIDTH
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.types import EnumerableShardingSpec
 
 from lightning_distrec.machine import cgroup_limits, host_memory_bytes
 from lightning_distrec.sharding.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.plan import sharders
+from lightning_distrec.sharding.placements import put_on_devices
+from lightning_distrec.sharding.plan import Demand, make_plan, sharders
+from lightning_distrec.sharding.tables import TableOptions, find_tables
 from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -100,6 +103,19 @@ def test_unequal_memory_is_told_and_row_wise_cuts_stay_equal(device: torch.devic
 def test_beside_a_gpu_there_is_the_hosts_memory() -> None:
     described = topology(Places.of_nodes(2), GPU)
     assert [(d.storage.hbm, d.storage.ddr) for d in described.devices] == [(10**9, 10**10)] * 2
+
+
+def test_shards_lie_on_the_device_that_their_rank_has() -> None:
+    table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+    root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
+    tables = find_tables(root).tables
+    demands = {"ebc.t": Demand(("row_wise",), False, TableOptions())}
+    plan = make_plan(tables, demands, topology(Places.of_nodes(2, 1), GPU), BATCH)
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
+    put_on_devices(plan, devices)
+    spec = plan["ebc.t"].sharding_spec
+    assert isinstance(spec, EnumerableShardingSpec)
+    assert [(s.placement.rank(), s.placement.device()) for s in spec.shards if s.placement] == [*enumerate(devices)]
 
 
 def write(folder: Path, name: str, text: str) -> None:
