@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import time
@@ -17,13 +18,14 @@ from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_rank
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.bandwidths import NAMES
 from lightning_distrec.sharding.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.plan_report import shards_by_rank
 from lightning_distrec.sharding.topology import Places
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
 CPU = torch.device("cpu")
-PLAIN_BYTES = 16 * 2**20
+PLAIN_BYTES = 64 * 2**20
 Said = dict[str, tuple[float, str]]
 
 
@@ -42,44 +44,42 @@ def _measure(cache: Path, nodes: tuple[int, ...], afresh: bool = False) -> Said:
 
 
 def _plain_exchange() -> float:
-    """Return what this rank sends to the others in a second, of the fastest of a few plain all-to-alls."""
+    """Return what this rank sends to the others in a second of a plain all-to-all."""
     num_ranks = dist.get_world_size()
     sent = torch.zeros(PLAIN_BYTES // num_ranks * num_ranks, dtype=torch.uint8)
     received = torch.empty_like(sent)
-    times = []
-    for _ in range(4):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_to_all_single(received, sent)
-        times.append(time.perf_counter() - began)
-    return sent.numel() / num_ranks * (num_ranks - 1) / sorted(times)[1]
+    dist.all_to_all_single(received, sent)
+    dist.barrier()
+    began = time.perf_counter()
+    dist.all_to_all_single(received, sent)
+    return sent.numel() / num_ranks * (num_ranks - 1) / (time.perf_counter() - began)
 
 
 def _plain_copy() -> float:
-    source = torch.ones(PLAIN_BYTES * 4, dtype=torch.uint8)
+    source = torch.ones(PLAIN_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
     began = time.perf_counter()
-    for _ in range(4):
-        target.copy_(source)
-    return 4 * 2 * source.numel() / (time.perf_counter() - began)
+    target.copy_(source)
+    return 2 * source.numel() / (time.perf_counter() - began)
 
 
-def _beside_plain_timings(cache: Path) -> tuple[Said, float, float, float]:
-    began = time.perf_counter()
+def _beside_plain_timings(cache: Path) -> tuple[Said, list[float], list[float]]:
+    _meet(cache)
+    exchanges, copies = [_plain_exchange() for _ in range(3)], [_plain_copy() for _ in range(3)]
     found = _measure(cache, (2,))
-    return found, time.perf_counter() - began, _plain_exchange(), _plain_copy()
+    return found, exchanges + [_plain_exchange() for _ in range(3)], copies + [_plain_copy() for _ in range(3)]
 
 
-def test_what_is_measured_is_near_a_plain_timing_and_the_same_on_all_ranks(tmp_path: Path) -> None:
+def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks(tmp_path: Path) -> None:
     results = run_on_ranks(_beside_plain_timings, 2, tmp_path)
     found = results[0][0]
     assert found == results[1][0]
     assert set(found) == {"intra_node", "host_memory"}, "one node, and no GPU"
     assert all(origin == "measured" for _, origin in found.values())
-    for name, place in (("intra_node", 2), ("host_memory", 3)):
-        plain = min(result[place] for result in results)
-        assert plain / 3 < found[name][0] < plain * 3, (name, found[name], plain)
-    assert all(seconds < 10 for _, seconds, _, _ in results)
+    for name, place in (("intra_node", 1), ("host_memory", 2)):
+        # A machine that others use too is fast at one moment and slow at another.
+        plain = [number for result in results for number in result[place]]
+        assert min(plain) / 2 < found[name][0] < max(plain) * 2, (name, found[name], plain)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,8 @@ def _fit(planning: dict[str, Any], environment: dict[str, str], cache: Path) -> 
     """Return what was printed at the start or raised, and how many steps were taken."""
     os.environ |= environment | {"XDG_CACHE_HOME": str(cache)}
     out = io.StringIO()
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler := logging.StreamHandler(out))
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
     trainer = make_trainer({"planning": planning, "memory_bytes_per_rank": 10**9}, max_steps=1)
     try:
@@ -163,6 +165,8 @@ def _fit(planning: dict[str, Any], environment: dict[str, str], cache: Path) -> 
             trainer.fit(model, rank_loader(2, rank_and_num_ranks()[0]))
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0
+    finally:
+        logger.removeHandler(handler)
     return out.getvalue(), len(model.losses)
 
 
@@ -173,11 +177,44 @@ def _line(text: str) -> str:
 def test_the_start_table_says_what_was_believed_and_why(tmp_path: Path) -> None:
     planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
     texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"}, tmp_path)
-    assert _line(texts[0][0]) == (
+    assert _line(texts[0][0]).startswith(
         "953.7 MiB a rank (memory_bytes_per_rank), 95.4 MiB kept (argument); host_memory 7.0 GB/s (argument), "
         "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH)"
     )
     assert "Planned with" not in texts[1][0]
+    assert "INTRA_NODE_BANDWIDTH=5000000000 has no unit: bytes per second are meant." in texts[0][0]
+
+
+class NotesRanks(ClickModel):
+    """Keeps which ranks each table was given to."""
+
+    def on_train_start(self) -> None:
+        setup = self.trainer.strategy.table_setup
+        self.ranks = {t.name: sorted(shards_by_rank(t, setup.shards.plan, 2)) for t in setup.shards.tables}
+
+
+def _fit_with_memory(memory_by_rank: tuple[int, int]) -> str:
+    """Return which ranks the tables were given to, or what was raised."""
+    rank = rank_and_num_ranks()[0]
+    model = seeded(NotesRanks, torch.optim.SGD, {"lr": 0.1})
+    options = {"memory_bytes_per_rank": memory_by_rank[rank], "batch_size_per_rank": 1}
+    try:
+        make_trainer(options | {"sharding_types": ["table_wise"]}, max_steps=1).fit(model, rank_loader(2, rank))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ", ".join(f"{name} on {ranks}" for name, ranks in model.ranks.items())
+
+
+@pytest.mark.parametrize("memory", [(3000, 10**6), (10**6, 3000)])
+def test_a_table_goes_to_the_rank_that_has_the_memory(memory: tuple[int, int]) -> None:
+    roomy = memory.index(10**6)
+    for said in run_on_ranks(_fit_with_memory, 2, memory):
+        assert f"wide on [{roomy}]" in said
+
+
+def test_a_value_that_is_wrong_on_one_rank_is_told_on_all() -> None:
+    for said in run_on_ranks(_fit_with_memory, 2, (10**6, -1)):
+        assert re.match("ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", said)
 
 
 def test_measuring_all_of_it_trains_and_says_so(tmp_path: Path) -> None:
