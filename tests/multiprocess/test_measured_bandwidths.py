@@ -185,6 +185,25 @@ def test_the_start_table_says_what_was_believed_and_why(tmp_path: Path) -> None:
     assert "INTRA_NODE_BANDWIDTH=5000000000 has no unit: bytes per second are meant." in texts[0][0]
 
 
+def _fit_twice(cache: Path) -> list[str]:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    model, lines = seeded(ClickModel, torch.optim.Adam, {"lr": 0.1}), []
+    for _ in range(2):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            strategy = {"planning": {"bandwidths": "measure", "reserve": "measure"}, "memory_bytes_per_rank": 10**9}
+            make_trainer(strategy, max_steps=1).fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+        lines.append(_line(out.getvalue()))
+    return lines
+
+
+def test_a_module_that_is_sharded_already_is_weighed_as_before(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_fit_twice, 2, tmp_path)[0]
+    assert f"{16 * (56 * 16 + 16) / 1024:.1f} KiB and 10% kept (measured)" in first  # and two of Adam's state
+    assert second.partition(";")[0] == first.partition(";")[0]
+    assert "(measured on 20" in second
+
+
 class NotesRanks(ClickModel):
     """Keeps which ranks each table was given to."""
 
