@@ -1,6 +1,5 @@
 """The command `advise`: the module and data of a recipe's YAML are built, and no Trainer; nothing is trained."""
 
-import re
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,12 +16,10 @@ from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.topology import memory_bytes_per_rank
+from lightning_distrec.sizes import bytes_of
 from lightning_distrec.strategies.activations import Sample, measure_step
 from lightning_distrec.strategies.advise import Advice, advise
 from lightning_distrec.strategies.reckoning import Job
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class BuildsOnly(LightningCLI):
@@ -75,7 +72,9 @@ def advise_on(given: Namespace) -> Advice:
             raise ConfigError(f"--{name} {given[name]}: must be at least 1.")
     if not given.config:
         raise ConfigError("advise: no --config is given. Name the YAML that `fit` would be given.")
-    memory = None if given.device_memory is None else bytes_of(given.device_memory)
+    memory = given.device_memory
+    if memory is not None:
+        memory = bytes_of(memory, f"--device-memory {memory!r}")
     hide_upstream_deprecations()
     built = build(given.config, given.meta)
     settings, precision = built.settings, str(built.settings.precision or "32-true")
@@ -89,14 +88,6 @@ def advise_on(given: Namespace) -> Advice:
     job = Job(num_ranks=num_nodes * on_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
     sample = Sample(said=("no batch was looked at, as asked",)) if given.no_batch else _look_at_batch(built, precision)
     return advise(built.model, job, settings, device, sample)
-
-
-def bytes_of(text: str) -> int:
-    """Return the bytes of "80GB" (10^9 each), "80GiB" (2^30), "1.5 TB" or a plain number. Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS or not float(found[1]):
-        raise ConfigError(f"--device-memory {text!r}: a size above 0 is needed, such as 80GB, 24GiB or 8000000000.")
-    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def _on_gpu(accelerator: Any) -> bool:

@@ -92,7 +92,10 @@ def _why_not(table: Table, cut: str, places: Places, whole_rows_for: str) -> str
     if not table.pooled and cut not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be cut {', '.join(SEQUENCE_TYPES)}"
     if not places.alike and cut in TWO_LEVEL_TYPES:
-        return "the nodes have unequal numbers of ranks; allow table_wise, row_wise or column_wise"
+        return (
+            "the nodes have unequal numbers of ranks, or ranks that do not follow one another; allow table_wise, "
+            "row_wise or column_wise"
+        )
     if whole_rows_for and "column" in cut:
         return (
             f"{whole_rows_for} keeps one number for a row, so that a row must stay whole; allow table_wise or row_wise"

@@ -12,8 +12,9 @@ from torchrec.modules.embedding_configs import DataType
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.plan import Plan
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.reservation import Reservation
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.topology import RESERVED_SHARE
+from lightning_distrec.sharding.topology import RankMemory
 from lightning_distrec.words import ranks_in_words
 
 NARROWEST_COLUMNS = 150
@@ -62,18 +63,19 @@ def bytes_by_rank(tables: Iterable[Table], plan: Plan, updates: dict[str, Update
     return [round(total) for total in totals]
 
 
-def check_memory(totals: list[int], memory_bytes: int) -> None:
+def check_memory(totals: list[int], memory: RankMemory, reservation: Reservation) -> None:
     """Raise PlanError where a rank would hold more for its tables than it has.
 
     The planner counts the rows only; gradients and state of dense updates come on top.
     """
-    usable = int(memory_bytes * (1 - RESERVED_SHARE))
-    worst = max(range(len(totals)), key=totals.__getitem__)
-    if totals[worst] > usable:
+    usable = memory.less(reservation).device_bytes
+    worst = max(range(len(totals)), key=lambda rank: totals[rank] - usable[rank])
+    if totals[worst] > usable[worst]:
         raise PlanError(
             f"rank {worst} would hold {totals[worst]:,} bytes for its tables (rows, gradients, optimizer state), but "
-            f"has {usable:,} (memory_bytes_per_rank={memory_bytes:,} less {RESERVED_SHARE:.0%}). Use more ranks, or "
-            "an optimizer with a fused update (SGD, Adagrad, RowWiseAdagrad), which keeps no gradient."
+            f"has {usable[worst]:,} (memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
+            f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, Adagrad, "
+            "RowWiseAdagrad), which keeps no gradient."
         )
 
 
@@ -84,11 +86,13 @@ def print_plan(
     totals: list[int],
     output_dtype: torch.dtype | None = None,
     comms: QuantizedComms | None = None,
+    planned_with: str = "",
     console: Console | None = None,
 ) -> None:
     """Print the start table. Call it on one rank.
 
     output_dtype: the type of looked up rows; None for float32. comms: the types in which they travel.
+    planned_with: a line about what the planner went by.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -97,7 +101,7 @@ def print_plan(
     text = TextTable(
         title=_title(totals),
         title_justify="left",
-        caption=_caption(tables, totals, output_dtype) + _travel(comms),
+        caption=_caption(tables, totals, output_dtype) + _travel(comms) + (f"\n{planned_with}" if planned_with else ""),
         caption_justify="left",
     )
     for heading in ("table", "rows x dim", "cut", "on ranks", "largest shard", "update", "why"):

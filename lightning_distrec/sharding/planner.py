@@ -16,7 +16,6 @@ from lightning_distrec.sharding.plan_cost import TIME_PARTS, PlanCost
 from lightning_distrec.sharding.search import search
 from lightning_distrec.sharding.shortage import Shortage, fits_alone, no_choice_fits, too_much_together, try_all
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.topology import RESERVED_SHARE
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ def make_plan(
 ) -> MadePlan:
     """Return a place for every table, so that the slowest rank has little to do. Equal input gives equal plans.
 
+    topology: its memory is what tables and their exchange may take: what is reserved for all else is taken off.
     torchrec's estimators say what each way to cut a table costs; the search is ours, see search.py.
     Raises PlanError: the tables do not fit, with the one that finds no room and the bytes that are missing.
     """
@@ -59,9 +59,8 @@ def make_plan(
 
 
 def room_of(topology: Topology) -> Room:
-    """Return what tables may take of every rank: its memory, less what is reserved on the device."""
-    device, host = capacities(topology)
-    return Room((device * (1 - RESERVED_SHARE)).astype(np.int64), host, topology.local_world_size)
+    """Return what tables may take of every rank."""
+    return Room(*capacities(topology), topology.local_world_size)
 
 
 def cost_of_plan(
@@ -123,14 +122,12 @@ def _as_sharding(choice: Choice, ranks: list[int], topology: Topology) -> Parame
 
 def _why_no_plan(tables: Sequence[Table], shortage: Shortage, topology: Topology, batch_size: int) -> str:
     sizes = [table.parameter.numel() * table.parameter.element_size() for table in tables]
-    storage = topology.devices[0].storage
-    memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
-    usable = int(memory * (1 - RESERVED_SHARE))
+    usable = int(capacities(topology)[0].min())
     found = "no plan can exist" if shortage.proven else "no plan was found, which does not prove that there is none"
     return (
         f"the tables do not fit: table '{tables[shortage.table].full_name}' {shortage.why}. There are {len(tables)} "
-        f"tables of {sum(sizes):,} bytes, and {topology.world_size} ranks with {usable:,} bytes each for tables, what "
-        f"updates them and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank={memory:,} less "
-        f"{RESERVED_SHARE:.0%}): {found}. Use more ranks, allow more ways to cut the table (sharding_types), or give "
+        f"tables of {sum(sizes):,} bytes, and {topology.world_size} ranks with at least {usable:,} bytes each for "
+        f"tables, what updates them and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank less "
+        f"planning.reserve): {found}. Use more ranks, allow more ways to cut the table (sharding_types), or give "
         "more memory."
     )

@@ -1,8 +1,25 @@
 """What may be said about planning: how tables find their ranks."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_distrec.sharding.bandwidths import Bandwidths, check_bandwidths
+from lightning_distrec.sharding.reservation import check_reserve
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
     """How it is decided where tables go."""
+
+    bandwidths: Bandwidths | dict[str, Any] | Literal["measure", "remeasure"] | None = None
+    """How fast bytes move: intra_node, cross_node, device_memory, host_memory, host_to_device, each such as "25GB/s" or
+    "measure". "measure" measures what neither this nor INTRA_NODE_BANDWIDTH and CROSS_NODE_BANDWIDTH say, or takes what
+    was measured here within 30 days; "remeasure" does not. None: those variables, or else torchrec's defaults."""
+
+    reserve: str | None = None
+    """Memory of each rank that is not for tables: a percentage such as "15%", a size such as "4GB", or "measure", which
+    weighs the layers without tables. None: STORAGE_RESERVE_PERCENT, or else 15%."""
+
+    def __post_init__(self) -> None:
+        check_bandwidths(self.bandwidths)
+        check_reserve(self.reserve)

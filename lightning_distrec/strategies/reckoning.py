@@ -81,6 +81,12 @@ def reckon(sizes: ModuleSizes, job: Job, sample: Sample) -> list[Reckoned]:
     return [_finished(row, sizes, sample) for row in found]
 
 
+def dense_memory(sizes: ModuleSizes, job: Job, is_cut: bool) -> dict[str, float]:
+    """Return what the layers without tables take on a rank: as under DDP, or cut as under fsdp_tuned."""
+    memory = _fsdp_memory(sizes.in_no_table, job) if is_cut else _ddp_memory(sizes.in_no_table, job)
+    return _added(memory, {"parameters": float(sizes.buffer_bytes)})
+
+
 def _finished(row: Reckoned, sizes: ModuleSizes, sample: Sample) -> Reckoned:
     refused = next((why for strategy, why in sizes.refused.items() if row.strategy.startswith(strategy)), "")
     if refused:

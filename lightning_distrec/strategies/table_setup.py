@@ -31,6 +31,7 @@ from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
+from lightning_distrec.sharding.placements import put_on_devices
 from lightning_distrec.sharding.plan import Plan, plan_together
 from lightning_distrec.sharding.plan_cost import PlanCost
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
@@ -42,7 +43,8 @@ from lightning_distrec.sharding.shard_tables import (
     sharded_tables_of,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places, make_topology, memory_bytes_per_rank
+from lightning_distrec.sharding.topology import Places
+from lightning_distrec.strategies.cluster_facts import ClusterFacts, find_facts
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
 from lightning_distrec.strategies.thawing import Thawing
 
@@ -132,12 +134,13 @@ def set_up_tables(
     device: torch.device,
     places: Places,
     output_dtype: torch.dtype | None,
+    cuts_dense: bool = False,
 ) -> TableSetup | None:
     """Collective. Shard the module's tables and return them; None where it has none.
 
     For fit, tables that an earlier run sharded are sharded anew: the optimizers are new, and so is their state. For
     evaluation they stay as they are.
-    output_dtype: the type of looked up rows; None for the kernels' own.
+    output_dtype: the type of looked up rows; None for the kernels' own. cuts_dense: whether the other layers are cut.
     """
     present = sharded_tables_of(module)
     consensus.all_or_none("setup", lambda: refuse_foreign_shards(module))
@@ -157,7 +160,8 @@ def set_up_tables(
         if not look.tables:
             return None
         old_plan = present.plan if present is not None else {}
-        made = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
+        facts = find_facts(trainer, module, settings, consensus, device, places, cuts_dense)
+        made = _plan(trainer, look, old_plan, settings, facts, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
         setup = _shard(module, look, made.plan, settings, consensus, device, held, output_dtype)
         setup.cost = made.cost
@@ -173,26 +177,24 @@ def _plan(
     look: Decisions,
     old_plan: Plan,
     settings: TableSettings,
-    device: torch.device,
-    places: Places,
+    facts: ClusterFacts,
     output_dtype: torch.dtype | None,
 ) -> MadePlan:
-    memory = memory_bytes_per_rank(device, places.ranks_on_node, settings.memory_bytes_per_rank)
-    on_node = places.ranks_on_node if places.alike else places.num_ranks
-    topology = make_topology(device, places.num_ranks, on_node, memory)
+    num_ranks = facts.topology.world_size
     costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
 
     def planned() -> MadePlan:
-        said = (look.demands, topology, settings.batch_size_per_rank)
+        said = (look.demands, facts.topology, settings.batch_size_per_rank)
         kept = _kept_plan(old_plan, look)
         made = make_plan(look.tables, *said) if kept is None else MadePlan(kept, cost_of_plan(look.tables, kept, *said))
-        check_memory(bytes_by_rank(look.tables, made.plan, costs, places.num_ranks), memory)
+        check_memory(bytes_by_rank(look.tables, made.plan, costs, num_ranks), facts.memory, facts.reservation)
         return made
 
     made = plan_together(planned)
+    put_on_devices(made.plan, facts.devices)
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
-        totals = bytes_by_rank(look.tables, made.plan, costs, places.num_ranks)
-        print_plan(look.tables, made.plan, costs, totals, output_dtype, settings.comms)
+        totals = bytes_by_rank(look.tables, made.plan, costs, num_ranks)
+        print_plan(look.tables, made.plan, costs, totals, output_dtype, settings.comms, facts.in_words)
     return made
 
 

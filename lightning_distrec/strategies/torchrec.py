@@ -88,9 +88,10 @@ class TorchRecShardedStrategy(ShardedHooks):
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
             ranks are weighted by their number of examples, where lookups tell it (not those of nn.Embedding); "sum"
             over it; "rank_mean": all ranks count alike, as in DDP.
-        memory_bytes_per_rank: memory of one rank in bytes, of which tables get 85 %; None measures it.
+        memory_bytes_per_rank: memory of one rank in bytes, of which tables get what planning.reserve leaves; None
+            measures it.
         batch_size_per_rank: examples per rank and step, for the planner's estimates.
-        planning: see PlanningOptions.
+        planning: bandwidths, reserve: what the planner believes of the machine; see PlanningOptions.
         find_unused_parameters: as DDP's, for dense layers that some steps do not use.
         static_graph: as DDP's, for dense layers that every step uses alike.
         dense: what the layers without tables train as: "ddp", every rank has them; "fsdp": they are cut over the ranks
@@ -158,7 +159,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, Count] = {}
-        self._places = Places(1, 1)
+        self._places = Places.of_nodes(1)
         self._tables: TableSetup | None = None
         self._clipping = GlobalClipping()
         super().__init__(
@@ -189,8 +190,9 @@ class TorchRecShardedStrategy(ShardedHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self._consensus is not None
-        on_nodes = self._consensus.everyone(self.num_local_ranks)
-        self._places = Places(len(on_nodes), max(on_nodes), len(set(on_nodes)) == 1)
+        told = self._consensus.everyone((self.node_rank, self.num_local_ranks))
+        self._places = Places.gathered(told)
+        on_nodes = [here for _, here in told]
         if self._sharded is not None:
             self._sharded.meet(self.root_device, on_nodes, self._waits)
 
@@ -218,6 +220,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             self.root_device,
             self._places,
             output_dtype(str(trainer.precision)),
+            cuts_dense=self._sharded is not None,
         )
         if self._tables is None and self._sharded is not None:
             raise ConfigError(

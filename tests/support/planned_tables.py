@@ -16,7 +16,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.sharding.plan import Demand, allowed_types, constraints_of, sharders
 from lightning_distrec.sharding.tables import Table, TableOptions, find_tables
-from lightning_distrec.sharding.topology import RESERVED_SHARE, Places
+from lightning_distrec.sharding.topology import Places
 
 Kind = Literal["uniform", "zipf", "giant", "tiny"]
 KINDS: tuple[Kind, ...] = ("uniform", "zipf", "giant", "tiny")
@@ -69,7 +69,7 @@ def table_set(
     device: Literal["cuda", "cpu"] = "cuda",
     options: Mapping[int, TableOptions] | None = None,
 ) -> TableSet:
-    """Return tables of these (rows, dim). memory_gb: of a rank, in 10^9 bytes. options: by the table's number."""
+    """Return tables of these (rows, dim). memory_gb: what tables may take of a rank, in 10^9 bytes. options: by the table's number."""
     configs = [
         EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"])
         for i, (rows, dim) in enumerate(sizes)
@@ -77,12 +77,11 @@ def table_set(
     module = nn.Module()
     module.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     tables = find_tables(module).tables
+    places = Places.of_nodes(*[ranks_on_node] * (num_ranks // ranks_on_node))
     demands = {}
     for i, table in enumerate(tables):
         chosen = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
-        demands[table.full_name] = Demand(
-            allowed_types(table, chosen, Places(num_ranks, ranks_on_node), ""), False, chosen
-        )
+        demands[table.full_name] = Demand(allowed_types(table, chosen, places, ""), False, chosen)
     memory = int(memory_gb * 1e9)
     on_device = {"hbm_cap": memory, "ddr_cap": 128 * 10**9} if device == "cuda" else {"ddr_cap": memory}
     with torchrec_quiet():
@@ -103,7 +102,7 @@ def default_critical_path(given: TableSet) -> float:
         topology=given.topology,
         batch_size=given.batch_size,
         constraints=constraints_of(given.tables, given.demands),
-        storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
+        storage_reservation=FixedPercentageStorageReservation(0.0),
         performance_model=Watched(given.topology),
         stats=NoopEmbeddingStats(),
         debug=False,

@@ -1,0 +1,103 @@
+"""How much of a rank's memory is kept for what is not tables: dense layers, activations, exchanged batches."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.sizes import SIZE_UNITS, bytes_of
+from lightning_distrec.words import bytes_in_words
+
+DEFAULT_SHARE = 0.15
+UNSEEN_SHARE = 0.10
+"""What "measure" keeps beside the layers: activations and batches cannot be seen before the first step."""
+MEASURE = "measure"
+VARIABLE = "STORAGE_RESERVE_PERCENT"
+PERCENT = re.compile(r"\s*([-+]?\d+(?:\.\d*)?)\s*%\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """What is kept of each rank's memory."""
+
+    share: float = 0.0
+    fixed_bytes: int = 0
+    """On top of the share."""
+    host_share: float = DEFAULT_SHARE
+    """What is kept of the host's memory of a rank with a GPU."""
+    origin: str
+
+    def bytes_of(self, memory_bytes: int) -> int:
+        """Return how much is kept of so much memory: never more than all of it."""
+        return min(memory_bytes, memory_bytes - int(memory_bytes * (1 - self.share)) + self.fixed_bytes)
+
+    def of_host(self) -> "Reservation":
+        """Return what is kept of a host's memory, beside a GPU's."""
+        return Reservation(share=self.host_share, host_share=self.host_share, origin=self.origin)
+
+    @property
+    def in_words(self) -> str:
+        """What is kept: 15%, 4.0 GiB, 1.2 GiB and 10%."""
+        share = f"{100 * self.share:g}%"
+        if not self.fixed_bytes:
+            return share
+        return bytes_in_words(self.fixed_bytes) + (f" and {share}" if self.share else "")
+
+
+DEFAULT = Reservation(share=DEFAULT_SHARE, origin="default")
+
+
+def check_reserve(given: str | None) -> None:
+    """Raise ConfigError where this can be no reservation."""
+    if given is not None and given != MEASURE:
+        _of_argument(given)
+
+
+def is_measured(given: str | None) -> bool:
+    """Whether the argument asks for the layers to be weighed."""
+    return given == MEASURE
+
+
+def measured_reservation(layers_bytes: int) -> Reservation:
+    """Return what is kept where the layers without tables take so much."""
+    return Reservation(share=UNSEEN_SHARE, fixed_bytes=layers_bytes, host_share=DEFAULT_SHARE, origin="measured")
+
+
+def chosen_reservation(given: str | None, environment: Mapping[str, str]) -> Reservation:
+    """Return what the argument says ("15%", "4GB"), or else STORAGE_RESERVE_PERCENT, or else the default.
+
+    Raises ConfigError: it is not above 0 (the variable may be 0), leaves nothing, or has a unit that is not known.
+    """
+    if given is not None:
+        return _of_argument(given)
+    text = environment.get(VARIABLE, "").strip()
+    if not text:
+        return DEFAULT
+    try:
+        percent = float(text)
+    except ValueError:
+        percent = float("nan")
+    if not 0 <= percent < 100:
+        raise ConfigError(
+            f"the environment's {VARIABLE}={text!r}: a number from 0 to below 100 is needed, the percentage of each "
+            "rank's memory that is not for tables."
+        )
+    return Reservation(share=percent / 100, host_share=percent / 100, origin=f"environment {VARIABLE}")
+
+
+def _of_argument(given: str) -> Reservation:
+    said = f"planning.reserve={given!r}"
+    wanted = "Write a percentage such as '15%', a size such as '4GB', or 'measure'."
+    if not isinstance(given, str):
+        raise ConfigError(f"{said} has no unit. {wanted}")
+    if found := PERCENT.fullmatch(given):
+        percent = float(found[1])
+        if not 0 < percent < 100:
+            raise ConfigError(f"{said}: a percentage above 0 and below 100 is needed, or nothing is left. {wanted}")
+        return Reservation(share=percent / 100, host_share=percent / 100, origin="argument")
+    if given.strip().isalpha():
+        near = did_you_mean(given, (MEASURE, *SIZE_UNITS))
+        raise ConfigError(f"{said} is not known{near} {wanted}")
+    if re.fullmatch(r"[\s\d.]*", given):
+        raise ConfigError(f"{said} has no unit. {wanted}")
+    return Reservation(fixed_bytes=bytes_of(given, said), origin="argument")

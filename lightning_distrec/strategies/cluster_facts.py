@@ -1,0 +1,140 @@
+"""What planning goes by besides tables: ranks, their memory, what is kept of it, and how fast bytes move."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torchrec.distributed.planner import Topology
+
+from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.sharding.bandwidths import Asked, ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.reservation import (
+    Reservation,
+    chosen_reservation,
+    is_measured,
+    measured_reservation,
+)
+from lightning_distrec.sharding.topology import (
+    Places,
+    RankMemory,
+    host_bytes_per_rank,
+    make_topology,
+    memory_bytes_per_rank,
+)
+from lightning_distrec.strategies.module_sizes import measure_module
+from lightning_distrec.strategies.reckoning import Job, dense_memory
+from lightning_distrec.strategies.table_decisions import TableSettings
+from lightning_distrec.words import bytes_in_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFacts:
+    """What the planner is told."""
+
+    topology: Topology
+    """With the memory that is left for tables."""
+    devices: tuple[torch.device, ...]
+    """Of each rank, as that rank calls it."""
+    memory: RankMemory
+    """All of it."""
+    memory_origin: str
+    reservation: Reservation
+    bandwidths: ChosenBandwidths
+    names: tuple[str, ...]
+    """The bandwidths that matter on these ranks."""
+
+    @property
+    def in_words(self) -> str:
+        """One line for the start table: each value and who says so."""
+        least, most = min(self.memory.device_bytes), max(self.memory.device_bytes)
+        to = "" if least == most else f" to {bytes_in_words(most)}"
+        memory = f"{bytes_in_words(least)}{to} a rank ({self.memory_origin})"
+        kept = f"{self.reservation.in_words} kept ({self.reservation.origin})"
+        return f"Planned with: {memory}, {kept}; {self.bandwidths.in_words(self.names)}"
+
+
+def find_facts(
+    trainer: Trainer,
+    module: LightningModule,
+    settings: TableSettings,
+    consensus: Consensus,
+    device: torch.device,
+    places: Places,
+    cuts_dense: bool,
+) -> ClusterFacts:
+    """Collective. Return what the planner is told, on every rank; bandwidths are measured if that was asked for.
+
+    What the environment says is what rank 0's says. cuts_dense: whether layers without tables are cut over the ranks.
+    Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank is not what it must be. PlanError: what is
+    kept leaves no memory for tables.
+    """
+    asked, reservation, mine = consensus.all_or_none(
+        "setup", lambda: _look(trainer, module, settings, device, places, consensus.rank, cuts_dense)
+    )
+    told = consensus.everyone((asked, reservation, mine, device))
+    asked, reservation, _, _ = told[0]
+    assert asked is not None
+    assert reservation is not None
+    for variable in asked.bare:
+        rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are meant.")
+    memory = RankMemory(
+        device_bytes=tuple(device_bytes for _, _, (device_bytes, _), _ in told),
+        host_bytes=tuple(host_bytes for _, _, (_, host_bytes), _ in told),
+    )
+    usable = memory.less(reservation)
+    measured = measured_bandwidths(asked.wanted, places, device, consensus, asked.afresh)
+    bandwidths = asked.with_measured(measured)
+    return ClusterFacts(
+        topology=make_topology(device, places, usable, bandwidths),
+        devices=tuple(of_rank for _, _, _, of_rank in told),
+        memory=memory,
+        memory_origin="found" if settings.memory_bytes_per_rank is None else "memory_bytes_per_rank",
+        reservation=reservation,
+        bandwidths=bandwidths,
+        names=_names(places, device),
+    )
+
+
+def _look(
+    trainer: Trainer,
+    module: LightningModule,
+    settings: TableSettings,
+    device: torch.device,
+    places: Places,
+    rank: int,
+    cuts_dense: bool,
+) -> tuple[Asked | None, Reservation | None, tuple[int, int]]:
+    """Return what rank 0 has to say of bandwidths and the reservation, and what memory this rank has."""
+    here = places.ranks_by_node[places.node_of_rank[rank]]
+    mine = memory_bytes_per_rank(device, here, settings.memory_bytes_per_rank), host_bytes_per_rank(device, here)
+    planning = settings.planning
+    # Weighing runs the user's configure_model on a copy, so every rank does it: it may have collectives.
+    weighed = _weigh(trainer, module, settings, device, places, cuts_dense) if is_measured(planning.reserve) else None
+    if rank:
+        return None, None, mine
+    reservation = weighed or chosen_reservation(planning.reserve, os.environ)
+    return asked_bandwidths(planning.bandwidths, os.environ), reservation, mine
+
+
+def _weigh(
+    trainer: Trainer,
+    module: LightningModule,
+    settings: TableSettings,
+    device: torch.device,
+    places: Places,
+    cuts_dense: bool,
+) -> Reservation:
+    sizes = measure_module(module, trainer, device.type, settings.conversion)
+    job = Job(num_ranks=places.num_ranks, num_nodes=places.num_nodes, memory_bytes=0, precision=str(trainer.precision))
+    return measured_reservation(round(sum(dense_memory(sizes, job, cuts_dense).values())))
+
+
+def _names(places: Places, device: torch.device) -> tuple[str, ...]:
+    """Return the bandwidths by which plans for these ranks differ; torchrec's rest is of no effect."""
+    names = ["host_memory"] if device.type == "cpu" else ["device_memory", "host_to_device"]
+    names += ["intra_node"] if places.ranks_on_node > 1 and places.alike else []
+    names += ["cross_node"] if places.num_nodes > 1 else []
+    return tuple(names)

@@ -1,0 +1,260 @@
+"""Bandwidths that ranks measure: near a plain timing, the same on all, remembered, and told in the start table."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.sharding.bandwidths import NAMES
+from lightning_distrec.sharding.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.plan_report import shards_by_rank
+from lightning_distrec.sharding.topology import Places
+from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
+
+CPU = torch.device("cpu")
+PLAIN_BYTES = 64 * 2**20
+Said = dict[str, tuple[float, str]]
+
+
+def _meet(cache: Path) -> Consensus:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    if not dist.is_initialized():
+        rank, num_ranks = rank_and_num_ranks()
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    return consensus_of_all_ranks(60.0)[0]
+
+
+def _measure(cache: Path, nodes: tuple[int, ...], afresh: bool = False) -> Said:
+    ranks = _meet(cache)
+    found = measured_bandwidths(NAMES, Places.of_nodes(*nodes), CPU, ranks, afresh)
+    return {name: (one.bytes_per_second, one.origin) for name, one in found.items()}
+
+
+def _plain_exchange() -> float:
+    """Return what this rank sends to the others in a second of a plain all-to-all."""
+    num_ranks = dist.get_world_size()
+    sent = torch.zeros(PLAIN_BYTES // num_ranks * num_ranks, dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    dist.barrier()
+    began = time.perf_counter()
+    dist.all_to_all_single(received, sent)
+    return sent.numel() / num_ranks * (num_ranks - 1) / (time.perf_counter() - began)
+
+
+def _plain_copy() -> float:
+    source = torch.ones(PLAIN_BYTES, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    began = time.perf_counter()
+    target.copy_(source)
+    return 2 * source.numel() / (time.perf_counter() - began)
+
+
+def _beside_plain_timings(cache: Path) -> tuple[Said, list[float], list[float]]:
+    _meet(cache)
+    exchanges, copies = [_plain_exchange() for _ in range(3)], [_plain_copy() for _ in range(3)]
+    found = _measure(cache, (2,))
+    return found, exchanges + [_plain_exchange() for _ in range(3)], copies + [_plain_copy() for _ in range(3)]
+
+
+def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(_beside_plain_timings, 2, tmp_path)
+    found = results[0][0]
+    assert found == results[1][0]
+    assert set(found) == {"intra_node", "host_memory"}, "one node, and no GPU"
+    assert all(origin == "measured" for _, origin in found.values())
+    for name, place in (("intra_node", 1), ("host_memory", 2)):
+        # A machine that others use too is fast at one moment and slow at another.
+        plain = [number for result in results for number in result[place]]
+        assert min(plain) / 2 < found[name][0] < max(plain) * 2, (name, found[name], plain)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ((1, 1, 1), {"cross_node", "host_memory"}),
+        ((2, 1), {"intra_node", "cross_node", "host_memory"}),
+    ],
+)
+def test_there_is_what_these_nodes_have(tmp_path: Path, nodes: tuple[int, ...], names: set[str]) -> None:
+    results = run_on_ranks(_measure, 3, tmp_path, nodes)
+    assert all(set(result) == names for result in results)
+    assert results[0] == results[1] == results[2]
+
+
+def _measure_again_and_again(cache: Path) -> list[Said]:
+    def edit(change: Any) -> None:
+        if rank_and_num_ranks()[0] == 0:
+            (file,) = (cache / "lightning_distrec").iterdir()
+            content = json.loads(file.read_text())
+            change(content)
+            file.write_text(json.dumps(content))
+
+    def age(content: dict[str, Any]) -> None:
+        content["measured"]["intra_node"] = (12345.0, time.time() - 31 * 24 * 3600)
+        content["measured"]["host_memory"] = (float("nan"), time.time())
+
+    first = _measure(cache, (2,))
+    edit(lambda content: content["measured"].update(intra_node=(12345.0, time.time())))
+    remembered = _measure(cache, (2,))
+    elsewhere = _measure(cache, (1, 1))
+    if rank_and_num_ranks()[0] == 0:
+        for file in (cache / "lightning_distrec").iterdir():
+            if json.loads(json.loads(file.read_text())["cluster"])[1] == [0, 1]:
+                file.unlink()
+    edit(age)
+    old = _measure(cache, (2,))
+    edit(lambda content: content["measured"].update(intra_node=(12345.0, time.time())))
+    afresh = _measure(cache, (2,), True)
+    if rank_and_num_ranks()[0] == 0:
+        (file,) = (cache / "lightning_distrec").iterdir()
+        file.write_text("{ no JSON")
+    return [first, remembered, elsewhere, old, afresh, _measure(cache, (2,))]
+
+
+def test_a_measurement_is_remembered_for_30_days_and_these_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(_measure_again_and_again, 2, tmp_path)
+    assert results[0] == results[1]
+    first, remembered, elsewhere, old, afresh, unreadable = results[0]
+    number, origin = remembered["intra_node"]
+    assert number == 12345.0
+    assert re.fullmatch(r"measured on \d{4}-\d\d-\d\d", origin)
+    assert remembered["host_memory"][0] == first["host_memory"][0]
+    assert elsewhere["cross_node"][1] == "measured"
+    for measured in (old, afresh, unreadable):
+        assert {origin for _, origin in measured.values()} == {"measured"}
+        assert measured["intra_node"][0] > 1e6
+    assert [name.name for name in (tmp_path / "lightning_distrec").iterdir() if name.name.startswith(".")] == []
+
+
+def _measure_without_a_home(cache: Path) -> Said:
+    (cache / "lightning_distrec").mkdir(exist_ok=True)
+    blocked = cache / "file"
+    blocked.write_text("no folder")
+    return _measure(blocked, (2,))
+
+
+def test_where_nothing_can_be_remembered_it_is_measured_all_the_same(tmp_path: Path) -> None:
+    results = run_on_ranks(_measure_without_a_home, 2, tmp_path)
+    assert set(results[0]) == {"intra_node", "host_memory"}
+
+
+def _fit(planning: dict[str, Any], environment: dict[str, str], cache: Path) -> tuple[str, int]:
+    """Return what was printed at the start or raised, and how many steps were taken."""
+    os.environ |= environment | {"XDG_CACHE_HOME": str(cache)}
+    out = io.StringIO()
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler := logging.StreamHandler(out))
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
+    trainer = make_trainer({"planning": planning, "memory_bytes_per_rank": 10**9}, max_steps=1)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            trainer.fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", 0
+    finally:
+        logger.removeHandler(handler)
+    return out.getvalue(), len(model.losses)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.partition("Planned with:")[2].split())
+
+
+def test_the_start_table_says_what_was_believed_and_why(tmp_path: Path) -> None:
+    planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
+    texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"}, tmp_path)
+    assert _line(texts[0][0]).startswith(
+        "953.7 MiB a rank (memory_bytes_per_rank), 95.4 MiB kept (argument); host_memory 7.0 GB/s (argument), "
+        "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH)"
+    )
+    assert "Planned with" not in texts[1][0]
+    assert "INTRA_NODE_BANDWIDTH=5000000000 has no unit: bytes per second are meant." in texts[0][0]
+
+
+def _fit_twice(cache: Path) -> list[str]:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    model, lines = seeded(ClickModel, torch.optim.Adam, {"lr": 0.1}), []
+    for _ in range(2):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            strategy = {"planning": {"bandwidths": "measure", "reserve": "measure"}, "memory_bytes_per_rank": 10**9}
+            make_trainer(strategy, max_steps=1).fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+        lines.append(_line(out.getvalue()))
+    return lines
+
+
+def test_a_module_that_is_sharded_already_is_weighed_as_before(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_fit_twice, 2, tmp_path)[0]
+    assert f"{16 * (56 * 16 + 16) / 1024:.1f} KiB and 10% kept (measured)" in first  # and two of Adam's state
+    assert second.partition(";")[0] == first.partition(";")[0]
+    assert "(measured on 20" in second
+
+
+class NotesRanks(ClickModel):
+    """Keeps which ranks each table was given to."""
+
+    def on_train_start(self) -> None:
+        setup = self.trainer.strategy.table_setup
+        self.ranks = {t.name: sorted(shards_by_rank(t, setup.shards.plan, 2)) for t in setup.shards.tables}
+
+
+def _fit_with_memory(memory_by_rank: tuple[int, int]) -> str:
+    """Return which ranks the tables were given to, or what was raised."""
+    rank = rank_and_num_ranks()[0]
+    model = seeded(NotesRanks, torch.optim.SGD, {"lr": 0.1})
+    options = {"memory_bytes_per_rank": memory_by_rank[rank], "batch_size_per_rank": 1}
+    try:
+        make_trainer(options | {"sharding_types": ["table_wise"]}, max_steps=1).fit(model, rank_loader(2, rank))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ", ".join(f"{name} on {ranks}" for name, ranks in model.ranks.items())
+
+
+@pytest.mark.parametrize("memory", [(3000, 10**6), (10**6, 3000)])
+def test_a_table_goes_to_the_rank_that_has_the_memory(memory: tuple[int, int]) -> None:
+    roomy = memory.index(10**6)
+    for said in run_on_ranks(_fit_with_memory, 2, memory):
+        assert f"wide on [{roomy}]" in said
+
+
+def test_a_value_that_is_wrong_on_one_rank_is_told_on_all() -> None:
+    for said in run_on_ranks(_fit_with_memory, 2, (10**6, -1)):
+        assert re.match("ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", said)
+
+
+def test_measuring_all_of_it_trains_and_says_so(tmp_path: Path) -> None:
+    planning = {"bandwidths": "measure", "reserve": "measure"}
+    (text, steps), _ = run_on_ranks(_fit, 2, planning, {}, tmp_path)
+    assert steps == 1
+    layers = (56 * 16 + 16) * 4
+    kept = f"{2 * layers / 1024:.1f} KiB and 10%"  # SGD keeps parameters and gradients
+    assert f"{kept} kept (measured)" in _line(text)
+    assert re.search(r"host_memory .* GB/s, intra_node .*B/s \(measured\)", _line(text))
+
+
+def test_a_variable_that_is_wrong_is_refused_on_every_rank(tmp_path: Path) -> None:
+    texts = run_on_ranks(_fit, 2, {}, {"STORAGE_RESERVE_PERCENT": "150"}, tmp_path)
+    for text, _ in texts:
+        assert text.startswith(ConfigError.__name__)
+        assert "STORAGE_RESERVE_PERCENT='150': a number from 0 to below 100 is needed" in text
+
+
+def test_where_all_is_kept_every_rank_is_told(tmp_path: Path) -> None:
+    texts = run_on_ranks(_fit, 2, {"reserve": "2GB"}, {}, tmp_path)
+    for text, _ in texts:
+        assert text.startswith("PlanError")
+        assert "nothing is left for tables" in text

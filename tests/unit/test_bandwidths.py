@@ -1,0 +1,104 @@
+"""Where the planner's bandwidths come from: the argument, the environment, a measurement, torchrec."""
+
+import pytest
+from torchrec.distributed.planner import constants
+
+from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.sharding.bandwidths import (
+    DEFAULTS,
+    NAMES,
+    Bandwidth,
+    Bandwidths,
+    ChosenBandwidths,
+    asked_bandwidths,
+)
+from lightning_distrec.sharding.planning_options import PlanningOptions
+
+ENVIRONMENT = {"INTRA_NODE_BANDWIDTH": "100GB/s", "CROSS_NODE_BANDWIDTH": "12500000000"}
+
+
+def chosen(given: object, environment: dict[str, str] | None = None) -> ChosenBandwidths:
+    """Return what is believed where every measurement says 1 byte per second."""
+    asked = asked_bandwidths(given, environment or {})  # type: ignore[arg-type]
+    return asked.with_measured({name: Bandwidth(bytes_per_second=1.0, origin="measured") for name in asked.wanted})
+
+
+def said(bandwidths: ChosenBandwidths) -> dict[str, tuple[float, str]]:
+    return {name: (one.bytes_per_second, one.origin) for name in NAMES for one in [getattr(bandwidths, name)]}
+
+
+def test_without_a_word_torchrecs_defaults_are_believed_in_bytes_per_second() -> None:
+    found = said(chosen(None))
+    assert found["intra_node"] == (600 * 2**30, "torchrec's default")
+    assert found["cross_node"] == (12.5 * 2**30, "torchrec's default")
+    assert chosen(None).host_memory.bytes_per_millisecond == constants.DDR_MEM_BW
+    assert {name: number for name, (number, _) in found.items()} == DEFAULTS
+
+
+def test_an_argument_stands_above_the_environment_and_that_above_torchrec() -> None:
+    found = said(chosen({"intra_node": "25GB/s"}, ENVIRONMENT))
+    assert found["intra_node"] == (25e9, "argument")
+    assert found["cross_node"] == (12.5e9, "environment CROSS_NODE_BANDWIDTH")
+    assert found["host_memory"][1] == "torchrec's default"
+
+
+def test_a_dict_and_an_object_say_the_same() -> None:
+    given = {"intra_node": "25GB/s", "host_memory": 3e9}
+    assert chosen(given) == chosen(Bandwidths(**given))
+
+
+def test_measure_asks_for_what_neither_argument_nor_environment_says() -> None:
+    asked = asked_bandwidths("measure", ENVIRONMENT)
+    assert asked.wanted == ("device_memory", "host_memory", "host_to_device")
+    assert not asked.afresh
+    assert said(chosen("measure", ENVIRONMENT))["host_memory"] == (1.0, "measured")
+
+
+def test_one_bandwidth_may_be_measured_although_the_environment_says_it() -> None:
+    asked = asked_bandwidths({"cross_node": "measure", "intra_node": "remeasure"}, ENVIRONMENT)
+    assert asked.wanted == ("intra_node", "cross_node")
+    assert asked.afresh
+    assert asked.known == {}
+
+
+def test_what_could_not_be_measured_is_torchrecs() -> None:
+    asked = asked_bandwidths("remeasure", {})
+    assert asked.wanted == NAMES
+    assert said(asked.with_measured({}))["cross_node"][1] == "torchrec's default"
+
+
+def test_a_number_without_a_unit_in_the_environment_is_noted() -> None:
+    assert asked_bandwidths(None, ENVIRONMENT).bare == ("CROSS_NODE_BANDWIDTH",)
+    assert asked_bandwidths(None, {"CROSS_NODE_BANDWIDTH": ""}).bare == ()
+
+
+def test_a_variable_that_is_no_bandwidth_is_told_by_name() -> None:
+    with pytest.raises(ConfigError, match="the environment's CROSS_NODE_BANDWIDTH='25 GBs': the unit 'GBs' is not kno"):
+        asked_bandwidths(None, {"CROSS_NODE_BANDWIDTH": "25 GBs"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"intra_node": "0GB/s"}, "planning.bandwidths.intra_node='0GB/s': A bandwidth above 0 is needed"),
+        ({"host_memory": "25 G/s"}, "planning.bandwidths.host_memory='25 G/s': the unit 'G/s' is not known; did you"),
+        ({"intra": "25GB/s"}, "there is no bandwidth 'intra'; did you mean 'intra_node'"),
+        ("mesure", "planning.bandwidths='mesure' is not known; did you mean 'measure' or 'remeasure'"),
+        (25e9, "planning.bandwidths=25000000000.0: 'measure', 'remeasure' or a dict"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_the_strategy_is_made(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TorchRecShardedStrategy(planning={"bandwidths": given})
+    with pytest.raises(ConfigError, match=message):
+        PlanningOptions(bandwidths=given)  # type: ignore[arg-type]
+
+
+def test_those_of_one_origin_are_said_together() -> None:
+    found = chosen({"intra_node": "25GB/s", "cross_node": "2GB/s"}).in_words((
+        "intra_node",
+        "cross_node",
+        "host_memory",
+    ))
+    assert found == "intra_node 25.0 GB/s, cross_node 2.0 GB/s (argument), host_memory 54.8 GB/s (torchrec's default)"

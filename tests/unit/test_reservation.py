@@ -1,0 +1,81 @@
+"""What of a rank's memory is kept for what is not tables."""
+
+import pytest
+
+from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.sharding.planning_options import PlanningOptions
+from lightning_distrec.sharding.reservation import DEFAULT, chosen_reservation, is_measured, measured_reservation
+from lightning_distrec.sharding.topology import RankMemory
+
+
+def test_without_a_word_it_is_15_percent_as_it_was() -> None:
+    kept = chosen_reservation(None, {})
+    assert kept == DEFAULT
+    assert [memory - kept.bytes_of(memory) for memory in (1000, 11_000, 85_899_345_920)] == [
+        int(memory * (1 - 0.15)) for memory in (1000, 11_000, 85_899_345_920)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "kept_of_1000", "words", "origin"),
+    [
+        ("20%", {}, 200, "20%", "argument"),
+        (" 12.5 % ", {}, 125, "12.5%", "argument"),
+        ("400B", {}, 400, "400 B", "argument"),
+        ("4GB", {}, 1000, "3.7 GiB", "argument"),
+        (None, {"STORAGE_RESERVE_PERCENT": "30"}, 300, "30%", "environment STORAGE_RESERVE_PERCENT"),
+        (None, {"STORAGE_RESERVE_PERCENT": "0"}, 0, "0%", "environment STORAGE_RESERVE_PERCENT"),
+        (None, {"STORAGE_RESERVE_PERCENT": " "}, 150, "15%", "default"),
+        ("20%", {"STORAGE_RESERVE_PERCENT": "30"}, 200, "20%", "argument"),
+    ],
+)
+def test_the_argument_counts_then_the_environment(
+    given: str | None, environment: dict[str, str], kept_of_1000: int, words: str, origin: str
+) -> None:
+    kept = chosen_reservation(given, environment)
+    assert (kept.bytes_of(1000), kept.in_words, kept.origin) == (kept_of_1000, words, origin)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("0%", "planning.reserve='0%': a percentage above 0 and below 100 is needed"),
+        ("-5%", "planning.reserve='-5%': a percentage above 0"),
+        ("100%", "planning.reserve='100%': a percentage above 0 and below 100 is needed, or nothing is left"),
+        ("0GB", "planning.reserve='0GB': A size above 0 is needed"),
+        ("-4GB", "planning.reserve='-4GB': A size above 0 is needed"),
+        ("4GBs", "planning.reserve='4GBs': the unit 'GBs' is not known; did you mean 'GB'"),
+        ("15", "planning.reserve='15' has no unit. Write a percentage such as '15%'"),
+        (15, "planning.reserve=15 has no unit"),
+        ("mesure", "planning.reserve='mesure' is not known; did you mean 'measure'"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PlanningOptions(reserve=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["-1", "100", "many", "nan", "15%"])
+def test_a_variable_that_is_no_percentage_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"STORAGE_RESERVE_PERCENT='{text}': a number from 0 to below 100 is needed"):
+        chosen_reservation(None, {"STORAGE_RESERVE_PERCENT": text})
+
+
+def test_measured_layers_are_kept_and_a_tenth_for_what_cannot_be_seen() -> None:
+    assert is_measured(PlanningOptions(reserve="measure").reserve)
+    kept = measured_reservation(2**30)
+    assert kept.bytes_of(100 * 2**30) == 11 * 2**30
+    assert kept.in_words == "1.0 GiB and 10%"
+
+
+def test_what_is_kept_is_taken_off_every_rank() -> None:
+    memory = RankMemory(device_bytes=(1000, 2000), host_bytes=(4000, 4000))
+    assert memory.less(chosen_reservation("400B", {})).device_bytes == (600, 1600)
+    assert memory.less(chosen_reservation("400B", {})).host_bytes == (3400, 3400)
+    assert memory.less(chosen_reservation("20%", {})) == RankMemory(device_bytes=(800, 1600), host_bytes=(3200, 3200))
+
+
+def test_where_nothing_is_left_the_rank_is_told() -> None:
+    memory = RankMemory(device_bytes=(5000, 3000), host_bytes=(0, 0))
+    with pytest.raises(PlanError, match="3.9 KiB .argument. are kept .* rank 1 has 3,000 bytes: nothing is left"):
+        memory.less(chosen_reservation("4KB", {}))

@@ -1,0 +1,148 @@
+"""What torchrec's planner is told of ranks, nodes and memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.constants import INTRA_NODE_BANDWIDTH
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.types import EnumerableShardingSpec
+
+from lightning_distrec.machine import cgroup_limits, host_memory_bytes
+from lightning_distrec.sharding.bandwidths import ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.placements import put_on_devices
+from lightning_distrec.sharding.plan import Demand, make_plan, sharders
+from lightning_distrec.sharding.tables import TableOptions, find_tables
+from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ROWS, DIM, BATCH = 1000, 16, 512
+
+
+def bandwidths(**given: str) -> ChosenBandwidths:
+    return asked_bandwidths(dict(given), {}).with_measured({})
+
+
+def topology(places: Places, device: torch.device = CPU, memory: tuple[int, ...] = (), **given: str) -> Topology:
+    memory = memory or (10**9,) * places.num_ranks
+    host = (10**10 if device.type == "cuda" else 0,) * places.num_ranks
+    return make_topology(device, places, RankMemory(device_bytes=memory, host_bytes=host), bandwidths(**given))
+
+
+def options(described: Topology, cut: str) -> ShardingOption:
+    """Return torchrec's estimate of one table that is cut in this way."""
+    table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+    root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
+    found = EmbeddingEnumerator(described, batch_size=BATCH).enumerate(root, sharders())
+    return next(o for o in found if o.sharding_type == cut and o.compute_kernel == "fused")
+
+
+def test_nodes_are_told_apart_by_their_numbers() -> None:
+    places = Places.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
+    assert places == Places.of_nodes(2, 2)
+    assert (places.num_ranks, places.num_nodes, places.ranks_on_node, places.alike) == (4, 2, 2, True)
+
+
+def test_unequal_nodes_are_what_they_are() -> None:
+    places = Places.gathered([(3, 3), (3, 3), (3, 3), (5, 1)])
+    assert places.ranks_by_node == (3, 1)
+    assert (places.num_nodes, places.ranks_on_node, places.alike) == (2, 3, False)
+    assert (places.neighbours(0), places.strangers(0), places.neighbours(3)) == ([1, 2], [3], [])
+
+
+def test_ranks_dealt_out_in_turns_are_not_as_torchrec_takes_them_to_be() -> None:
+    places = Places.gathered([(0, 2), (1, 2), (0, 2), (1, 2)])
+    assert (places.ranks_by_node, places.alike, places.neighbours(0)) == ((2, 2), False, [2])
+
+
+def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> None:
+    assert Places.gathered([(0, 2), (0, 2), (0, 1)]) == Places.of_nodes(2, 1)
+
+
+def test_torchrec_counts_bytes_per_millisecond() -> None:
+    # A table on one rank sends each of two ranks a row of 32-bit numbers for each of its examples.
+    row = options(topology(Places.of_nodes(2), intra_node="1GB/s"), "table_wise").shards[0]
+    assert row.perf is not None
+    assert row.perf.fwd_comms == pytest.approx(2 * BATCH * DIM * 4 / 1e9 * 1000)
+    assert INTRA_NODE_BANDWIDTH * 1000 == 600 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("device", "bandwidth", "part"),
+    [(CPU, "host_memory", "fwd_compute"), (GPU, "device_memory", "fwd_compute"), (CPU, "cross_node", "fwd_comms")],
+)
+def test_a_bandwidth_twice_as_high_halves_what_it_is_for(device: torch.device, bandwidth: str, part: str) -> None:
+    places = Places.of_nodes(1, 1)
+    times = [
+        getattr(options(topology(places, device, **{bandwidth: given}), "table_wise").shards[0].perf, part)
+        for given in ("1GB/s", "2GB/s")
+    ]
+    assert times[0] == pytest.approx(2 * times[1])
+
+
+def test_on_unequal_nodes_everything_travels_at_the_speed_between_them() -> None:
+    described = topology(Places.of_nodes(3, 1), intra_node="100GB/s", cross_node="1GB/s")
+    shard = options(described, "table_wise").shards[0]
+    assert shard.perf is not None
+    assert shard.perf.fwd_comms == pytest.approx(4 * BATCH * DIM * 4 / 1e9 * 1000)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_unequal_memory_is_told_and_row_wise_cuts_stay_equal(device: torch.device) -> None:
+    memory = (10**6, 3 * 10**6)
+    described = topology(Places.of_nodes(2), device, memory)
+    storage = [d.storage.hbm if device.type == "cuda" else d.storage.ddr for d in described.devices]
+    assert storage == [*memory]
+    assert [shard.size for shard in options(described, "row_wise").shards] == [[500, DIM], [500, DIM]]
+
+
+def test_beside_a_gpu_there_is_the_hosts_memory() -> None:
+    described = topology(Places.of_nodes(2), GPU)
+    assert [(d.storage.hbm, d.storage.ddr) for d in described.devices] == [(10**9, 10**10)] * 2
+
+
+def test_shards_lie_on_the_device_that_their_rank_has() -> None:
+    table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+    root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
+    tables = find_tables(root).tables
+    demands = {"ebc.t": Demand(("row_wise",), False, TableOptions())}
+    plan = make_plan(tables, demands, topology(Places.of_nodes(2, 1), GPU), BATCH)
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
+    put_on_devices(plan, devices)
+    spec = plan["ebc.t"].sharding_spec
+    assert isinstance(spec, EnumerableShardingSpec)
+    assert [(s.placement.rank(), s.placement.device()) for s in spec.shards if s.placement] == [*enumerate(devices)]
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text + "\n")
+
+
+def test_limits_of_a_cgroup_and_of_those_above_it_all_hold(tmp_path: Path) -> None:
+    write(tmp_path / "a", "memory.max", "3000")
+    write(tmp_path / "a" / "b", "memory.max", "max")
+    write(tmp_path / "a" / "b" / "c", "memory.max", "5000")
+    write(tmp_path / "other", "memory.max", "1")
+    assert sorted(cgroup_limits("0::/a/b/c\n", tmp_path)) == [3000, 5000]
+
+
+def test_limits_of_the_first_version_of_cgroups_hold(tmp_path: Path) -> None:
+    write(tmp_path / "memory", "memory.limit_in_bytes", "9000")
+    write(tmp_path / "memory" / "job", "memory.limit_in_bytes", "7000")
+    write(tmp_path / "cpu" / "job", "memory.limit_in_bytes", "1")
+    assert sorted(cgroup_limits("5:cpu,cpuacct:/job\n4:memory:/job\n", tmp_path)) == [7000, 9000]
+
+
+def test_a_cgroup_that_cannot_be_seen_leaves_the_containers_limit(tmp_path: Path) -> None:
+    write(tmp_path, "memory.max", "8000")
+    for membership in ("0::/../elsewhere\n", "", "nonsense", "0::/gone/too\n"):
+        assert cgroup_limits(membership, tmp_path) == [8000]
+
+
+def test_this_machine_has_some_memory() -> None:
+    assert 2**20 < host_memory_bytes() < 2**60
