@@ -39,6 +39,8 @@ class Demand:
     kept_gradient: bool
     """Whether its gradient is kept and the user's own optimizer updates it, so that it must be in plain memory."""
     options: TableOptions
+    whole_rows_for: str = ""
+    """The optimizer that keeps one number for a row, so that a row must stay on one rank; "" for none."""
 
 
 class _PooledSharder(EmbeddingBagCollectionSharder):

@@ -6,6 +6,7 @@ shard      torchrec's modules take the collections' places, rows travel to their
 connect    param groups, learning rates and the user's calls meet the shards
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
 from lightning_distrec.sharding.plan import Plan, make_plan, plan_together
+from lightning_distrec.sharding.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
@@ -41,6 +43,8 @@ from lightning_distrec.sharding.shard_tables import (
 )
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.sharding.topology import Places, make_topology, memory_bytes_per_rank
+from lightning_distrec.sharding.written_plan import WrittenPlan, ranks_per_node, written_plan
+from lightning_distrec.strategies.plan_files import follow, wanted_plan
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
 from lightning_distrec.strategies.thawing import Thawing
 
@@ -59,6 +63,8 @@ class TableSetup:
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     """What was put on optimizers and plugins for the time of the run."""
+    written_plan: WrittenPlan | None = None
+    """Where the tables are, in plain numbers; None where plans are not saved."""
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
@@ -69,6 +75,10 @@ class TableSetup:
         """Take off what was put on for the time of the run."""
         while self.undo:
             self.undo.pop()()
+
+    def plan_files(self) -> dict[str, bytes]:
+        """Return name -> content of what checkpoints tell of the plan."""
+        return {} if self.written_plan is None else {PLAN_FILE: plan_text(self.written_plan).encode()}
 
     @property
     def fused_tables(self) -> list[str]:
@@ -139,7 +149,9 @@ def set_up_tables(
     consensus.all_or_none("setup", lambda: refuse_foreign_shards(module))
     if present is not None and trainer.state.fn != TrainerFn.FITTING and not find_tables(module).tables:
         updates = {table.full_name: frozen("evaluation only") for table in present.tables}
-        return _look_up(present, updates, settings, consensus, output_dtype)
+        setup = _look_up(present, updates, settings, consensus, output_dtype)
+        setup.written_plan = _written(present, settings, places, device)
+        return setup
     earlier = {} if present is None else present.parameters()
     if present is not None:
         present.step_out()
@@ -155,11 +167,19 @@ def set_up_tables(
         old_plan = present.plan if present is not None else {}
         plan = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
-        return _shard(module, look, plan, settings, consensus, device, held, output_dtype)
+        setup = _shard(module, look, plan, settings, consensus, device, held, output_dtype)
+        setup.written_plan = _written(setup.shards, settings, places, device)
+        return setup
     except BaseException:
         if present is not None and present.sharded:
             present.step_in()
         raise
+
+
+def _written(
+    shards: ShardedTables, settings: TableSettings, places: Places, device: torch.device
+) -> WrittenPlan | None:
+    return written_plan(shards.tables, shards.plan, places, device.type) if settings.planning.save_plan else None
 
 
 def _plan(
@@ -177,9 +197,13 @@ def _plan(
     costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
 
     def planned() -> Plan:
-        plan = _kept_plan(old_plan, look) or make_plan(
-            look.tables, look.demands, topology, settings.batch_size_per_rank
-        )
+        wanted = wanted_plan(settings.planning, os.environ)
+        if wanted is not None:
+            plan = follow(*wanted, look, places, device.type).as_plan(device.type, ranks_per_node(places))
+        else:
+            plan = _kept_plan(old_plan, look) or make_plan(
+                look.tables, look.demands, topology, settings.batch_size_per_rank
+            )
         check_memory(bytes_by_rank(look.tables, plan, costs, places.num_ranks), memory)
         return plan
 
