@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table as TextTable
 
 from lightning_distrec.checkpoint.contents import Contents, num_bytes, read_contents, tensors_of
+from lightning_distrec.checkpoint.save import PLAN_FILE
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.parts import Whole
 from lightning_distrec.words import counted, ranks_in_words
@@ -59,6 +60,8 @@ class Description:
     lightning: str | None = None
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of a table -> its cut, kernel and ranks."""
+    plan_file: bool = False
+    """Whether it holds a plan that later runs can follow."""
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     """Tables first, then the others; the largest first."""
     optimizers: list[OptimizerState] = dataclasses.field(default_factory=list)
@@ -98,6 +101,7 @@ def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> De
         versions=marker.get("versions"),
         lightning=checkpoint.get("pytorch-lightning_version"),
         plan=plan,
+        plan_file=PLAN_FILE in marker.get("files", {}),
         tensors=sorted(tensors, key=lambda tensor: (tensor.cut is None, -tensor.num_bytes, tensor.name)),
         optimizers=[_optimizer_state(state) for state in checkpoint.get("optimizer_states") or []],
     )
@@ -151,6 +155,7 @@ def print_description(found: Description, console: Console, show_all: bool) -> N
         "step": found.step,
         "written by": None if found.num_ranks is None else counted(found.num_ranks, "rank"),
         "with": ", ".join(filter(None, [found.versions, found.lightning and f"lightning {found.lightning}"])) or None,
+        "plan": f"{PLAN_FILE}, for planning={{'plan_file': {found.path!r}}}" if found.plan_file else None,
     }
     for name, value in facts.items():
         if value is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.on_disk import onto_disk, write_file
 
 MARKER = "complete.json"
 FORMAT = 1
@@ -126,14 +127,6 @@ def _marker_text(name: str, marker: dict[str, Any], files: dict[str, int]) -> by
     return json.dumps({"format": FORMAT, "name": name, **marker, "files": files}, indent=1).encode()
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def remove(path: Path) -> None:
     """Remove a checkpoint, a folder, a file or a link; a folder loses its name before it loses its files."""
     if path.is_symlink() or path.is_file():
@@ -209,12 +202,3 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(old, aside)
     os.rename(new, old)
     os.rename(aside, new)
-
-
-def onto_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

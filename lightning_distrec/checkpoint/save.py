@@ -2,27 +2,34 @@
 
 state.pt        what is plain or small: loops, callbacks, schedulers, hyperparameters; names of the tensors
 rank_<r>.pt     what only that rank knows: its random generators, its dataloaders' positions
+plan.json       where tables were, for people and for later runs that want them there; not needed to load it
 __<r>_0.distcp, .metadata    the tensors, by torch.distributed.checkpoint
 complete.json   the marker, written last
 """
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lightning_distrec.checkpoint.folders import Unfinished, clean_up, remove, write_file
+from lightning_distrec.checkpoint.folders import Unfinished, clean_up, remove
 from lightning_distrec.checkpoint.skeleton import large_tensors, take_out, to_bytes
 from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.on_disk import write_file
 from lightning_distrec.parts import Parted
 
 T = TypeVar("T")
 
 STATE_FILE = "state.pt"
+PLAN_FILE = "plan.json"
+"""Name of the file that says where tables were, if they were anywhere."""
+CHECKSUMS = "crc32"
+"""Where the marker has the checksums of files that have none themselves."""
 
 
 def rank_file(rank: int) -> str:
@@ -57,13 +64,21 @@ class Snapshot:
     of_rank: bytes
     tensors: Mapping[str, Parted]
     marker: dict[str, Any]
+    further: Mapping[str, bytes] = field(default_factory=dict)
+    """Name -> content of files that loading does not need; rank 0's."""
 
 
 def take_snapshot(
-    path: Path, checkpoint: Mapping[str, Any], of_rank: Mapping[str, Any], marker: dict[str, Any], ranks: Ranks
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    of_rank: Mapping[str, Any],
+    marker: dict[str, Any],
+    ranks: Ranks,
+    further: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
     """Collective. Return what this rank is to write; tensors share memory with the training.
 
+    further: name -> content of files that loading does not need; those of rank 0 are written.
     Raises CheckpointError on every rank: something in it is no plain type.
     """
     on_ranks = [set(of_rank) for of_rank in ranks.everyone(large_tensors(checkpoint))]
@@ -73,7 +88,10 @@ def take_snapshot(
     state, mine = ranks.all_or_none(
         "saving a checkpoint", lambda: (to_bytes(plain) if ranks.rank == 0 else None, to_bytes(dict(of_rank)))
     )
-    return Snapshot(path, state, mine, tensors, {"num_ranks": ranks.num_ranks, **marker, "tensors": sizes})
+    further = further if further and ranks.rank == 0 else {}
+    checksums = {CHECKSUMS: {name: zlib.crc32(content) for name, content in further.items()}} if further else {}
+    whole_marker = {"num_ranks": ranks.num_ranks, **marker, **checksums, "tensors": sizes}
+    return Snapshot(path, state, mine, tensors, whole_marker, further)
 
 
 def write(snapshot: Snapshot, ranks: Ranks) -> None:
@@ -94,6 +112,8 @@ def write(snapshot: Snapshot, ranks: Ranks) -> None:
         if snapshot.state is not None:
             write_file(folder / STATE_FILE, snapshot.state)
         write_file(folder / rank_file(ranks.rank), snapshot.of_rank)
+        for name, content in snapshot.further.items():
+            write_file(folder / name, content)
 
     def complete() -> None:
         for folder in unfinished:
@@ -152,9 +172,7 @@ class Saver:
         if not self._is_async:
             write(snapshot, self._ranks)
             return
-        on_host = Snapshot(
-            snapshot.path, snapshot.state, snapshot.of_rank, copy_to_host(snapshot.tensors), snapshot.marker
-        )
+        on_host = replace(snapshot, tensors=copy_to_host(snapshot.tensors))
         self.in_flight = snapshot.path
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
         self._thread.start()

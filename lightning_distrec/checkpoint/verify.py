@@ -1,14 +1,18 @@
-"""Whether the bytes of a checkpoint are those that were written: by the checksums that torch.save puts beside tensors.
+"""Whether the bytes of a checkpoint are those that were written: by the checksums that torch.save puts beside tensors,
+and by those that the marker has of files without any.
 
 Loading does not look at them: it reads the parts of tables that a rank needs, and a checksum is over a whole piece.
 """
 
 import io
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_distrec.checkpoint.folders import read_marker
+from lightning_distrec.checkpoint.save import CHECKSUMS
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.errors import CheckpointError
 
@@ -25,7 +29,19 @@ def verify(path: Path, told: Callable[[int], None] = lambda num_bytes: None) -> 
         told(_size(content))
         if not _is_as_written(content):
             changed.append(what)
-    return sorted(set(changed))
+    return sorted({*changed, *_changed_files(path)})
+
+
+def _changed_files(path: Path) -> list[str]:
+    """Return the files of a folder that have no checksums inside, and are not what the marker says."""
+    marker = read_marker(path) if path.is_dir() else {}
+    checksums = marker.get(CHECKSUMS, {})
+    if not isinstance(checksums, dict) or not checksums.keys() <= marker.get("files", {}).keys():
+        raise CheckpointError(f"{path} is damaged: its marker has no checksums of its files, but {checksums!r}.")
+    try:
+        return [name for name, checksum in checksums.items() if zlib.crc32((path / name).read_bytes()) != checksum]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, BinaryIO]]:

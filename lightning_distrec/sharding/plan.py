@@ -41,6 +41,8 @@ class Demand:
     """What its update keeps beside each element: a gradient, optimizer state."""
     bytes_per_row: float = 0.0
     """What its update keeps beside each row."""
+    whole_rows_for: str = ""
+    """The optimizer that keeps one number for a row, so that a row must stay on one rank; "" for none."""
 
 
 class _PooledSharder(EmbeddingBagCollectionSharder):

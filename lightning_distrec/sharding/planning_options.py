@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.bandwidths import Bandwidths, check_bandwidths
 from lightning_distrec.sharding.reservation import check_reserve
 
@@ -20,6 +21,16 @@ class PlanningOptions:
     """Memory of each rank that is not for tables: a percentage such as "15%", a size such as "4GB", or "measure", which
     weighs the layers without tables. None: STORAGE_RESERVE_PERCENT, or else 15%."""
 
+    plan_file: str | None = None
+    """Place tables as this file says, or the one in this checkpoint's folder; it must suit the model and the ranks."""
+
+    save_plan: bool = True
+    """Whether a fit saves its plan as plan.json: in the folder of its logs, and in each distributed checkpoint."""
+
     def __post_init__(self) -> None:
         check_bandwidths(self.bandwidths)
         check_reserve(self.reserve)
+        if self.plan_file is not None and (not isinstance(self.plan_file, str) or not self.plan_file):
+            raise ConfigError(
+                f"plan_file={self.plan_file!r}: a path as a string is needed, or None to let tables be planned."
+            )

@@ -146,7 +146,8 @@ class Checkpointing:
             "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
         }
         path = Path(self._ranks.everyone(str(path))[0])
-        self._saver.save(take_snapshot(path.absolute(), checkpoint, of_rank, marker, self._ranks))
+        further = {} if self._tables is None else self._tables.plan_files()
+        self._saver.save(take_snapshot(path.absolute(), checkpoint, of_rank, marker, self._ranks, further))
         assert self._module is not None
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # nothing comes after it that would wait
             self._saver.finish()

@@ -34,6 +34,7 @@ from lightning_distrec.words import bytes_in_words
 class ClusterFacts:
     """What the planner is told."""
 
+    places: Places
     topology: Topology
     """With the memory that is left for tables."""
     devices: tuple[torch.device, ...]
@@ -88,6 +89,7 @@ def find_facts(
     measured = measured_bandwidths(asked.wanted, places, device, consensus, asked.afresh)
     bandwidths = asked.with_measured(measured)
     return ClusterFacts(
+        places=places,
         topology=make_topology(device, places, usable, bandwidths),
         devices=tuple(of_rank for _, _, _, of_rank in told),
         memory=memory,

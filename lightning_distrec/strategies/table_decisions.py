@@ -132,9 +132,16 @@ def _demand(table: Table, options: TableOptions, update: TableUpdate, device: to
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"])
     optimizer = type(update.owner.optimizer).__name__ if update.owner else ""
-    types = allowed_types(table, options, places, whole_rows_for=optimizer if update.whole_rows else "")
-    kept_gradient = update.kind in ("sparse", "dense")
-    return Demand(types, kept_gradient, options, update.bytes_per_element, update.bytes_per_row)
+    whole_rows_for = optimizer if update.whole_rows else ""
+    types = allowed_types(table, options, places, whole_rows_for)
+    return Demand(
+        types,
+        update.kind in ("sparse", "dense"),
+        options,
+        whole_rows_for=whole_rows_for,
+        bytes_per_element=update.bytes_per_element,
+        bytes_per_row=update.bytes_per_row,
+    )
 
 
 def _refuse_dense_on_meta(module: LightningModule, found: FoundTables) -> None:

@@ -6,6 +6,7 @@ shard      torchrec's modules take the collections' places, rows travel to their
 connect    param groups, learning rates and the user's calls meet the shards
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +35,7 @@ from lightning_distrec.sharding.outgoing import TableUse
 from lightning_distrec.sharding.placements import put_on_devices
 from lightning_distrec.sharding.plan import Plan, plan_together
 from lightning_distrec.sharding.plan_cost import PlanCost
+from lightning_distrec.sharding.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
 from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
 from lightning_distrec.sharding.shard_tables import (
@@ -44,7 +46,9 @@ from lightning_distrec.sharding.shard_tables import (
 )
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.sharding.topology import Places
+from lightning_distrec.sharding.written_plan import WrittenPlan, ranks_per_node, written_plan
 from lightning_distrec.strategies.cluster_facts import ClusterFacts, find_facts
+from lightning_distrec.strategies.plan_files import follow, wanted_plan
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
 from lightning_distrec.strategies.thawing import Thawing
 
@@ -65,6 +69,8 @@ class TableSetup:
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     """What was put on optimizers and plugins for the time of the run."""
+    written_plan: WrittenPlan | None = None
+    """Where the tables are, in plain numbers; None where plans are not saved."""
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
@@ -75,6 +81,10 @@ class TableSetup:
         """Take off what was put on for the time of the run."""
         while self.undo:
             self.undo.pop()()
+
+    def plan_files(self) -> dict[str, bytes]:
+        """Return name -> content of what checkpoints tell of the plan."""
+        return {} if self.written_plan is None else {PLAN_FILE: plan_text(self.written_plan).encode()}
 
     @property
     def fused_tables(self) -> list[str]:
@@ -146,7 +156,9 @@ def set_up_tables(
     consensus.all_or_none("setup", lambda: refuse_foreign_shards(module))
     if present is not None and trainer.state.fn != TrainerFn.FITTING and not find_tables(module).tables:
         updates = {table.full_name: frozen("evaluation only") for table in present.tables}
-        return _look_up(present, updates, settings, consensus, output_dtype)
+        setup = _look_up(present, updates, settings, consensus, output_dtype)
+        setup.written_plan = _written(present, settings, places, device)
+        return setup
     earlier = {} if present is None else present.parameters()
     if present is not None:
         present.step_out()
@@ -165,11 +177,18 @@ def set_up_tables(
         held = present.hand_over(look.tables) if present is not None else {}
         setup = _shard(module, look, made.plan, settings, consensus, device, held, output_dtype)
         setup.cost = made.cost
+        setup.written_plan = _written(setup.shards, settings, places, device)
         return setup
     except BaseException:
         if present is not None and present.sharded:
             present.step_in()
         raise
+
+
+def _written(
+    shards: ShardedTables, settings: TableSettings, places: Places, device: torch.device
+) -> WrittenPlan | None:
+    return written_plan(shards.tables, shards.plan, places, device.type) if settings.planning.save_plan else None
 
 
 def _plan(
@@ -185,8 +204,12 @@ def _plan(
 
     def planned() -> MadePlan:
         said = (look.demands, facts.topology, settings.batch_size_per_rank)
-        kept = _kept_plan(old_plan, look)
-        made = make_plan(look.tables, *said) if kept is None else MadePlan(kept, cost_of_plan(look.tables, kept, *said))
+        wanted = wanted_plan(settings.planning, os.environ)
+        plan = _kept_plan(old_plan, look) if wanted is None else None
+        if wanted is not None:
+            device = facts.topology.compute_device
+            plan = follow(*wanted, look, facts.places, device).as_plan(device, ranks_per_node(facts.places))
+        made = make_plan(look.tables, *said) if plan is None else MadePlan(plan, cost_of_plan(look.tables, plan, *said))
         check_memory(bytes_by_rank(look.tables, made.plan, costs, num_ranks), facts.memory, facts.reservation)
         return made
 

@@ -43,6 +43,7 @@ from lightning_distrec.strategies.fsdp_refusals import refuse_sharded, refuse_to
 from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.pipelining import Pipelining
+from lightning_distrec.strategies.plan_files import save_beside_logs
 from lightning_distrec.strategies.precision import (
     GlobalClipping,
     MatmulPrecision,
@@ -91,7 +92,8 @@ class TorchRecShardedStrategy(ShardedHooks):
         memory_bytes_per_rank: memory of one rank in bytes, of which tables get what planning.reserve leaves; None
             measures it.
         batch_size_per_rank: examples per rank and step, for the planner's estimates.
-        planning: bandwidths, reserve: what the planner believes of the machine; see PlanningOptions.
+        planning: bandwidths, reserve, plan_file, save_plan: where tables go, and what is believed of the machine; see
+            PlanningOptions.
         find_unused_parameters: as DDP's, for dense layers that some steps do not use.
         static_graph: as DDP's, for dense layers that every step uses alike.
         dense: what the layers without tables train as: "ddp", every rank has them; "fsdp": they are cut over the ranks
@@ -233,6 +235,8 @@ class TorchRecShardedStrategy(ShardedHooks):
             return
         self._setup_around_tables(trainer, self._tables)
         self.begin_checkpoints(module, self._tables)
+        if self._tables.written_plan is not None:
+            save_beside_logs(trainer, self._tables.written_plan)
         if self._pipeline_options.depth > 1:
             self._pipelining = Pipelining(
                 trainer,

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
+from lightning_distrec import on_disk
 from lightning_distrec.checkpoint import folders
 from lightning_distrec.checkpoint.folders import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
 from lightning_distrec.checkpoint.load import as_whole, load
@@ -40,6 +41,8 @@ from tests.support.trainers import make_trainer
 SECONDS_OF_KILLS = 15.0
 KILLS = int(os.environ.get("DISTREC_CRASHES", "0"))
 SURVIVOR_SECONDS = 30.0
+ON_DISK = (folders.__file__, on_disk.__file__)
+"""The files that decide in what order things reach the disk."""
 ROWS, DIM = 8192, 64
 """2 MiB a table, as much again for its optimizer's state."""
 
@@ -338,7 +341,7 @@ def _written(path: Path) -> int:
 
 
 def _dies_at(line: int, action: Callable[[], None]) -> int:
-    """Do this in a child that ends at once at its n-th line of folders.py; return 9, or 0 once it was through."""
+    """Do this in a child that ends at once at its n-th line of ON_DISK; return 9, or 0 once it was through."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
@@ -349,7 +352,7 @@ def _dies_at(line: int, action: Callable[[], None]) -> int:
                 os._exit(9)
             return look
 
-        sys.settrace(lambda frame, *_: look if frame.f_code.co_filename == folders.__file__ else None)
+        sys.settrace(lambda frame, *_: look if frame.f_code.co_filename in ON_DISK else None)
         action()
         os._exit(0)
     except BaseException:
@@ -455,7 +458,7 @@ def _cleaned_everywhere(scratch: str) -> dict[int, str]:
                 clean_up(folder)
             return look
 
-        sys.settrace(lambda frame, *_, look=look: look if frame.f_code.co_filename == folders.__file__ else None)
+        sys.settrace(lambda frame, *_, look=look: look if frame.f_code.co_filename in ON_DISK else None)
         try:
             _write(folder / "last.ckpt", 2)
             assert _written(folder / "last.ckpt") == 2

@@ -69,7 +69,10 @@ def table_set(
     device: Literal["cuda", "cpu"] = "cuda",
     options: Mapping[int, TableOptions] | None = None,
 ) -> TableSet:
-    """Return tables of these (rows, dim). memory_gb: what tables may take of a rank, in 10^9 bytes. options: by the table's number."""
+    """Return tables of these (rows, dim). memory_gb: what tables may take of a rank, in 10^9 bytes.
+
+    options: by the table's number.
+    """
     configs = [
         EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"])
         for i, (rows, dim) in enumerate(sizes)

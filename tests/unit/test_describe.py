@@ -86,6 +86,7 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
         "versions": "torch 2.13.0",
         "lightning": "2.6.0",
         "plan": PLAN,
+        "plan_file": False,
         "optimizers": [
             {"optimizer": "torch.optim.adagrad.Adagrad", "num_tensors": 2, "num_bytes": 120 * 8 * 4 + 4},
         ],

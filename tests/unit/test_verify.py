@@ -1,15 +1,17 @@
 """A changed byte anywhere in a checkpoint is found by its checksums, which loading does not look at."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_distrec.checkpoint.load import load
+from lightning_distrec.checkpoint.save import take_snapshot, write
 from lightning_distrec.checkpoint.verify import verify
 from lightning_distrec.commands import SAME, TROUBLE, run
 from lightning_distrec.errors import CheckpointError
-from tests.support.lone_rank import by_rows, write_folder
+from tests.support.lone_rank import LoneRank, by_rows, write_folder
 
 
 @pytest.fixture
@@ -50,3 +52,20 @@ def test_a_plain_file_is_verified_too(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="old.pt has no checksums"):
         verify(tmp_path / "old.pt")
+
+
+def test_a_file_without_checksums_inside_is_compared_with_what_the_marker_has(tmp_path: Path) -> None:
+    path = (tmp_path / "it.ckpt").absolute()
+    whole = {"state_dict": {"layer": torch.rand(3)}}
+    snapshot = take_snapshot(path, whole, {}, {}, LoneRank(), {"plan.json": b"{1}", "notes": b"12"})
+    write(snapshot, LoneRank())
+    assert verify(path) == []
+    (path / "notes").write_bytes(b"13")
+    assert verify(path) == ["notes"]
+    (path / "plan.json").write_bytes(b"{2}")
+    assert verify(path) == ["notes", "plan.json"]
+    marker = json.loads((path / "complete.json").read_text())
+    for checksums in ([1], {"../notes": 1}, {"gone": 1}):
+        (path / "complete.json").write_text(json.dumps({**marker, "crc32": checksums}))
+        with pytest.raises(CheckpointError, match="it.ckpt is damaged: its marker has no checksums of its files, but "):
+            verify(path)

@@ -1,0 +1,207 @@
+"""Plans as JSON files that people read and change: plan.json."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrec.modules.embedding_configs import DataType
+
+from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
+from lightning_distrec.on_disk import replace_file
+from lightning_distrec.sharding.shard_edges import why_not_inside, why_not_placed
+from lightning_distrec.sharding.tables import SHARDING_TYPES
+from lightning_distrec.sharding.written_plan import TableSize, WrittenPlan, WrittenShard, WrittenTable, in_order
+
+PLAN_FILE = "plan.json"
+"""Name of a plan beside logs and in checkpoints."""
+VERSION = 1
+"""Of what a file holds; a reader refuses those of a later one."""
+KERNELS = ("fused", "fused_uvm_caching", "fused_uvm", "dense")
+LARGEST = 2**62
+"""Numbers beyond it are no sizes."""
+
+_PLAN_FIELDS = ("version", "num_ranks", "ranks_per_node", "device", "tables")
+_TABLE_FIELDS = ("rows", "dim", "data_type", "sharding_type", "compute_kernel", "shards")
+_SHARD_FIELDS = ("rank", "offsets", "sizes")
+_CACHE = "cache_load_factor"
+
+
+def save_plan(path: str | Path, plan: WrittenPlan) -> None:
+    """Write a plan's file: whole, or what was there before stays. Raises OSError: it cannot be written."""
+    replace_file(Path(path), plan_text(plan).encode())
+
+
+def plan_text(plan: WrittenPlan) -> str:
+    """Return a plan as JSON, with a line for each table and each shard."""
+    lines = [f' "{name}": {json.dumps(getattr(plan, name))},' for name in _PLAN_FIELDS[1:-1]]
+    tables = ",\n".join(_table_text(name, table) for name, table in plan.tables.items())
+    return "\n".join(["{", f' "version": {VERSION},', *lines, ' "tables": {', tables, " }", "}", ""])
+
+
+def _table_text(name: str, table: WrittenTable) -> str:
+    fields: dict[str, Any] = {
+        "rows": table.size.rows,
+        "dim": table.size.dim,
+        "data_type": table.size.data_type,
+        "sharding_type": table.sharding_type,
+        "compute_kernel": table.compute_kernel,
+    }
+    if table.cache_load_factor is not None:
+        fields[_CACHE] = table.cache_load_factor
+    shards = ",\n".join(
+        f"   {json.dumps({'rank': shard.rank, 'offsets': shard.offsets, 'sizes': shard.sizes})}"
+        for shard in table.shards
+    )
+    return f'  {json.dumps(name)}: {json.dumps(fields)[:-1]}, "shards": [\n{shards}\n  ]}}'
+
+
+def load_plan(path: str | Path) -> WrittenPlan:
+    """Return what a plan's file, or the one in a checkpoint's folder, says.
+
+    Raises ConfigError: there is no such file. PlanError: it is no plan, of a later version, or one whose shards do not
+    make up its tables; with the place in the file.
+    """
+    file = Path(path)
+    try:
+        if file.is_dir():
+            file = file / PLAN_FILE
+        content = json.loads(file.read_bytes(), object_pairs_hook=_each_once)
+    except OSError as error:
+        raise ConfigError(
+            f"the plan {file} cannot be read: {error.strerror or error}. Name a {PLAN_FILE}, or the folder of a "
+            "checkpoint or of logs that has one; runs save it when they start to train."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{file} is no plan: {error}.") from None
+    try:
+        return _plan(content)
+    except _Wrong as wrong:
+        raise PlanError(f"{file} is no plan that can be followed: {wrong}") from None
+
+
+class _Wrong(Exception):
+    """What is wrong in a plan, with the place."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}" if place else reason)
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+    return found
+
+
+def _plan(content: Any) -> WrittenPlan:
+    if not isinstance(content, dict) or type(content.get("version")) is not int:
+        raise _Wrong("", f"it does not begin with the version of its format, as every {PLAN_FILE} does.")
+    if content["version"] != VERSION:
+        raise _Wrong(
+            "version",
+            f"{content['version']}, and this version of lightning_distrec reads {VERSION}. Install the version that "
+            "wrote it, or a later one.",
+        )
+    _check_fields(content, "", _PLAN_FIELDS)
+    num_ranks = _number(content["num_ranks"], "num_ranks", least=1)
+    on_node = _number(content["ranks_per_node"], "ranks_per_node", least=1)
+    if num_ranks % on_node:
+        raise _Wrong("ranks_per_node", f"{num_ranks} ranks are not some nodes of {on_node} each.")
+    device = _one_of(content["device"], "device", ("cpu", "cuda"))
+    tables = content["tables"]
+    if not isinstance(tables, dict):
+        raise _Wrong("tables", "an object is needed, from full names of tables to their shards.")
+    return WrittenPlan(
+        num_ranks,
+        on_node,
+        device,
+        {name: _table(table, f"tables[{name!r}]", num_ranks, on_node) for name, table in tables.items()},
+    )
+
+
+def _table(content: Any, place: str, num_ranks: int, on_node: int) -> WrittenTable:
+    _check_fields(content, place, _TABLE_FIELDS, (_CACHE,))
+    size = TableSize(
+        _number(content["rows"], f"{place}.rows", least=1),
+        _number(content["dim"], f"{place}.dim", least=1),
+        _one_of(content["data_type"], f"{place}.data_type", [kind.value for kind in DataType]),
+    )
+    cut = _one_of(content["sharding_type"], f"{place}.sharding_type", SHARDING_TYPES)
+    kernel = _one_of(content["compute_kernel"], f"{place}.compute_kernel", KERNELS)
+    if (cut == "data_parallel") != (kernel == "dense"):
+        raise _Wrong(f"{place}.compute_kernel", f"{kernel} with {cut}: dense is for data_parallel, and that for dense.")
+    shards = in_order(
+        _shard(shard, f"{place}.shards[{number}]", size, num_ranks)
+        for number, shard in enumerate(_list(content["shards"], f"{place}.shards"))
+    )
+    table = WrittenTable(size, cut, kernel, shards, _cache_load_factor(content, place))
+    if reason := why_not_placed(table, num_ranks, on_node):
+        raise _Wrong(f"{place}.shards", f"{reason}.")
+    return table
+
+
+def _cache_load_factor(content: Mapping[str, Any], place: str) -> float | None:
+    if _CACHE not in content:
+        return None
+    factor = content[_CACHE]
+    if type(factor) not in (int, float) or not 0 < factor <= 1:
+        raise _Wrong(f"{place}.{_CACHE}", f"{factor!r} is no share of the rows; it must be above 0, and 1 at most.")
+    return float(factor)
+
+
+def _shard(content: Any, place: str, size: TableSize, num_ranks: int) -> WrittenShard:
+    _check_fields(content, place, _SHARD_FIELDS)
+    row, column = _pair(content["offsets"], f"{place}.offsets", least=0)
+    rows, columns = _pair(content["sizes"], f"{place}.sizes", least=1)
+    shard = WrittenShard(_number(content["rank"], f"{place}.rank", least=0), (row, column), (rows, columns))
+    if reason := why_not_inside(shard, size.rows, size.dim, num_ranks):
+        raise _Wrong(place, f"{reason}.")
+    return shard
+
+
+def _check_fields(content: Any, place: str, needed: Sequence[str], optional: Sequence[str] = ()) -> None:
+    if not isinstance(content, dict):
+        raise _Wrong(place, f"an object with {', '.join(needed)} is needed.")
+    if missing := [name for name in needed if name not in content]:
+        raise _Wrong(place, f"{', '.join(missing)} is missing.")
+    known = (*needed, *optional)
+    for name in content:
+        if name not in known:
+            raise _Wrong(place, f"{name!r} is not known{did_you_mean(name, known)} There are {', '.join(known)}.")
+
+
+def _number(value: Any, place: str, least: int) -> int:
+    if type(value) is not int or not least <= value <= LARGEST:
+        raise _Wrong(place, f"{_short(value)} is not a whole number of at least {least}.")
+    return value
+
+
+def _pair(value: Any, place: str, least: int) -> tuple[int, int]:
+    if len(_list(value, place)) != 2:
+        raise _Wrong(place, f"{_short(value)} is not two numbers, of rows and of columns.")
+    rows, columns = (_number(number, f"{place}[{i}]", least) for i, number in enumerate(value))
+    return rows, columns
+
+
+def _list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Wrong(place, f"{_short(value)} is not a list.")
+    return value
+
+
+def _one_of(value: Any, place: str, known: Sequence[str]) -> str:
+    if not isinstance(value, str):
+        raise _Wrong(place, f"{_short(value)} is not known. Use one of {', '.join(known)}.")
+    if value not in known:
+        raise _Wrong(place, f"{value!r} is not known{did_you_mean(value, known)} Use one of {', '.join(known)}.")
+    return value
+
+
+def _short(value: Any) -> str:
+    try:
+        said = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists in lists
+        return f"a {type(value).__name__}"
+    return said if len(said) <= 40 else f"{said[:40]}..."

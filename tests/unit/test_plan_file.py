@@ -1,0 +1,459 @@
+"""Plans as files: what is written is what is read, and what cannot be is told with its place."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.types import CacheParams
+
+from lightning_distrec import on_disk
+from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.sharding.plan import Demand, Plan, make_plan
+from lightning_distrec.sharding.plan_file import load_plan, plan_text, save_plan
+from lightning_distrec.sharding.plan_fits import fitting_plan
+from lightning_distrec.sharding.planning_options import PlanningOptions
+from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions, find_tables
+from lightning_distrec.sharding.topology import Places, make_topology
+from lightning_distrec.sharding.written_plan import WrittenPlan, differences, written_plan
+from lightning_distrec.strategies.plan_files import VARIABLE, folder_of, wanted_plan
+
+SIZES = {"users": (60, 16), "films": (37, 8), "days": (11, 8)}
+
+
+def tables_of(sizes: dict[str, tuple[int, int]], pooled: bool = True) -> list[Table]:
+    """Return tables of one collection."""
+    root = nn.Module()
+    configs = {
+        name: {"name": name, "num_embeddings": rows, "embedding_dim": dim, "feature_names": [f"of_{name}"]}
+        for name, (rows, dim) in sizes.items()
+    }
+    if pooled:
+        root.ebc = EmbeddingBagCollection(tables=[EmbeddingBagConfig(**config) for config in configs.values()])
+    else:
+        root.ec = EmbeddingCollection(tables=[EmbeddingConfig(**config) for config in configs.values()])
+    return find_tables(root).tables
+
+
+def demands_of(tables: list[Table], *cuts: str, kept: bool = False, **more: Any) -> dict[str, Demand]:
+    """Return demands that allow these cuts, or all where there are none."""
+    options = TableOptions(sharding_types=list(cuts) or None, min_partition=4)
+    allowed = cuts or SHARDING_TYPES
+    return {table.full_name: Demand(tuple(allowed), kept, options, **more) for table in tables}
+
+
+def make(tables: list[Table], places: Places, *cuts: str) -> tuple[WrittenPlan, Plan]:
+    """Return what torchrec's planner makes for these cuts, written and as it is."""
+    topology = make_topology(torch.device("cpu"), places.num_ranks, places.ranks_on_node, 1 << 34)
+    made = make_plan(tables, demands_of(tables, *cuts), topology, 64)
+    plan: Plan = getattr(made, "plan", made)
+    return written_plan(tables, plan, places, "cpu"), plan
+
+
+@pytest.fixture(scope="module")
+def mixed() -> dict[str, Any]:
+    """The content of a file with a table cut by rows, one by columns, one not, and one on all ranks."""
+    tables, places = tables_of({**SIZES, "hours": (24, 4)}), Places(2, 2)
+    cuts = {"ebc.users": "row_wise", "ebc.films": "column_wise", "ebc.days": "table_wise", "ebc.hours": "data_parallel"}
+    made = {cut: make(tables, places, cut)[0] for cut in cuts.values()}
+    plan = WrittenPlan(2, 2, "cpu", {name: made[cut].tables[name] for name, cut in cuts.items()})
+    return json.loads(plan_text(plan))
+
+
+def loaded(content: Any, folder: Path) -> WrittenPlan:
+    """Return the plan in a file with this content."""
+    (folder / "plan.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return load_plan(folder / "plan.json")
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(16, 200), st.sampled_from([4, 8, 12, 32])), min_size=1, max_size=3),
+    places=st.sampled_from([Places(1, 1), Places(2, 2), Places(4, 2), Places(3, 3)]),
+    cut=st.sampled_from(SHARDING_TYPES),
+)
+def test_any_plan_that_is_made_comes_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[int, int]], places: Places, cut: str
+) -> None:
+    file = tmp_path_factory.mktemp("any") / "plan.json"
+    tables = tables_of({f"täble {i}": size for i, size in enumerate(sizes)})
+    written, plan = make(tables, places, cut)
+    save_plan(file, written)
+    assert load_plan(file) == written
+    assert load_plan(file).as_plan("cpu", places.ranks_on_node) == plan
+
+
+def _change(content: Any, path: list[int], change: Any) -> None:
+    """Change or delete the value that a path leads to in nested dicts and lists; path: which key, at each level."""
+    for level, number in enumerate(path):
+        keys = list(content) if isinstance(content, dict) else list(range(len(content)))
+        if not keys:
+            return
+        key = keys[number % len(keys)]
+        if level < len(path) - 1 and isinstance(content[key], (dict, list)):
+            content = content[key]
+            continue
+        if change == "delete":
+            del content[key]
+        elif change == "twice" and isinstance(content, list):
+            content.append(copy.deepcopy(content[key]))
+        elif isinstance(change, tuple):
+            content[key] = content[key] + change[0] if type(content[key]) is int else change[0]
+        else:
+            content[key] = copy.deepcopy(change)
+        return
+
+
+CHANGES = st.one_of(
+    st.sampled_from(["delete", "twice", "row_wise", "table_wise", "fused", "dense", "cuda", (1,), (-1,), (10**30,)]),
+    st.sampled_from([None, True, 0, 1, 2, -1, 0.5, float("nan"), "", [], {}, [0, 0], [[]], 10**30]),
+)
+
+
+@settings(max_examples=400, deadline=None, database=None)
+@given(edits=st.lists(st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=6), CHANGES), min_size=1, max_size=3))
+def test_a_changed_file_says_what_it_says_or_is_refused_by_an_error_of_ours(
+    tmp_path_factory: pytest.TempPathFactory, mixed: dict[str, Any], edits: list[tuple[list[int], Any]]
+) -> None:
+    content = json.loads(json.dumps(mixed))
+    for path, change in edits:
+        _change(content, path, change)
+    folder = tmp_path_factory.mktemp("changed")
+    found, said = None, ""
+    try:
+        found = loaded(content, folder)
+    except (PlanError, ConfigError) as error:
+        said = str(error)
+    if found is None:
+        assert str(folder) in said
+        return
+    again = json.loads(plan_text(found))
+    for tables in (content["tables"], again["tables"]):
+        for table in tables.values():
+            table["shards"].sort(key=str)
+    assert again == content
+
+
+def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, _ = make(tables_of(SIZES), Places(2, 2), "row_wise")
+    file = tmp_path / "new" / "plan.json"
+    save_plan(file, written)
+    before = file.read_text()
+    assert before.splitlines()[5:9] == [
+        ' "tables": {',
+        '  "ebc.users": {"rows": 60, "dim": 16, "data_type": "FP32", "sharding_type": "row_wise", "compute_kernel": '
+        '"fused", "shards": [',
+        '   {"rank": 0, "offsets": [0, 0], "sizes": [30, 16]},',
+        '   {"rank": 1, "offsets": [30, 0], "sizes": [30, 16]}',
+    ]
+    save_plan(file, written)
+    assert file.read_text() == before
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(on_disk.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_plan(file, make(tables_of(SIZES), Places(2, 2), "table_wise")[0])
+    assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
+    assert file.read_text() == before
+
+
+def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_told() -> None:
+    tables = tables_of({"users": (60, 16)})
+    _, plan = make(tables, Places(2, 2), "row_wise")
+    sharding = plan["ebc.users"]
+    sharding.compute_kernel, sharding.cache_params = "fused_uvm_caching", CacheParams(load_factor=0.25)
+    written = written_plan(tables, plan, Places(2, 2), "cuda")
+    assert json.loads(plan_text(written))["tables"]["ebc.users"]["cache_load_factor"] == 0.25
+    assert written.as_plan("cpu", 2)["ebc.users"] == sharding
+    on_gpus = written.as_plan("cuda", 1)["ebc.users"].sharding_spec.shards
+    assert [str(shard.placement) for shard in on_gpus] == ["rank:0/cuda:0", "rank:1/cuda:0"]
+    sharding.cache_params = CacheParams(load_factor=0.25, reserved_memory=1.0)
+    with pytest.raises(
+        PlanError, match="table 'ebc.users': plan files hold no more of cache_params=.*than load_factor"
+    ):
+        written_plan(tables, plan, Places(2, 2), "cuda")
+    sharding.cache_params, sharding.enforce_hbm = None, True
+    with pytest.raises(PlanError, match="table 'ebc.users': enforce_hbm=True is in its plan, and not in plan files"):
+        written_plan(tables, plan, Places(2, 2), "cuda")
+
+
+USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "films", "days", "hours"))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("version",), 2, "version: 2, and this version of lightning_distrec reads 1. Install the version that"),
+        (("version",), "1", "it does not begin with the version of its format"),
+        (("num_ranks",), None, "num_ranks is missing"),
+        (("num_ranks",), 0, "num_ranks: 0 is not a whole number of at least 1"),
+        (("ranks_per_node",), 3, "ranks_per_node: 2 ranks are not some nodes of 3 each"),
+        (("device",), "cude", "device: 'cude' is not known; did you mean 'cuda'"),
+        (("device",), 1, "device: 1 is not known. Use one of cpu, cuda"),
+        (("tables",), [], "tables: an object is needed"),
+        (("rank",), 1, "'rank' is not known; did you mean 'num_ranks'.*There are version, num_ranks"),
+        (USERS, [1], r"tables\['ebc.users'\]: an object with rows, dim"),
+        ((*USERS, "rows"), 61, r"tables\['ebc.users'\].shards: rows 60 to 60 are in no shard"),
+        ((*USERS, "rows"), 59, r"shards\[1\]: goes over the table's edge: rows 30 to 59, and the last one is 58"),
+        ((*USERS, "data_type"), "FP33", "data_type: 'FP33' is not known; did you mean 'FP32'"),
+        ((*USERS, "sharding_type"), "row_wice", "sharding_type: 'row_wice' is not known; did you mean 'row_wise'"),
+        ((*USERS, "sharding_type"), "table_wise", "shards: table_wise does not cut rows, and the shards do"),
+        ((*FILMS, "sharding_type"), "row_wise", "shards: row_wise does not cut columns, and the shards do"),
+        ((*USERS, "compute_kernel"), "fused_uv", "compute_kernel: 'fused_uv' is not known; did you mean 'fused_uvm'"),
+        ((*USERS, "compute_kernel"), "dense", "dense with row_wise: dense is for data_parallel"),
+        ((*USERS, "cache_load_factor"), 1.5, "cache_load_factor: 1.5 is no share of the rows"),
+        ((*USERS, "shards"), {}, r"shards: \{\} is not a list"),
+        ((*USERS, "shards", 0, "rank"), 2, r"shards\[0\]: is on rank 2, and the last one is 1"),
+        ((*USERS, "shards", 0, "rank"), 1, "row_wise gives each of the ranks 0 to 1 one block of rows"),
+        ((*USERS, "shards", 0, "offsets"), [0], r"offsets: \[0\] is not two numbers"),
+        ((*USERS, "shards", 0, "sizes"), [29, 16], "shards: rows 29 to 29 are in no shard"),
+        ((*USERS, "shards", 0, "sizes"), [31, 16], "shards: rows 30 to 30 are in shards that overlap"),
+        ((*USERS, "shards", 1, "sizes"), [30, 8], "columns 0 to 7 are in shards that overlap"),
+        ((*FILMS, "shards", 0, "sizes"), [37, 3], "columns 3 to 3 are in no shard"),
+        ((*DAYS, "shards"), [], "columns 0 to 7 are in no shard"),
+        ((*HOURS, "shards", 0, "sizes"), [23, 4], "data_parallel: each rank holds the whole table"),
+        ((*HOURS, "shards", 0, "rank"), 1, "data_parallel: each of 2 ranks must hold the table once"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_place(
+    tmp_path: Path, mixed: dict[str, Any], place: tuple[Any, ...], value: Any, said: str
+) -> None:
+    content = json.loads(json.dumps(mixed))
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    with pytest.raises(PlanError, match=said) as raised:
+        loaded(content, tmp_path)
+    assert f"{tmp_path / 'plan.json'} is no plan that can be followed: " in str(raised.value)
+
+
+def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_cannot_hold_are_told(
+    tmp_path: Path, mixed: dict[str, Any]
+) -> None:
+    uneven = json.loads(json.dumps(mixed))
+    uneven["tables"]["ebc.users"]["shards"] = [
+        {"rank": 0, "offsets": [0, 0], "sizes": [20, 16]},
+        {"rank": 1, "offsets": [20, 0], "sizes": [40, 16]},
+    ]
+    with pytest.raises(PlanError, match="row_wise cuts 60 rows for 2 ranks into blocks of 30, and the last less"):
+        loaded(uneven, tmp_path)
+    narrow = json.loads(json.dumps(mixed))
+    narrow["tables"]["ebc.films"]["shards"] = [
+        {"rank": 0, "offsets": [0, 0], "sizes": [37, 2]},
+        {"rank": 0, "offsets": [0, 2], "sizes": [37, 6]},
+    ]
+    with pytest.raises(PlanError, match="a shard has 2 columns, and FBGEMM's rows come in multiples of 4"):
+        loaded(narrow, tmp_path)
+    two_nodes = {**mixed, "ranks_per_node": 1, "tables": {"ebc.films": dict(mixed["tables"]["ebc.films"])}}
+    two_nodes["tables"]["ebc.films"]["sharding_type"] = "table_column_wise"
+    two_nodes["tables"]["ebc.films"]["shards"] = [
+        {"rank": 0, "offsets": [0, 0], "sizes": [37, 4]},
+        {"rank": 1, "offsets": [0, 4], "sizes": [37, 4]},
+    ]
+    with pytest.raises(PlanError, match="table_column_wise keeps a table on one node, and the shards are on 2"):
+        loaded(two_nodes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no plan: Expecting"),
+        ('{"version": 1, "version": 1}', "is no plan: 'version' is in it twice"),
+        ("[" * 100_000, "is no plan: "),
+        ('{"version": 1' + "0" * 5000 + "}", "is no plan: Exceeds the limit"),
+        ("[]", "it does not begin with the version"),
+        ("\udcff", "is no plan: "),
+    ],
+)
+def test_what_is_no_json_is_told(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(PlanError, match=said):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_told(
+    tmp_path: Path, mixed: dict[str, Any]
+) -> None:
+    plan = loaded(mixed, tmp_path)
+    assert load_plan(tmp_path) == plan
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(ConfigError, match="plan.json cannot be read: No such file.*or the folder of a checkpoint"):
+        load_plan(tmp_path)
+    with pytest.raises(PlanError, match="is no plan: embedded null byte"):
+        load_plan("a\0b")
+
+
+def test_differences_name_ranks_tables_cuts_and_shards_that_have_moved(tmp_path: Path, mixed: dict[str, Any]) -> None:
+    a = loaded(mixed, tmp_path)
+    assert differences(a, a) == []
+    other = json.loads(json.dumps(mixed))
+    tables = other["tables"]
+    tables["ebc.user"] = tables.pop("ebc.users")
+    tables["ebc.days"]["shards"][0]["rank"] ^= 1
+    before, after = (t["ebc.days"]["shards"][0]["rank"] for t in (mixed["tables"], tables))
+    tables["ebc.films"]["sharding_type"] = "table_wise"
+    tables["ebc.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [37, 8]}]
+    b = loaded({**other, "ranks_per_node": 1}, tmp_path)
+    found = differences(a, b, "a.json", "b.json")
+    on = sorted({shard["rank"] for shard in mixed["tables"]["ebc.films"]["shards"]})
+    ranks = ", ".join(map(str, on))
+    assert found == [
+        "a.json is for 2 ranks a node, b.json for 1 rank a node",
+        "table 'ebc.users' is in a.json only; did you mean 'ebc.user'?",
+        "table 'ebc.user' is in b.json only; did you mean 'ebc.users'?",
+        "table 'ebc.films' is cut column_wise in a.json, table_wise in b.json",
+        *([f"table 'ebc.films' is on ranks {ranks} in a.json, 1 in b.json"] if on != [1] else []),
+        f"table 'ebc.days' has rows 0-10 of columns 0-7 on rank {before} in a.json, {after} in b.json",
+    ]
+
+
+def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> WrittenPlan:
+    """Return what the file with this content becomes for these tables on two ranks of one node."""
+    given = {"demands": demands_of(tables), "places": Places(2, 2), "device": "cpu", "resting": []} | more
+    return fitting_plan(loaded(content, folder), "plan_file='it'", tables, **given)
+
+
+def test_a_file_of_another_module_is_told_by_all_differences(tmp_path: Path) -> None:
+    plan, _ = make(tables_of(SIZES), Places(2, 2), "table_wise")
+    content = json.loads(plan_text(plan))
+    others = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
+    with pytest.raises(PlanError) as raised:
+        fit(content, tmp_path, others, places=Places(4, 4))
+    assert str(raised.value).splitlines() == [
+        "plan_file='it' does not suit this run:",
+        "  - it is for 2 ranks, and there are 4",
+        "  - table 'ebc.users' is in the plan only; did you mean 'ebc.user'?",
+        "  - table 'ebc.user' is in the module only; did you mean 'ebc.users'?",
+        "  - table 'ebc.films' is 37 x 8 FP32 in the plan, 38 x 8 FP32 in the module",
+        "Name the plan of a run like this one, change the file, or leave plan_file out.",
+    ]
+    many = tables_of({f"t{i}": (10, 4) for i in range(20)})
+    with pytest.raises(PlanError, match="and 13 more\n"):
+        fit(content, tmp_path, many)
+
+
+@pytest.mark.parametrize(
+    ("cut", "change", "options", "said"),
+    [
+        ("row_wise", {}, {"cuts": ["table_wise"]}, r"is cut row_wise, and sharding_types=\['table_wise'\] does not"),
+        ("data_parallel", {}, {}, "is data_parallel, so that the user's own optimizer must update it"),
+        (
+            "column_wise",
+            {},
+            {"whole_rows_for": "RowWiseAdagrad"},
+            "cannot be cut column_wise: RowWiseAdagrad keeps one number for a row",
+        ),
+        (
+            "table_row_wise",
+            {},
+            {"places": Places(2, 1)},
+            "cannot have these shards on 1 rank a node: table_row_wise gives each of the ranks",
+        ),
+        ("row_wise", {"compute_kernel": "fused_uvm"}, {"kept": True}, "the kernel fused_uvm, which a table has not"),
+        ("row_wise", {"compute_kernel": "fused_uvm_caching"}, {}, "and the ranks have no GPU; use fused"),
+    ],
+)
+def test_a_place_that_a_table_cannot_have_in_this_run_is_told(
+    tmp_path: Path, cut: str, change: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    tables = tables_of({"users": (60, 16)})
+    content = json.loads(plan_text(make(tables, Places(2, 2), cut)[0]))
+    content["tables"]["ebc.users"] |= change
+    given = dict(options)
+    places = given.pop("places", Places(2, 2))
+    demands = demands_of(tables, *given.pop("cuts", []), **given)
+    with pytest.raises(PlanError, match=said):
+        fit(content, tmp_path, tables, demands=demands, places=places)
+    if "compute_kernel" in change and not given:
+        fit(content, tmp_path, tables, demands=demands, places=places, device="cuda")
+
+
+def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:
+    tables = tables_of({"users": (60, 8), "films": (30, 8)}, pooled=False)
+    content = json.loads(plan_text(make(tables, Places(2, 2), "column_wise")[0]))
+    fit(content, tmp_path, tables)
+    content["tables"]["ec.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [30, 8]}]
+    with pytest.raises(
+        PlanError, match=r"EmbeddingCollection 'ec' are cut column_wise into shards of \[4, 8\] columns"
+    ):
+        fit(content, tmp_path, tables)
+    content["tables"]["ec.films"]["sharding_type"] = "table_column_wise"
+    with pytest.raises(PlanError, match="'ec.films' cannot be cut table_column_wise: an EmbeddingCollection's table"):
+        fit(content, tmp_path, tables)
+
+
+def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_least(tmp_path: Path) -> None:
+    tables = tables_of({"users": (60, 16), "days": (11, 8)})
+    content = json.loads(plan_text(make(tables, Places(2, 2), "table_wise")[0]))
+    content["tables"]["ebc.users"]["shards"][0]["rank"] = 0
+    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, Places(2, 2), "data_parallel")[0]))["tables"][
+        "ebc.days"
+    ]
+    found = fit(content, tmp_path, tables, resting=["ebc.users", "ebc.days"])
+    assert found.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
+    days = found.tables["ebc.days"]
+    assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == ("table_wise", "fused", [1])
+
+
+def test_the_argument_wins_over_the_variable_and_says_so(capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+    assert wanted_plan(PlanningOptions(), {}) is None
+    assert wanted_plan(PlanningOptions(), {VARIABLE: ""}) is None
+    assert wanted_plan(PlanningOptions(), {VARIABLE: "v.json"}) == ("v.json", "LIGHTNING_DISTREC_PLAN_FILE=v.json")
+    given = PlanningOptions(plan_file="a.json")
+    with caplog.at_level("INFO"):
+        assert wanted_plan(given, {VARIABLE: "a.json"}) == ("a.json", "plan_file='a.json'")
+        assert "is not" not in caplog.text + capfd.readouterr().err
+        assert wanted_plan(given, {VARIABLE: "v.json"}) == ("a.json", "plan_file='a.json'")
+    said = caplog.text + capfd.readouterr().err
+    assert "plan_file='a.json' is followed, and LIGHTNING_DISTREC_PLAN_FILE=v.json is not." in said
+
+
+class Remote(DummyLogger):
+    """A logger without a folder of logs, as those are that send them away."""
+
+    def __init__(self, folder: str | None, version: int | str) -> None:
+        super().__init__()
+        self.folder, self._version = folder, version
+
+    @property
+    def save_dir(self) -> str | None:
+        return self.folder
+
+    @property
+    def name(self) -> str:
+        return "clicks"
+
+    @property
+    def version(self) -> int | str:
+        return self._version
+
+
+def test_a_plan_goes_beside_logs_or_checkpoints_and_nowhere_else(tmp_path: Path) -> None:
+    assert folder_of(CSVLogger(tmp_path, name="a", version=3)) == tmp_path / "a" / "version_3"
+    assert folder_of(Remote(str(tmp_path), 3)) == tmp_path / "clicks" / "version_3"
+    assert folder_of(Remote(str(tmp_path), "ab12")) == tmp_path / "clicks" / "ab12"
+    assert folder_of(Remote(None, 3)) is None
+    assert folder_of(DummyLogger()) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["", 3])
+def test_a_plan_file_is_a_path(value: Any) -> None:
+    with pytest.raises(ConfigError, match="plan_file=.*: a path as a string is needed, or None"):
+        PlanningOptions(plan_file=value)
