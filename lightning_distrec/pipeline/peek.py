@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -55,11 +55,12 @@ def unchanged(*, include_cuda: bool) -> Iterator[None]:
         raise failure
 
 
-def first_batches(loader: DataLoader[Any], count: int) -> Iterator[Any]:
+def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, None]:
     """Yield up to `count` batches of `loader`, made in this process, whatever workers it has; see `why_not`.
 
     Its sampler stays as it is, for a copy is drawn from; the random generators of its dataset and its collate_fn are
-    put back. What else a dataset changes when a sample is taken stays changed. Use it inside of `unchanged`.
+    put back when it is closed or has ended. What else a dataset changes when a sample is taken stays changed. Use it
+    inside of `unchanged`.
     """
     fetched: dict[str, Any] = {"collate_fn": loader.collate_fn}
     known = {id(loader.dataset): loader.dataset}  # a copy of the sampler is for the same dataset

@@ -1,5 +1,6 @@
 """Ids per example are counted in the first batches of training before tables are planned, which leaves no trace."""
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -64,9 +65,10 @@ def _count(
                 if reason := why_not(loader):
                     notes.append(reason)
                     continue
-                for batch in first_batches(loader, num_batches):
-                    counts.look_at(batch, *([] if declare is None else [declare(batch)]))
-                    total += 1
+                with closing(first_batches(loader, num_batches)) as batches:
+                    for batch in batches:
+                        counts.look_at(batch, *([] if declare is None else [declare(batch)]))
+                        total += 1
     except Exception as error:  # of the user's loader; training meets it again, where it stops all ranks
         notes.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return counts, total, notes

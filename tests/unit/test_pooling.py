@@ -186,6 +186,16 @@ def test_a_loader_gives_what_it_would_have_given_without_the_look(make: Any) -> 
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def test_a_look_that_is_broken_off_leaves_no_trace_either() -> None:
+    dataset = DrawsSamples()
+    before = (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate())
+    batches = first_batches(DataLoader(dataset, 4), 3)  # type: ignore[arg-type]
+    next(batches)
+    assert dataset.numpy.bit_generator.state != before[0]
+    batches.close()
+    assert (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate()) == before
+
+
 def test_the_first_batches_are_those_that_training_gets_where_nothing_is_drawn() -> None:
     loader = DataLoader(torch.arange(10).float(), 4)  # type: ignore[arg-type]
     batches = list(loader)

@@ -10,11 +10,12 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.planner.constants import POOLING_FACTOR
+from torchrec.distributed.utils import add_params_from_parameter_sharding
 
 import lightning_distrec
 from lightning_distrec import TableOptions, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.kernels import allowed_kernels, refuse_other_storage
+from lightning_distrec.sharding.kernels import allowed_kernels, cache_share, refuse_other_storage
 from lightning_distrec.sharding.named_options import left_whole, options_by_table
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.plan import Demand, _constraints, make_plan
@@ -236,6 +237,9 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
     plan: Any = make_plan(tables, demands, make_topology(torch.device("cuda"), 2, 2, 1 << 30), 16)
     plan = getattr(plan, "plan", plan)
     assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == ("fused_uvm_caching", 0.25)
+    assert [cache_share(plan[name]) for name in ("ebc.a", "ebc.b")] == [0.25, None]
+    # What the kernel is made with.
+    assert add_params_from_parameter_sharding(None, plan["ebc.a"])["cache_load_factor"] == 0.25
     assert (plan["ebc.b"].compute_kernel, plan["ebc.b"].cache_params) == ("fused", None)
 
 
