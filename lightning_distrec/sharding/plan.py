@@ -19,7 +19,7 @@ from lightning_distrec import errors
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.table_options import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.table_options import KERNELS, SHARDING_TYPES, TableOptions
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.topology import RESERVED_SHARE, Places
 
@@ -41,8 +41,8 @@ class Demand:
     kept_gradient: bool
     """Whether its gradient is kept and the user's own optimizer updates it, so that it must be in plain memory."""
     options: TableOptions
-    compute_kernels: tuple[str, ...]
-    """Allowed kernels."""
+    compute_kernels: tuple[str, ...] = KERNELS
+    """Allowed kernels; those that are not possible are left out by torchrec."""
     pooling_factors: tuple[float, ...] | None = None
     """Ids per example of each of its features, as they were counted; None where nobody has."""
 

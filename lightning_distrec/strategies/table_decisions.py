@@ -153,7 +153,7 @@ def _demand(table: Table, options: TableOptions, update: TableUpdate, device: to
     types = allowed_types(table, options, places, whole_rows_for=optimizer if update.whole_rows else "")
     kept_gradient = update.kind in ("sparse", "dense")
     kernels = allowed_kernels(table, types, options, kept_gradient, device.type)
-    return Demand(types, kept_gradient, options, kernels)
+    return Demand(types, kept_gradient, options, compute_kernels=kernels)
 
 
 def _refuse_dense_on_meta(module: LightningModule, tables: list[Table], left_alone: Mapping[str, str]) -> None:

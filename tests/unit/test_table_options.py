@@ -48,7 +48,8 @@ def two_of_one_name() -> list[Table]:
 
 def demand(kernels: tuple[str, ...] = ("fused",), factors: tuple[float, ...] | None = None, **said: Any) -> Demand:
     """Return a demand of a table that may be cut in any of two ways."""
-    return Demand(("table_wise", "row_wise"), False, TableOptions(**said), kernels, factors)
+    options = TableOptions(**said)
+    return Demand(("table_wise", "row_wise"), False, options, compute_kernels=kernels, pooling_factors=factors)
 
 
 def test_options_of_a_table_override_those_of_all() -> None:
