@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.pipeline.options import PipelineOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
-    from lightning_distrec.sharding.tables import TableOptions
+    from lightning_distrec.sharding.table_options import TableOptions
     from lightning_distrec.strategies.auto import AutoStrategy
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
@@ -53,7 +53,7 @@ _HOMES = {
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
-    "TableOptions": "lightning_distrec.sharding.tables",
+    "TableOptions": "lightning_distrec.sharding.table_options",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",

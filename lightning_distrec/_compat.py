@@ -259,6 +259,17 @@ def exchanges_of_groups() -> list[int]:
     return [group._get_sequence_number_for_group() for group in groups]
 
 
+def train_dataloaders(trainer: Any) -> Any:
+    """Return what there is to train on, asked for once more as Lightning does; None where there is nothing.
+
+    Source: lightning/pytorch/loops/fit_loop.py, setup_data.
+    """
+    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+
+    source = trainer.fit_loop._data_source
+    return _request_dataloader(source) if source.instance is not None and source.is_defined() else None
+
+
 def combining_mode(combined_loader: Any) -> str:
     """Return how Lightning's CombinedLoader combines its loaders: "min_size", "sequential", ..."""
     return str(combined_loader._mode)

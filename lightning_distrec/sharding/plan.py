@@ -1,21 +1,23 @@
 """Where each table goes: rank 0 asks torchrec's planner, every rank receives the plan or the error."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ParameterSharding
+from torchrec.distributed.planner.constants import POOLING_FACTOR
+from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding
 
 from lightning_distrec import errors
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions
+from lightning_distrec.sharding.table_options import KERNELS, SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.topology import Places
 
 T = TypeVar("T")
@@ -43,6 +45,10 @@ class Demand:
     """What its update keeps beside each row."""
     whole_rows_for: str = ""
     """The optimizer that keeps one number for a row, so that a row must stay on one rank; "" for none."""
+    compute_kernels: tuple[str, ...] = KERNELS
+    """Allowed kernels; those that are not possible are left out by torchrec."""
+    pooling_factors: tuple[float, ...] | None = None
+    """Ids per example of each of its features, as they were counted; None where nobody has."""
 
 
 class _PooledSharder(EmbeddingBagCollectionSharder):
@@ -162,40 +168,45 @@ def constraints_of(tables: list[Table], demands: Mapping[str, Demand]) -> dict[s
     """torchrec knows a constraint by the table's name alone: tables of one name get what suits them all."""
     constraints: dict[str, ParameterConstraints] = {}
     for table in tables:
-        demand = demands[table.full_name]
-        options = demand.options
-        types = [t for t in demand.sharding_types if t in _types_so_far(constraints, table.name)]
-        if not types:
-            raise PlanError(
-                f"table '{table.full_name}': another table is called '{table.name}' too, and no way to cut suits both. "
-                "Give the tables different names."
-            )
-        factor = options.pooling_factor
-        constraints[table.name] = ParameterConstraints(
-            sharding_types=types,
-            compute_kernels=_kernels(types, demand.kept_gradient or _in_plain_memory(constraints, table.name)),
-            min_partition=options.min_partition,
-            is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
-            **({"pooling_factors": [factor] * len(table.config.feature_names)} if factor else {}),
-        )
+        mine = _constraint(table, demands[table.full_name])
+        earlier = constraints.get(table.name)
+        constraints[table.name] = mine if earlier is None else _suiting_both(table, earlier, mine)
     return constraints
 
 
-def _types_so_far(constraints: Mapping[str, ParameterConstraints], name: str) -> list[str]:
-    known = constraints.get(name)
-    return list(SHARDING_TYPES) if known is None else list(known.sharding_types or [])
+def _constraint(table: Table, demand: Demand) -> ParameterConstraints:
+    options, features = demand.options, table.config.feature_names
+    factors = demand.pooling_factors or [POOLING_FACTOR] * len(features)
+    if options.pooling_factor is not None:
+        factors = [options.pooling_factor] * len(features)
+    share = options.cache_load_factor
+    return ParameterConstraints(
+        sharding_types=list(demand.sharding_types),
+        compute_kernels=list(demand.compute_kernels),
+        min_partition=options.min_partition,
+        pooling_factors=list(factors),
+        batch_sizes=None if options.batch_size is None else [options.batch_size] * len(features),
+        is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
+        cache_params=None if share is None else CacheParams(load_factor=share),
+    )
 
 
-def _in_plain_memory(constraints: Mapping[str, ParameterConstraints], name: str) -> bool:
-    """Whether a table of this name must be in plain memory already."""
-    known = constraints.get(name)
-    return known is not None and EmbeddingComputeKernel.FUSED_UVM.value not in (known.compute_kernels or [])
-
-
-def _kernels(types: list[str], plain_memory: bool) -> list[str]:
-    kernels = [EmbeddingComputeKernel.FUSED]
-    if not plain_memory:
-        kernels += [EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.FUSED_UVM]
-    if "data_parallel" in types:
-        kernels.append(EmbeddingComputeKernel.DENSE)
-    return [kernel.value for kernel in kernels]
+def _suiting_both(table: Table, one: ParameterConstraints, other: ParameterConstraints) -> ParameterConstraints:
+    """Return what suits two tables of one name; of their loads the greater, and `other` is that of `table`."""
+    types = [cut for cut in other.sharding_types or [] if cut in (one.sharding_types or [])]
+    kernels = [kernel for kernel in other.compute_kernels or [] if kernel in (one.compute_kernels or [])]
+    for what, left in (("way to cut", types), ("kernel", kernels), ("cache", one.cache_params == other.cache_params)):
+        if not left:
+            raise PlanError(
+                f"table '{table.full_name}': another table is called '{table.name}' too, and no {what} suits both. "
+                "Give the tables different names."
+            )
+    busier = max((one, other), key=lambda each: sum(each.pooling_factors))
+    return replace(
+        other,
+        sharding_types=types,
+        compute_kernels=kernels,
+        pooling_factors=busier.pooling_factors,
+        batch_sizes=busier.batch_sizes,
+        is_weighted=one.is_weighted or other.is_weighted,
+    )

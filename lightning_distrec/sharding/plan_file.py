@@ -10,14 +10,13 @@ from torchrec.modules.embedding_configs import DataType
 from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
 from lightning_distrec.on_disk import replace_file
 from lightning_distrec.sharding.shard_edges import why_not_inside, why_not_placed
-from lightning_distrec.sharding.tables import SHARDING_TYPES
+from lightning_distrec.sharding.table_options import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.written_plan import TableSize, WrittenPlan, WrittenShard, WrittenTable, in_order
 
 PLAN_FILE = "plan.json"
 """Name of a plan beside logs and in checkpoints."""
 VERSION = 1
 """Of what a file holds; a reader refuses those of a later one."""
-KERNELS = ("fused", "fused_uvm_caching", "fused_uvm", "dense")
 LARGEST = 2**62
 """Numbers beyond it are no sizes."""
 

@@ -21,6 +21,10 @@ class PlanningOptions:
     """Memory of each rank that is not for tables: a percentage such as "15%", a size such as "4GB", or "measure", which
     weighs the layers without tables. None: STORAGE_RESERVE_PERCENT, or else 15%."""
 
+    estimate_pooling: int = 0
+    """Batches of each rank's training dataloader in which the ids per example of every feature are counted before
+    tables are planned, where no pooling_factor is given; 0: none."""
+
     plan_file: str | None = None
     """Place tables as this file says, or the one in this checkpoint's folder; it must suit the model and the ranks."""
 
@@ -30,6 +34,10 @@ class PlanningOptions:
     def __post_init__(self) -> None:
         check_bandwidths(self.bandwidths)
         check_reserve(self.reserve)
+        if self.estimate_pooling < 0:
+            raise ConfigError(
+                f"planning.estimate_pooling={self.estimate_pooling}: a number of batches is needed, 0 for none."
+            )
         if self.plan_file is not None and (not isinstance(self.plan_file, str) or not self.plan_file):
             raise ConfigError(
                 f"plan_file={self.plan_file!r}: a path as a string is needed, or None to let tables be planned."

@@ -1,8 +1,8 @@
-"""Finds the embedding tables of a module, and holds what a user may say about one."""
+"""Finds the embedding tables of a module."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -14,72 +14,11 @@ from torchrec.modules.embedding_modules import (
 )
 
 from lightning_distrec._compat import has_gradient_hooks
-from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
+from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.stand_ins import StandIn
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
-EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
-EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "sparse", "dense", "fused_lazy")
-SHARDING_TYPES: tuple[str, ...] = (
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "data_parallel",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableOptions:
-    """What may be said about one table. None means: as the strategy says for all tables."""
-
-    embedding_update: EmbeddingUpdate | None = None
-    """How the optimizer's update reaches the table: auto, fused, sparse, dense or fused_lazy."""
-
-    sharding_types: list[str] | None = None
-    """The ways in which the table may be cut, for example ["row_wise"]."""
-
-    min_partition: int | None = None
-    """Least number of columns of a column-wise shard; a multiple of 4."""
-
-    pooling_factor: float | None = None
-    """Ids looked up per example and feature, on average; the planner's measure of load."""
-
-    def __post_init__(self) -> None:
-        if self.embedding_update is not None:
-            check_embedding_update(self.embedding_update)
-        if self.sharding_types is not None:
-            check_sharding_types(self.sharding_types)
-        if self.min_partition is not None and (self.min_partition < 4 or self.min_partition % 4):
-            raise ConfigError(f"min_partition={self.min_partition}: FBGEMM's rows come in multiples of 4 columns.")
-        if self.pooling_factor is not None and self.pooling_factor <= 0:
-            raise ConfigError(f"pooling_factor={self.pooling_factor}: must be above 0.")
-
-
-def check_embedding_update(value: str) -> None:
-    """Raise ConfigError where `value` is no way to update a table."""
-    if value not in EMBEDDING_UPDATES:
-        raise ConfigError(
-            f"embedding_update={value!r} is not known{did_you_mean(value, EMBEDDING_UPDATES)} "
-            f"Use one of {', '.join(EMBEDDING_UPDATES)}."
-        )
-
-
-def check_sharding_types(values: Iterable[str]) -> None:
-    """Raise ConfigError where one of `values` is no way to cut a table, or where there is none."""
-    if isinstance(values, str):
-        raise ConfigError(f"sharding_types={values!r}: a list is needed. Write [{values!r}].")
-    values = list(values)
-    if not values:
-        raise ConfigError("sharding_types=[]: at least one way to cut the table must be allowed.")
-    for value in values:
-        if value not in SHARDING_TYPES:
-            raise ConfigError(
-                f"sharding_types: {value!r} is not known{did_you_mean(value, SHARDING_TYPES)} "
-                f"Use some of {', '.join(SHARDING_TYPES)}."
-            )
 
 
 @dataclass(frozen=True)
@@ -233,51 +172,3 @@ def output_names(tables: Iterable[Table]) -> list[str]:
     """Return the keys of the unsharded collection's output in its order; "feature@table" for shared features."""
     names_by_table = get_embedding_names_by_table([table.config for table in tables])  # type: ignore[arg-type]
     return [name for names in names_by_table for name in names]
-
-
-def options_by_table(
-    tables: list[Table], everywhere: TableOptions, given: Mapping[str, TableOptions | Mapping[str, Any]]
-) -> dict[str, TableOptions]:
-    """Return the options of every table by its full name: `everywhere`, overridden by what was `given` for it.
-
-    given: by table name, or by full name where two collections use one name.
-    Raises ConfigError: a name that is no table's (with near matches); an option that does not exist.
-    """
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"tables={given!r}: a dict from table names to options is needed.")
-    known = {name for table in tables for name in (table.name, table.full_name)}
-    overrides: dict[str, TableOptions] = {}
-    for name, options in given.items():
-        if name not in known:
-            raise ConfigError(
-                f"tables: there is no table {name!r}{did_you_mean(name, known)} "
-                f"The tables are {', '.join(table.full_name for table in tables) or 'none'}."
-            )
-        overrides[name] = _as_options(name, options)
-    return {
-        table.full_name: _merged(everywhere, overrides.get(table.name), overrides.get(table.full_name))
-        for table in tables
-    }
-
-
-def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOptions:
-    if isinstance(options, TableOptions):
-        return options
-    allowed = [field.name for field in fields(TableOptions)]
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"tables[{name!r}]={options!r}: options are needed, some of {', '.join(allowed)}.")
-    for option in options:
-        if option not in allowed:
-            raise ConfigError(
-                f"tables[{name!r}]: there is no option {option!r}{did_you_mean(option, allowed)} "
-                f"Use some of {', '.join(allowed)}."
-            )
-    return TableOptions(**options)
-
-
-def _merged(*layers: TableOptions | None) -> TableOptions:
-    values: dict[str, Any] = {}
-    for layer in layers:
-        if layer is not None:
-            values |= {f.name: v for f in fields(layer) if (v := getattr(layer, f.name)) is not None}
-    return TableOptions(**values)

@@ -15,11 +15,14 @@ from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.optimizers.loss_weight import LossReduction
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
 from lightning_distrec.sharding.ids_check import CheckIds
-from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.sharding.kernels import allowed_kernels, refuse_other_storage
+from lightning_distrec.sharding.named_options import left_whole, options_by_table
+from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion
 from lightning_distrec.sharding.plan import Demand, allowed_types
 from lightning_distrec.sharding.planning_options import PlanningOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.tables import FoundTables, Table, TableOptions, find_tables, options_by_table
+from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.sharding.topology import Places
 from lightning_distrec.strategies.refusals import (
     hooks_without_gradients,
@@ -69,9 +72,11 @@ def decide(
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
     """
     found = find_tables(module, settings.conversion)
-    tables = found.tables
-    _refuse_dense_on_meta(module, found)
-    options = options_by_table(tables, settings.everywhere, settings.by_table)
+    options = options_by_table(found.tables, settings.everywhere, settings.by_table)
+    kept = left_whole(found.tables, settings.by_table)
+    tables = [table for table in found.tables if table.collection not in kept]
+    _refuse_dense_on_meta(module, tables, found.left_alone | dict.fromkeys(kept, "keep_whole=True"))
+    options = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
     updates = {table.full_name: frozen("evaluation only") for table in tables}
@@ -128,31 +133,46 @@ def _mode(name: str, options: TableOptions) -> str:
     return "dense"
 
 
+def tables_to_shard(module: nn.Module, settings: TableSettings, conversion: Conversion = NO_CONVERSION) -> list[Table]:
+    """Return the tables of `module` that are not sharded yet and are to be: not those of `left_whole`."""
+    tables = find_tables(module, conversion).tables
+    kept = left_whole(tables, settings.by_table)
+    return [table for table in tables if table.collection not in kept]
+
+
+def _in_collection(options: TableOptions) -> TableOptions:
+    """Return what keep_whole means for a table whose collection is sharded with other tables of it."""
+    return TableOptions(sharding_types=["data_parallel"]) if options.keep_whole else options
+
+
 def _demand(table: Table, options: TableOptions, update: TableUpdate, device: torch.device, places: Places) -> Demand:
+    refuse_other_storage(table, options, device.type)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
-        options = replace(options, sharding_types=["table_wise"])
+        options = replace(options, sharding_types=["table_wise"], compute_kernels=None)
     optimizer = type(update.owner.optimizer).__name__ if update.owner else ""
     whole_rows_for = optimizer if update.whole_rows else ""
     types = allowed_types(table, options, places, whole_rows_for)
+    kept_gradient = update.kind in ("sparse", "dense")
     return Demand(
         types,
-        update.kind in ("sparse", "dense"),
+        kept_gradient,
         options,
+        compute_kernels=allowed_kernels(table, types, options, kept_gradient, device.type),
         whole_rows_for=whole_rows_for,
         bytes_per_element=update.bytes_per_element,
         bytes_per_row=update.bytes_per_row,
     )
 
 
-def _refuse_dense_on_meta(module: LightningModule, found: FoundTables) -> None:
-    keys = {table.key for table in found.tables}
+def _refuse_dense_on_meta(module: LightningModule, tables: list[Table], left_alone: Mapping[str, str]) -> None:
+    keys = {table.key for table in tables}
     for name, parameter in module.named_parameters():
         if not parameter.is_meta or name in keys:
             continue
-        path = next((path for path in found.left_alone if name.startswith(f"{path}.")), None)
+        path = next((path for path in left_alone if name.startswith(f"{path}.")), None)
         if path is not None:
             raise ShardingError(
-                f"'{path}' is left alone ({found.left_alone[path]}), so that nobody gives its tables their rows. Build "
+                f"'{path}' is left alone ({left_alone[path]}), so that nobody gives its tables their rows. Build "
                 "its collection with device='cpu', or outside of configure_model."
             )
         raise ShardingError(

@@ -1,7 +1,7 @@
 """The steps from an unsharded module to sharded tables with optimizers, in their order: what `setup` calls.
 
 look       find the tables, run configure_optimizers, translate its updates, refuse what is not exact
-plan       rank 0 plans, all ranks receive
+plan       ids per example are counted if asked for; rank 0 plans, all ranks receive
 shard      torchrec's modules take the collections' places, rows travel to their shards
 connect    param groups, learning rates and the user's calls meet the shards
 """
@@ -30,6 +30,7 @@ from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
+from lightning_distrec.sharding.kernels import cache_share
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
 from lightning_distrec.sharding.placements import put_on_devices
@@ -44,12 +45,13 @@ from lightning_distrec.sharding.shard_tables import (
     shard_tables,
     sharded_tables_of,
 )
-from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.topology import Places
 from lightning_distrec.sharding.written_plan import WrittenPlan, ranks_per_node, written_plan
 from lightning_distrec.strategies.cluster_facts import ClusterFacts, find_facts
+from lightning_distrec.strategies.estimated_pooling import estimate_pooling
 from lightning_distrec.strategies.plan_files import follow, wanted_plan
-from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
+from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide, tables_to_shard
 from lightning_distrec.strategies.thawing import Thawing
 
 
@@ -154,7 +156,7 @@ def set_up_tables(
     """
     present = sharded_tables_of(module)
     consensus.all_or_none("setup", lambda: refuse_foreign_shards(module))
-    if present is not None and trainer.state.fn != TrainerFn.FITTING and not find_tables(module).tables:
+    if present is not None and trainer.state.fn != TrainerFn.FITTING and not tables_to_shard(module, settings):
         updates = {table.full_name: frozen("evaluation only") for table in present.tables}
         setup = _look_up(present, updates, settings, consensus, output_dtype)
         setup.written_plan = _written(present, settings, places, device)
@@ -171,6 +173,8 @@ def set_up_tables(
             rank_zero_warn(warning)
         if not look.tables:
             return None
+        demands = estimate_pooling(trainer, module, look, settings.planning.estimate_pooling, consensus, device)
+        look = replace(look, demands=demands)
         old_plan = present.plan if present is not None else {}
         facts = find_facts(trainer, module, settings, consensus, device, places, cuts_dense)
         made = _plan(trainer, look, old_plan, settings, facts, output_dtype)
@@ -223,14 +227,14 @@ def _plan(
 
 def _refuse_whole_again(present: ShardedTables, module: LightningModule, settings: TableSettings) -> None:
     """Raise ShardingError where an embedding that an earlier run sharded would be whole now: it has no rows here."""
-    found = {id(table.original) for table in find_tables(module, settings.conversion).tables}
+    found = {id(table.original) for table in tables_to_shard(module, settings, settings.conversion)}
     here = {id(child) for child in module.modules()}
     for table in present.tables:
         if id(table.original) in here and id(table.original) not in found:
             raise ShardingError(
                 f"'{table.full_name}' was sharded in an earlier run of this module, and convert_embeddings="
-                f"{settings.conversion.which!r} would keep it whole now. Keep convert_embeddings and min_rows as they "
-                "were, or load a checkpoint into a new module."
+                f"{settings.conversion.which!r} or a keep_whole would keep it whole now. Keep convert_embeddings, "
+                "min_rows and keep_whole as they were, or load a checkpoint into a new module."
             )
 
 
@@ -251,8 +255,9 @@ def _kept_plan(old: Plan, look: Decisions) -> Plan | None:
         return None
     if any(old[name].sharding_type not in demand.sharding_types for name, demand in look.demands.items()):
         return None
-    moved = [name for name, demand in look.demands.items() if demand.kept_gradient]
-    if any(old[name].compute_kernel.startswith("fused_uvm") for name in moved):
+    if any(old[name].compute_kernel not in demand.compute_kernels for name, demand in look.demands.items()):
+        return None
+    if any(cache_share(old[name]) != demand.options.cache_load_factor for name, demand in look.demands.items()):
         return None
     return {name: replace(sharding) for name, sharding in old.items()}
 

@@ -34,7 +34,7 @@ from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning_options import PlanningOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
-from lightning_distrec.sharding.tables import EmbeddingUpdate, TableOptions
+from lightning_distrec.sharding.table_options import EmbeddingUpdate, TableOptions
 from lightning_distrec.sharding.topology import Places
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.dense_part import follow_parameters
@@ -75,7 +75,9 @@ class TorchRecShardedStrategy(ShardedHooks):
             `min_rows` rows that can be; "all", "none", or a list of their paths.
         min_rows: see convert_embeddings.
         sharding_types: ways in which tables may be cut, for example ["table_wise", "row_wise"]; None allows all.
-        tables: options for single tables by name: embedding_update, sharding_types, min_partition, pooling_factor.
+        tables: options for single tables by name, or by a pattern such as "user_*": embedding_update, sharding_types,
+            compute_kernels, min_partition, pooling_factor, batch_size, cache_load_factor, device_group, dtype,
+            keep_whole: see TableOptions.
         check_ids: what an id outside of its table does: "error" on every rank, "warn" or "ignore" and look up row 0.
         uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
         pipeline: depth, how many batches are in flight: 1 looks tables up as they are called; from 2 on the next

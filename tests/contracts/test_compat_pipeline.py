@@ -78,6 +78,28 @@ def test_keep_loader_states_decides_what_a_checkpoint_holds() -> None:
     assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 1}]
 
 
+def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itself() -> None:
+    asked: list[str] = []
+    seen: list[Any] = []
+
+    class WithData(Hooked):
+        def train_dataloader(self) -> Any:
+            asked.append(self.trainer.state.stage.value)
+            return loader()
+
+    class Looks(pl.Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+            seen.append(_compat.train_dataloaders(trainer))
+
+    make_trainer(callbacks=[Looks()]).fit(WithData())
+    assert len(asked) == 2
+    assert type(seen[0]) is Loader
+    given = {"a": loader()}
+    make_trainer(callbacks=[Looks()], limit_train_batches=0).fit(Hooked(), given)
+    assert seen[1] is given
+    assert _compat.train_dataloaders(make_trainer()) is None
+
+
 def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
     class Counting(_compat.DataFetcher):
         drawn = 0

@@ -14,9 +14,11 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec.sharding.bandwidths import asked_bandwidths
 from lightning_distrec.sharding.plan import Demand, allowed_types, constraints_of, sharders
-from lightning_distrec.sharding.tables import Table, TableOptions, find_tables
-from lightning_distrec.sharding.topology import Places
+from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
 
 Kind = Literal["uniform", "zipf", "giant", "tiny"]
 KINDS: tuple[Kind, ...] = ("uniform", "zipf", "giant", "tiny")
@@ -85,11 +87,13 @@ def table_set(
     for i, table in enumerate(tables):
         chosen = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
         demands[table.full_name] = Demand(allowed_types(table, chosen, places, ""), False, chosen)
-    memory = int(memory_gb * 1e9)
-    on_device = {"hbm_cap": memory, "ddr_cap": 128 * 10**9} if device == "cuda" else {"ddr_cap": memory}
-    with torchrec_quiet():
-        topology = Topology(num_ranks, device, local_world_size=ranks_on_node, **on_device)
-    return TableSet(tables, demands, topology)
+    return TableSet(tables, demands, topology_of(places, device, int(memory_gb * 1e9)))
+
+
+def topology_of(places: Places, device: Literal["cuda", "cpu"], memory_bytes: int) -> Topology:
+    """Return ranks with so many bytes each for tables, and torchrec's bandwidths."""
+    memory = RankMemory((memory_bytes,) * places.num_ranks, (128 * 10**9,) * places.num_ranks)
+    return make_topology(torch.device(device), places, memory, asked_bandwidths(None, {}).with_measured({}))
 
 
 def default_critical_path(given: TableSet) -> float:

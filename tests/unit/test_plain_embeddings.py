@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from lightning_distrec.errors import ConfigError, ShardingError
+from lightning_distrec.sharding.named_options import options_by_table
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.tables import FoundTables, TableOptions, find_tables, options_by_table
+from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.tables import FoundTables, find_tables
 
 
 class MyBag(nn.EmbeddingBag):

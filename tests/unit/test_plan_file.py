@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
@@ -17,14 +16,17 @@ from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import on_disk
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.plan import Demand, Plan, make_plan
+from lightning_distrec.sharding.plan import Demand, Plan
 from lightning_distrec.sharding.plan_file import load_plan, plan_text, save_plan
 from lightning_distrec.sharding.plan_fits import fitting_plan
+from lightning_distrec.sharding.planner import make_plan
 from lightning_distrec.sharding.planning_options import PlanningOptions
-from lightning_distrec.sharding.tables import SHARDING_TYPES, Table, TableOptions, find_tables
-from lightning_distrec.sharding.topology import Places, make_topology
+from lightning_distrec.sharding.table_options import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.sharding.topology import Places
 from lightning_distrec.sharding.written_plan import WrittenPlan, differences, written_plan
 from lightning_distrec.strategies.plan_files import VARIABLE, folder_of, wanted_plan
+from tests.support.planned_tables import topology_of
 
 SIZES = {"users": (60, 16), "films": (37, 8), "days": (11, 8)}
 
@@ -52,16 +54,14 @@ def demands_of(tables: list[Table], *cuts: str, kept: bool = False, **more: Any)
 
 def make(tables: list[Table], places: Places, *cuts: str) -> tuple[WrittenPlan, Plan]:
     """Return what torchrec's planner makes for these cuts, written and as it is."""
-    topology = make_topology(torch.device("cpu"), places.num_ranks, places.ranks_on_node, 1 << 34)
-    made = make_plan(tables, demands_of(tables, *cuts), topology, 64)
-    plan: Plan = getattr(made, "plan", made)
+    plan = make_plan(tables, demands_of(tables, *cuts), topology_of(places, "cpu", 1 << 34), 64).plan
     return written_plan(tables, plan, places, "cpu"), plan
 
 
 @pytest.fixture(scope="module")
 def mixed() -> dict[str, Any]:
     """The content of a file with a table cut by rows, one by columns, one not, and one on all ranks."""
-    tables, places = tables_of({**SIZES, "hours": (24, 4)}), Places(2, 2)
+    tables, places = tables_of({**SIZES, "hours": (24, 4)}), Places.of_nodes(2)
     cuts = {"ebc.users": "row_wise", "ebc.films": "column_wise", "ebc.days": "table_wise", "ebc.hours": "data_parallel"}
     made = {cut: make(tables, places, cut)[0] for cut in cuts.values()}
     plan = WrittenPlan(2, 2, "cpu", {name: made[cut].tables[name] for name, cut in cuts.items()})
@@ -77,7 +77,7 @@ def loaded(content: Any, folder: Path) -> WrittenPlan:
 @settings(max_examples=40, deadline=None, database=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(16, 200), st.sampled_from([4, 8, 12, 32])), min_size=1, max_size=3),
-    places=st.sampled_from([Places(1, 1), Places(2, 2), Places(4, 2), Places(3, 3)]),
+    places=st.sampled_from([Places.of_nodes(1), Places.of_nodes(2), Places.of_nodes(2, 2), Places.of_nodes(3)]),
     cut=st.sampled_from(SHARDING_TYPES),
 )
 def test_any_plan_that_is_made_comes_back_as_it_was(
@@ -145,7 +145,7 @@ def test_a_changed_file_says_what_it_says_or_is_refused_by_an_error_of_ours(
 def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, _ = make(tables_of(SIZES), Places(2, 2), "row_wise")
+    written, _ = make(tables_of(SIZES), Places.of_nodes(2), "row_wise")
     file = tmp_path / "new" / "plan.json"
     save_plan(file, written)
     before = file.read_text()
@@ -164,17 +164,17 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
 
     monkeypatch.setattr(on_disk.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        save_plan(file, make(tables_of(SIZES), Places(2, 2), "table_wise")[0])
+        save_plan(file, make(tables_of(SIZES), Places.of_nodes(2), "table_wise")[0])
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
     assert file.read_text() == before
 
 
 def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_told() -> None:
     tables = tables_of({"users": (60, 16)})
-    _, plan = make(tables, Places(2, 2), "row_wise")
+    _, plan = make(tables, Places.of_nodes(2), "row_wise")
     sharding = plan["ebc.users"]
     sharding.compute_kernel, sharding.cache_params = "fused_uvm_caching", CacheParams(load_factor=0.25)
-    written = written_plan(tables, plan, Places(2, 2), "cuda")
+    written = written_plan(tables, plan, Places.of_nodes(2), "cuda")
     assert json.loads(plan_text(written))["tables"]["ebc.users"]["cache_load_factor"] == 0.25
     assert written.as_plan("cpu", 2)["ebc.users"] == sharding
     on_gpus = written.as_plan("cuda", 1)["ebc.users"].sharding_spec.shards
@@ -183,10 +183,10 @@ def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_told() -
     with pytest.raises(
         PlanError, match="table 'ebc.users': plan files hold no more of cache_params=.*than load_factor"
     ):
-        written_plan(tables, plan, Places(2, 2), "cuda")
+        written_plan(tables, plan, Places.of_nodes(2), "cuda")
     sharding.cache_params, sharding.enforce_hbm = None, True
     with pytest.raises(PlanError, match="table 'ebc.users': enforce_hbm=True is in its plan, and not in plan files"):
-        written_plan(tables, plan, Places(2, 2), "cuda")
+        written_plan(tables, plan, Places.of_nodes(2), "cuda")
 
 
 USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "films", "days", "hours"))
@@ -325,16 +325,16 @@ def test_differences_name_ranks_tables_cuts_and_shards_that_have_moved(tmp_path:
 
 def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> WrittenPlan:
     """Return what the file with this content becomes for these tables on two ranks of one node."""
-    given = {"demands": demands_of(tables), "places": Places(2, 2), "device": "cpu", "resting": []} | more
+    given = {"demands": demands_of(tables), "places": Places.of_nodes(2), "device": "cpu", "resting": []} | more
     return fitting_plan(loaded(content, folder), "plan_file='it'", tables, **given)
 
 
 def test_a_file_of_another_module_is_told_by_all_differences(tmp_path: Path) -> None:
-    plan, _ = make(tables_of(SIZES), Places(2, 2), "table_wise")
+    plan, _ = make(tables_of(SIZES), Places.of_nodes(2), "table_wise")
     content = json.loads(plan_text(plan))
     others = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
     with pytest.raises(PlanError) as raised:
-        fit(content, tmp_path, others, places=Places(4, 4))
+        fit(content, tmp_path, others, places=Places.of_nodes(4))
     assert str(raised.value).splitlines() == [
         "plan_file='it' does not suit this run:",
         "  - it is for 2 ranks, and there are 4",
@@ -362,7 +362,7 @@ def test_a_file_of_another_module_is_told_by_all_differences(tmp_path: Path) -> 
         (
             "table_row_wise",
             {},
-            {"places": Places(2, 1)},
+            {"places": Places.of_nodes(1, 1)},
             "cannot have these shards on 1 rank a node: table_row_wise gives each of the ranks",
         ),
         ("row_wise", {"compute_kernel": "fused_uvm"}, {"kept": True}, "the kernel fused_uvm, which a table has not"),
@@ -373,10 +373,10 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_told(
     tmp_path: Path, cut: str, change: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     tables = tables_of({"users": (60, 16)})
-    content = json.loads(plan_text(make(tables, Places(2, 2), cut)[0]))
+    content = json.loads(plan_text(make(tables, Places.of_nodes(2), cut)[0]))
     content["tables"]["ebc.users"] |= change
     given = dict(options)
-    places = given.pop("places", Places(2, 2))
+    places = given.pop("places", Places.of_nodes(2))
     demands = demands_of(tables, *given.pop("cuts", []), **given)
     with pytest.raises(PlanError, match=said):
         fit(content, tmp_path, tables, demands=demands, places=places)
@@ -386,7 +386,7 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_told(
 
 def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 8), "films": (30, 8)}, pooled=False)
-    content = json.loads(plan_text(make(tables, Places(2, 2), "column_wise")[0]))
+    content = json.loads(plan_text(make(tables, Places.of_nodes(2), "column_wise")[0]))
     fit(content, tmp_path, tables)
     content["tables"]["ec.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [30, 8]}]
     with pytest.raises(
@@ -400,11 +400,11 @@ def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> No
 
 def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_least(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 16), "days": (11, 8)})
-    content = json.loads(plan_text(make(tables, Places(2, 2), "table_wise")[0]))
+    content = json.loads(plan_text(make(tables, Places.of_nodes(2), "table_wise")[0]))
     content["tables"]["ebc.users"]["shards"][0]["rank"] = 0
-    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, Places(2, 2), "data_parallel")[0]))["tables"][
-        "ebc.days"
-    ]
+    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, Places.of_nodes(2), "data_parallel")[0]))[
+        "tables"
+    ]["ebc.days"]
     found = fit(content, tmp_path, tables, resting=["ebc.users", "ebc.days"])
     assert found.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
     days = found.tables["ebc.days"]

@@ -21,7 +21,7 @@ from lightning_distrec.sharding.placement import Placement, Room
 from lightning_distrec.sharding.plan import constraints_of, sharders
 from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
 from lightning_distrec.sharding.shortage import Shortage, try_all
-from lightning_distrec.sharding.tables import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.table_options import SHARDING_TYPES, TableOptions
 from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
 
 

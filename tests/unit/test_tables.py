@@ -1,12 +1,12 @@
-"""Finding tables, and what a user may say about one."""
+"""Finding tables."""
 
 import pytest
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
-from lightning_distrec.errors import ConfigError, ShardingError
-from lightning_distrec.sharding.tables import TableOptions, find_tables, options_by_table, output_names
+from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.tables import find_tables, output_names
 from tests.support.click_model import bag_configs
 
 
@@ -69,33 +69,3 @@ def test_two_tables_that_share_a_weight_are_told() -> None:
     root.second.embedding_bags["t"].weight = root.first.embedding_bags["t"].weight
     with pytest.raises(ShardingError, match="tables 'first.t' and 'second.t' share one weight"):
         find_tables(root)
-
-
-def test_options_of_a_table_override_those_of_all() -> None:
-    root = nn.Module()
-    root.first, root.second = bags(), bags()
-    tables = find_tables(root).tables
-    everywhere = TableOptions(embedding_update="auto", sharding_types=["row_wise"])
-    given = {"t": {"embedding_update": "dense"}, "second.t": TableOptions(min_partition=8)}
-    options = options_by_table(tables, everywhere, given)
-    assert options["first.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"])
-    assert options["second.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"], min_partition=8)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"tt": {}}, "there is no table 'tt'; did you mean 't'"),
-        ({"t": {"sharding_typ": []}}, "no option 'sharding_typ'; did you mean 'sharding_types'"),
-        ({"t": {"embedding_update": "fusd"}}, "embedding_update='fusd' is not known; did you mean 'fused'"),
-        ({"t": {"sharding_types": ["rowwise"]}}, "'rowwise' is not known; did you mean 'row_wise'"),
-        ({"t": {"sharding_types": []}}, "at least one way to cut"),
-        ({"t": {"min_partition": 6}}, "min_partition=6: .*multiples of 4"),
-        ({"t": {"pooling_factor": 0.0}}, "pooling_factor=0.0: must be above 0"),
-    ],
-)
-def test_options_that_cannot_be_are_told_with_near_matches(given: dict[str, dict[str, object]], said: str) -> None:
-    root = nn.Module()
-    root.ebc = bags()
-    with pytest.raises(ConfigError, match=said):
-        options_by_table(find_tables(root).tables, TableOptions(), given)

@@ -15,8 +15,10 @@ from torchrec.distributed.types import EnumerableShardingSpec
 from lightning_distrec.machine import cgroup_limits, host_memory_bytes
 from lightning_distrec.sharding.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.placements import put_on_devices
-from lightning_distrec.sharding.plan import Demand, make_plan, sharders
-from lightning_distrec.sharding.tables import TableOptions, find_tables
+from lightning_distrec.sharding.plan import Demand, sharders
+from lightning_distrec.sharding.planner import make_plan
+from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.tables import find_tables
 from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -110,7 +112,7 @@ def test_shards_lie_on_the_device_that_their_rank_has() -> None:
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     tables = find_tables(root).tables
     demands = {"ebc.t": Demand(("row_wise",), False, TableOptions())}
-    plan = make_plan(tables, demands, topology(Places.of_nodes(2, 1), GPU), BATCH)
+    plan = make_plan(tables, demands, topology(Places.of_nodes(2, 1), GPU), BATCH).plan
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
     put_on_devices(plan, devices)
     spec = plan["ebc.t"].sharding_spec

@@ -1,0 +1,104 @@
+"""How many ids an example has of each feature: counted in batches, for the planner."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from lightning_distrec.sharding.tables import Table
+
+LEAST_FACTOR = 0.01
+"""What the planner is told of a feature that hardly any example has: it divides by these numbers."""
+
+
+@dataclass
+class IdCount:
+    """What was counted of one feature."""
+
+    ids: int = 0
+    examples: int = 0
+
+    def add(self, ids: int, examples: int) -> None:
+        """Count some more."""
+        self.ids += ids
+        self.examples += examples
+
+    @property
+    def factor(self) -> float:
+        """Ids per example."""
+        return max(LEAST_FACTOR, self.ids / self.examples)
+
+
+@dataclass(frozen=True)
+class IdCounts:
+    """What was counted in some batches, by the names that things have there."""
+
+    features: dict[str, IdCount]
+    """Key of a KeyedJaggedTensor, or the name of a JaggedTensor."""
+    tensors: dict[str, IdCount]
+    """Name of a tensor of integers: a key of a dict, or a field of a dataclass or a named tuple."""
+
+    @staticmethod
+    def none() -> "IdCounts":
+        """Return counts to begin with."""
+        return IdCounts({}, {})
+
+    def look_at(self, *batches: Any) -> None:
+        """Count the ids in what a batch consists of, each object once: containers and dataclasses at any depth."""
+        seen: set[int] = set()
+        for batch in batches:
+            for name, leaf in _leaves("", batch, seen):
+                self._count(name, leaf)
+
+    def _count(self, name: str, leaf: Any) -> None:
+        if isinstance(leaf, KeyedJaggedTensor):
+            for key, ids, examples in zip(leaf.keys(), leaf.length_per_key(), leaf.stride_per_key(), strict=True):
+                self.features.setdefault(key, IdCount()).add(ids, examples)
+        elif isinstance(leaf, JaggedTensor):
+            self.features.setdefault(name, IdCount()).add(leaf.values().shape[0], leaf.lengths().shape[0])
+        elif isinstance(leaf, Tensor) and leaf.ndim and not (leaf.is_floating_point() or leaf.is_complex()):
+            self.tensors.setdefault(name, IdCount()).add(leaf.numel(), leaf.shape[0])
+
+    def add(self, others: "IdCounts") -> None:
+        """Take in what another rank has counted."""
+        for mine, theirs in ((self.features, others.features), (self.tensors, others.tensors)):
+            for name, count in theirs.items():
+                mine.setdefault(name, IdCount()).add(count.ids, count.examples)
+
+    def factors_of(self, table: Table) -> tuple[float, ...] | None:
+        """Return ids per example of each feature of `table`; None where the batches do not tell those of all.
+
+        An nn.Embedding's or nn.EmbeddingBag's are those of the tensor that is called as it is, by its path or the last
+        part of that.
+        """
+        if table.plain is None:
+            counts = [self.features.get(feature) for feature in table.config.feature_names]
+        else:
+            path = table.full_name
+            counts = [self.tensors.get(path) or self.tensors.get(path.rpartition(".")[2])]
+        known = [count.factor for count in counts if count is not None and count.examples]
+        return tuple(known) if len(known) == len(counts) else None
+
+
+def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield what is in containers and dataclasses, at any depth, with the name that it has in the innermost of them."""
+    if id(value) in seen:
+        return
+    if isinstance(value, (Mapping, list, tuple, Tensor, JaggedTensor, KeyedJaggedTensor)):
+        seen.add(id(value))
+    inner: list[tuple[str, Any]]
+    if isinstance(value, Mapping):
+        inner = [(str(key), part) for key, part in value.items()]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        inner = list(zip(value._fields, value, strict=True))
+    elif isinstance(value, (list, tuple)):
+        inner = [(name, part) for part in value]
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    else:
+        yield name, value
+        return
+    for part_name, part in inner:
+        yield from _leaves(part_name, part, seen)

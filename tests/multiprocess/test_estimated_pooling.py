@@ -1,0 +1,210 @@
+"""Ids per example, counted before training on two ranks: they are the plain means, and training does not notice."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchrec import KeyedJaggedTensor
+
+from lightning_distrec.errors import DataError
+from lightning_distrec.strategies import estimated_pooling, table_setup
+from tests.support.click_model import FEATURES, ClickModel, seeded
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
+
+LOOK = 3
+BATCHES = (5, 2)
+"""How many each rank has; the second has fewer than are looked at."""
+SIZE = 4
+TABLES = {"ebc.wide": ["a", "b"], "ebc.narrow": ["c"], "ebc.shared": ["b", "d"]}
+
+
+class Examples:
+    """Bags of 0 to 4 ids, and a little noise on the label that is drawn when an example is taken."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.noise = rank, np.random.default_rng(rank)
+
+    def __len__(self) -> int:
+        return SIZE * BATCHES[self.rank]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        draw = np.random.default_rng([index, self.rank])
+        bags = [draw.integers(0, 11, size=draw.integers(0, 5 - k)).tolist() for k in range(len(FEATURES))]
+        noise = self.noise.random() + random.random() + np.random.rand() + float(torch.rand(1))
+        return {"bags": bags, "label": 0.1 * noise, "item": draw.integers(0, 11, size=6).tolist()}
+
+
+def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    bags = [example["bags"][k] for k in range(len(FEATURES)) for example in examples]
+    features = KeyedJaggedTensor(
+        keys=FEATURES,
+        values=torch.tensor([i for bag in bags for i in bag], dtype=torch.long),
+        lengths=torch.tensor([len(bag) for bag in bags]),
+    )
+    label = torch.tensor([example["label"] for example in examples])
+    return {"label": label, "inputs": [features, {"item": torch.tensor([example["item"] for example in examples])}]}
+
+
+class Data(LightningDataModule):
+    """Makes the loader anew whenever it is asked for. fails: the first time on rank 1."""
+
+    def __init__(self, fails: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.rank, _ = rank_and_num_ranks()
+        self.fails, self.options = fails and self.rank == 1, options
+
+    def train_dataloader(self) -> Any:
+        if self.fails:
+            self.fails = False
+            raise OSError("the share is not mounted yet")
+        return DataLoader(Examples(self.rank), SIZE, collate_fn=collate, **self.options)  # type: ignore[arg-type]
+
+
+class TakesFeatures(ClickModel):
+    """A click model whose batches hold the features, and a plain embedding with ids of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.SGD, {"lr": 0.5})
+        self.item = nn.Embedding(40, 8)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        features, others = batch["inputs"]
+        return self.mlp(self.ebc(features).values()).squeeze(-1) + self.item(others["item"]).sum((1, 2))
+
+
+class Declares(TakesFeatures):
+    """Makes its features in the step, and says how."""
+
+    def sparse_inputs(self, batch: dict[str, Any]) -> KeyedJaggedTensor:
+        features = batch["inputs"][0].to_dict()
+        return KeyedJaggedTensor.from_jt_dict({name: features[{"a": "d", "d": "a"}.get(name, name)] for name in "abcd"})
+
+
+def fit(
+    look: int, data: Any, model: type[TakesFeatures] = TakesFeatures, **more: Any
+) -> tuple[list[float], dict[str, Any], list[str]]:
+    """Return the losses, ids per example by table, and what was said, of a fit that looks at some batches first."""
+    found: dict[str, Any] = {}
+    said: list[str] = []
+
+    def noted(*args: Any) -> Any:
+        demands = estimated_pooling.estimate_pooling(*args)
+        found.update({name: demand.pooling_factors for name, demand in demands.items()})
+        return demands
+
+    table_setup.estimate_pooling, estimated_pooling.rank_zero_info = noted, said.append  # type: ignore[assignment]
+    random.seed(2)
+    np.random.seed(2)
+    trained = seeded(model)
+    options = {"convert_embeddings": "all", "sharding_types": ["row_wise"], "planning": {"estimate_pooling": look}}
+    trainer = make_trainer(options | more, max_epochs=2)
+    try:
+        trainer.fit(trained, **({"datamodule": data} if isinstance(data, Data) else {"train_dataloaders": data}))
+    except DataError as error:
+        said.append(str(error))
+    return trained.losses, found, said
+
+
+def batches_of(rank: int) -> list[dict[str, Any]]:
+    """Return the batches of a rank that are looked at."""
+    examples = Examples(rank)
+    batches = [[examples[SIZE * i + k] for k in range(SIZE)] for i in range(min(LOOK, BATCHES[rank]))]
+    return [collate(batch) for batch in batches]
+
+
+def plain_means(names: list[str]) -> tuple[float, ...]:
+    """Return ids per example over the first batches of both ranks."""
+    bags = [batch["inputs"][0][name].lengths() for name in names for rank in (0, 1) for batch in batches_of(rank)]
+    of_each = len(bags) // len(names)
+    return tuple(float(torch.cat(bags[i * of_each : (i + 1) * of_each]).float().mean()) for i in range(len(names)))
+
+
+class Stream(IterableDataset):
+    """Batches in the order in which they come."""
+
+    def __iter__(self) -> Any:
+        return iter(batches_of(1))
+
+
+def _run() -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    runs: dict[str, Any] = {}
+    for name, options in {"in order": {}, "shuffled": {"shuffle": True}}.items():
+        runs[name] = [fit(look, Data(**options)) for look in (0, LOOK)]
+    runs["fails"] = [fit(look, Data(fails=look > 0)) for look in (0, LOOK)]
+    runs["stream"] = [fit(look, DataLoader(Stream(), batch_size=None)) for look in (0, LOOK)]
+    runs["declared"] = fit(LOOK, Data(), Declares, tables={"narrow": {"pooling_factor": 9.0}})
+    half = Data().train_dataloader() if rank == 0 else DataLoader([], batch_size=None)  # type: ignore[arg-type]
+    runs["empty"] = fit(LOOK, half)
+    runs["rank 0 only"] = fit(LOOK if rank == 0 else 0, Data())
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    """What each rank found."""
+    return run_on_ranks(_run, 2)
+
+
+def test_factors_are_the_plain_means_over_the_batches_of_both_ranks(runs: list[dict[str, Any]]) -> None:
+    wanted: dict[str, Any] = {name: pytest.approx(plain_means(names)) for name, names in TABLES.items()}
+    for run in runs:
+        _, found, _ = run["in order"][1]
+        assert found == wanted | {"item": (6.0,)}
+    assert len(set(plain_means(list("abcd")))) == 4
+    a, b, c, d = plain_means(list("abcd"))
+    (said,) = runs[0]["in order"][1][2]
+    assert said == (
+        f"torchrec_sharded: estimate_pooling: ids per example, counted in 5 batches of 2 ranks: ebc.wide a {a:.2f}, "
+        f"b {b:.2f}; ebc.narrow c {c:.2f}; ebc.shared b {b:.2f}, d {d:.2f}; item 6.00."
+    )
+
+
+@pytest.mark.parametrize("name", ["in order", "shuffled", "fails", "stream"])
+def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]], name: str) -> None:
+    for run in runs:
+        (without, nothing, silence), (losses, found, _) = run[name]
+        assert losses == without
+        assert len(losses) == 2 * min(BATCHES)
+        assert set(nothing.values()) == {None}
+        assert not silence
+        assert (set(found.values()) == {None}) == (name == "stream")
+
+
+def test_what_could_not_be_looked_at_is_said_and_the_other_ranks_batches_count(runs: list[dict[str, Any]]) -> None:
+    _, found, (said,) = runs[0]["fails"][1]
+    bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
+    assert found["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
+    assert "counted in 3 batches of 2 ranks" in said
+    assert said.endswith(". not looked at: rank 1: OSError: the share is not mounted yet.")
+    _, _, (said,) = runs[0]["stream"][1]
+    assert said.startswith(
+        "torchrec_sharded: estimate_pooling: ids per example of ebc.wide, ebc.narrow, ebc.shared, item"
+    )
+    assert said.endswith("rank 1: Stream is an IterableDataset, which may not begin twice alike.")
+
+
+def test_declared_inputs_count_and_a_given_factor_stays(runs: list[dict[str, Any]]) -> None:
+    a, b, c, d = plain_means(list("abcd"))
+    for run in runs:
+        _, found, _ = run["declared"]
+        # Each feature is counted in the batch and in what the step computes of it.
+        swapped = (a + d) / 2
+        assert found["ebc.wide"] == pytest.approx((swapped, b))
+        assert found["ebc.shared"] == pytest.approx((b, swapped))
+        assert found["ebc.narrow"] is None
+
+
+def test_ranks_without_a_batch_take_part(runs: list[dict[str, Any]]) -> None:
+    for run in runs:
+        for name in ("empty", "rank 0 only"):
+            _, found, _ = run[name]
+            bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
+            assert found["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
+        assert "batch" in run["empty"][2][-1], "training itself says that a rank has nothing to train on"

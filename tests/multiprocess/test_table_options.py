@@ -1,0 +1,141 @@
+"""What is said about single tables, where tables are really sharded."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from lightning_distrec.errors import ConfigError, PlanError, ShardingError
+from lightning_distrec.sharding.shard_tables import sharded_tables_of
+from tests.support.click_model import (
+    FEATURES,
+    EvaluatedModel,
+    largest_difference,
+    rank_loader,
+    seeded,
+    train_sharded,
+    train_unsharded,
+)
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
+
+STEPS = 6
+ADAM = (torch.optim.Adam, {"lr": 0.003, "eps": 1e-3})
+OPTIONS: dict[str, Any] = {
+    "convert_embeddings": "all",
+    "tables": {
+        "ebc.*": {"sharding_types": ["row_wise"], "compute_kernels": ["fused"], "batch_size": 8, "device_group": "cpu"},
+        "narrow": {"keep_whole": True},
+        "kept*": {"keep_whole": True},
+        "own_*": {"sharding_types": ["table_wise"], "dtype": "fp32"},
+    },
+}
+
+
+class Mixed(EvaluatedModel):
+    """Tables of one collection, of another one, and plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__(*ADAM)
+        config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"])
+        self.kept = EmbeddingBagCollection(tables=[config])
+        self.kept_rows, self.own_rows = nn.Embedding(12, 8), nn.Embedding(12, 8)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        ids = batch["lengths"].view(len(FEATURES), -1)[0]
+        rows = self.kept(features).values() + self.kept_rows(ids) * self.own_rows(ids)
+        return super().forward(batch) + 0.3 * rows.sum(-1)
+
+
+def _keep() -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    model, _ = train_sharded(seeded(Mixed), STEPS, OPTIONS)
+    shards = sharded_tables_of(model)
+    assert shards is not None
+    found = {
+        "state": model.final_state,
+        "cuts": {name: sharding.sharding_type for name, sharding in shards.plan.items()},
+        "whole": [dict(model.named_parameters())[name].numel() for name in WHOLE],
+        "kinds": [type(model.kept).__name__, type(model.kept_rows).__name__],
+    }
+    trainer = make_trainer(OPTIONS)
+    trainer.validate(model, rank_loader(2, rank, first=50), verbose=False)
+    assert sharded_tables_of(model) is shards, "tables stay as they are for an evaluation"
+    trainer.fit(model, rank_loader(STEPS, rank))
+    found["second"] = model.final_state
+    changed = OPTIONS | {"tables": OPTIONS["tables"] | {"own_*": {"keep_whole": True}}}
+    with pytest.raises(ShardingError, match="'own_rows' was sharded in an earlier run .* a keep_whole would keep it"):
+        make_trainer(changed).fit(model, rank_loader(STEPS, rank))
+    return found
+
+
+WHOLE = ("ebc.embedding_bags.narrow.weight", "kept.embedding_bags.t.weight", "kept_rows.weight")
+
+
+def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_an_unsharded_run() -> None:
+    ranks = run_on_ranks(_keep, 2)
+    start = seeded(Mixed)
+    first = train_unsharded(start, STEPS, 2)
+    second = train_unsharded(first, STEPS, 2)
+    for state, wanted in ((ranks[0]["state"], first), (ranks[0]["second"], second)):
+        difference = largest_difference(state, wanted.final_state)
+        assert max(difference.values()) < 1e-5, difference
+    assert float((first.kept_rows.weight - start.kept_rows.weight).abs().max()) > 1e-3, "the table has learnt"
+    for found in ranks:
+        assert found["cuts"] == {
+            "ebc.wide": "row_wise",
+            "ebc.narrow": "data_parallel",
+            "ebc.shared": "row_wise",
+            "own_rows": "table_wise",
+        }
+        assert found["whole"] == [37 * 8, 60 * 8, 12 * 8]
+        assert found["kinds"] == ["EmbeddingBagCollection", "Embedding"]
+
+
+class OnMeta(Mixed):
+    """Builds the collection that is to be kept whole without memory."""
+
+    def configure_model(self) -> None:
+        config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"])
+        self.kept = EmbeddingBagCollection(tables=[config])
+
+
+REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
+    "kernel": (
+        Mixed,
+        {"ebc.wide": {"compute_kernels": ["fused_uvm"]}},
+        PlanError,
+        "table 'ebc.wide': compute_kernels=.*on cpu rows lie in the host's memory already; allow fused",
+    ),
+    "cache": (Mixed, {"t": {"cache_load_factor": 0.2}}, PlanError, "table 'kept.t': cache_load_factor=0.2 is for"),
+    "device": (Mixed, {"*": {"device_group": "cuda"}}, ConfigError, "device_group='cuda', but this run is on cpu"),
+    "dtype": (Mixed, {"own_rows": {"dtype": "fp16"}}, ConfigError, "'own_rows': dtype='fp16', but the module has made"),
+    "pattern": (
+        Mixed,
+        {"ebd.*": {"keep_whole": True}},
+        ConfigError,
+        r"no table fits 'ebd.\*'.*The tables are ebc.",
+    ),
+    "meta": (OnMeta, {"kept.t": {"keep_whole": True}}, ShardingError, r"'kept' is left alone \(keep_whole=True\), so"),
+}
+
+
+def _refuse() -> dict[str, str]:
+    said = {}
+    for name, (model, tables, _, _) in REFUSED.items():
+        try:
+            train_sharded(seeded(model), 1, {"convert_embeddings": "all", "tables": tables})
+        except (ConfigError, ShardingError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def test_what_a_table_cannot_be_is_refused_on_every_rank() -> None:
+    for found in run_on_ranks(_refuse, 2):
+        assert found.keys() == REFUSED.keys()
+        for name, (_, _, kind, said) in REFUSED.items():
+            with pytest.raises(kind, match=f"{kind.__name__}: .*{said}"):
+                raise kind(found[name])

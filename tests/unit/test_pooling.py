@@ -1,0 +1,226 @@
+"""Ids per example: what is counted in batches of many shapes, and that looking at batches leaves no trace."""
+
+import random
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
+
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
+from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.sharding.planning_options import PlanningOptions
+from lightning_distrec.sharding.pooling import LEAST_FACTOR, IdCount, IdCounts
+from lightning_distrec.sharding.tables import find_tables
+from tests.support.click_model import bag_configs
+
+Pair = namedtuple("Pair", ["item", "label"])
+
+
+@dataclass
+class Batch:
+    """What a user may put together."""
+
+    features: KeyedJaggedTensor
+    item: Tensor
+    extra: Any = None
+
+
+def keyed(**lengths: list[int]) -> KeyedJaggedTensor:
+    """Return features with bags of these lengths."""
+    flat = torch.tensor([length for of_key in lengths.values() for length in of_key])
+    return KeyedJaggedTensor(keys=list(lengths), values=torch.arange(int(flat.sum())), lengths=flat)
+
+
+def counted(*batches: Any) -> IdCounts:
+    """Return what is counted in these batches."""
+    counts = IdCounts.none()
+    for batch in batches:
+        counts.look_at(batch)
+    return counts
+
+
+def test_ids_are_counted_wherever_a_batch_holds_them_and_once() -> None:
+    user, item = keyed(a=[1, 2, 3], b=[0, 0, 1]), keyed(c=[4, 4, 4])
+    tensor = torch.zeros(3, 5, dtype=torch.long)
+    batch = [{"user": user}, (Batch(item, tensor), [user]), Pair(torch.zeros(2, 2).int(), torch.zeros(3))]
+    counts = counted(batch)
+    assert counts.features == {"a": IdCount(6, 3), "b": IdCount(1, 3), "c": IdCount(12, 3)}
+    assert counts.tensors == {"item": IdCount(15 + 4, 3 + 2)}
+
+
+def test_jagged_tensors_count_under_their_names_and_features_of_unequal_batch_sizes_by_their_own() -> None:
+    jagged = JaggedTensor(values=torch.arange(7), lengths=torch.tensor([3, 4]))
+    unequal = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(6),
+        lengths=torch.tensor([1, 2, 3]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    assert counted({"d": jagged}, unequal).features == {"d": IdCount(7, 2), "a": IdCount(3, 2), "b": IdCount(3, 1)}
+
+
+def test_a_table_gets_a_factor_for_each_feature_over_all_batches_of_all_ranks() -> None:
+    root = nn.Module()
+    root.ebc = EmbeddingBagCollection(tables=bag_configs())
+    wide, narrow, shared = find_tables(root).tables
+    counts = counted(keyed(a=[2, 2], b=[1, 0], c=[0, 0]))
+    assert counts.factors_of(wide) == (2.0, 0.5)
+    counts.add(counted(keyed(a=[5], b=[4], d=[1])))
+    assert counts.factors_of(wide) == (9 / 3, 5 / 3)
+    assert counts.factors_of(narrow) == (LEAST_FACTOR,)
+    assert counts.factors_of(shared) == (5 / 3, 1.0)
+    assert counted(keyed(b=[1])).factors_of(wide) is None, "a is not known"
+    assert counted(keyed(a=[], b=[])).factors_of(wide) is None, "nobody has an example"
+
+
+def test_a_plain_embedding_takes_the_shape_of_the_tensor_that_is_called_as_it_is() -> None:
+    root = nn.Module()
+    root.tower = nn.Module()
+    root.tower.item = nn.Embedding(10, 8)
+    (table,) = find_tables(root, Conversion("all")).tables
+    assert counted({"item": torch.zeros(4, 6, dtype=torch.int32)}).factors_of(table) == (6.0,)
+    assert counted({"tower.item": torch.zeros(4).long(), "item": torch.zeros(4, 6).long()}).factors_of(table) == (1.0,)
+    assert counted({"item": torch.zeros(4, 6)}).factors_of(table) is None, "not ids"
+    assert counted({"items": torch.zeros(4, 6).long()}, torch.tensor(3)).factors_of(table) is None
+
+
+def test_a_number_of_batches_below_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="planning.estimate_pooling=-1: a number of batches is needed, 0 for none"):
+        PlanningOptions(estimate_pooling=-1)
+
+
+class DrawsSamples:
+    """Draws with generators of all kinds when a sample is taken."""
+
+    def __init__(self) -> None:
+        self.numpy, self.legacy = np.random.default_rng(1), np.random.RandomState(2)
+        self.inner = {"torch": [torch.Generator().manual_seed(3)], "python": random.Random(4)}
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        (generator,) = self.inner["torch"]
+        return torch.tensor([
+            index,
+            self.numpy.random(),
+            self.legacy.rand(),
+            float(torch.rand(1, generator=generator)),
+            self.inner["python"].random(),
+            float(torch.rand(1)),
+            float(np.random.rand()),
+            random.random(),
+        ])  # fmt: skip
+
+
+class Rotates(Sampler[int]):
+    """Changes itself whenever it is begun."""
+
+    def __init__(self, size: int) -> None:
+        self.order = list(range(size))
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        self.order.append(self.order.pop(0))
+        return iter(self.order)
+
+
+class Noisy:
+    """Collates with noise of its own."""
+
+    def __init__(self) -> None:
+        self.noise = np.random.default_rng(8)
+
+    def collate(self, scale: float, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + self.noise.random() * scale
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(DrawsSamples(), 4, shuffle=True, **options)  # type: ignore[arg-type]
+
+
+LOADERS: dict[str, Any] = {
+    "torch's generator": shuffled,
+    "a generator of its own": lambda: shuffled(generator=torch.Generator().manual_seed(5)),
+    "workers": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "a sampler that changes itself": lambda: DataLoader(DrawsSamples(), 4, sampler=Rotates(20)),  # type: ignore[arg-type]
+    "a batch sampler": lambda: DataLoader(
+        DrawsSamples(),  # type: ignore[arg-type]
+        batch_sampler=BatchSampler(WeightedRandomSampler([0.1] * 20, 20), 4, drop_last=True),
+    ),
+    "no batches": lambda: DataLoader(DrawsSamples(), batch_size=None, shuffle=True),  # type: ignore[arg-type]
+    "a collate_fn that draws": lambda: shuffled(collate_fn=partial(Noisy().collate, 0.5)),
+}
+
+
+def all_seeded() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_loader_gives_what_it_would_have_given_without_the_look(make: Any) -> None:
+    all_seeded()
+    wanted = [list(loader) for loader in [make()] for _ in range(2)]
+    all_seeded()
+    loader = make()
+    with unchanged(include_cuda=False):
+        looked_at = list(first_batches(loader, 2))
+    found = [list(loader) for _ in range(2)]
+    assert len(looked_at) == 2
+    assert looked_at[0].shape == wanted[0][0].shape
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_look_that_is_broken_off_leaves_no_trace_either() -> None:
+    dataset = DrawsSamples()
+    before = (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate())
+    batches = first_batches(DataLoader(dataset, 4), 3)  # type: ignore[arg-type]
+    next(batches)
+    assert dataset.numpy.bit_generator.state != before[0]
+    batches.close()
+    assert (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate()) == before
+
+
+def test_the_first_batches_are_those_that_training_gets_where_nothing_is_drawn() -> None:
+    loader = DataLoader(torch.arange(10).float(), 4)  # type: ignore[arg-type]
+    batches = list(loader)
+    for count, wanted in ((2, batches[:2]), (9, batches), (0, [])):
+        torch.testing.assert_close(list(first_batches(loader, count)), wanted)
+
+
+def test_random_numbers_are_put_back_when_looking_fails() -> None:
+    all_seeded()
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    with pytest.raises(ZeroDivisionError), unchanged(include_cuda=False):
+        print(random.random(), np.random.rand(), torch.rand(1), 1 / 0)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+class Stream(IterableDataset):
+    """Can be read once."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("nobody may read it")
+
+
+def test_loaders_are_found_in_what_a_trainer_takes_and_streams_are_left_alone() -> None:
+    loader, stream = DataLoader(range(3)), DataLoader(Stream())  # type: ignore[arg-type]
+    assert loaders_in({"a": [loader, stream], "b": CombinedLoader({"c": loader})}) == [loader, stream, loader]
+    assert why_not(loader) == ""
+    assert why_not(stream) == "Stream is an IterableDataset, which may not begin twice alike"
+    assert why_not(iter([])) == "a list_iterator is no DataLoader, and may not begin twice alike"

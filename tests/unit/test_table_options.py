@@ -1,0 +1,299 @@
+"""What a user may say about a table: by name, by pattern, from code and from YAML; and what planning makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.planner.constants import POOLING_FACTOR
+from torchrec.distributed.utils import add_params_from_parameter_sharding
+
+import lightning_distrec
+from lightning_distrec import TableOptions, TorchRecShardedStrategy
+from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.sharding.kernels import allowed_kernels, cache_share, refuse_other_storage
+from lightning_distrec.sharding.named_options import left_whole, options_by_table
+from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.sharding.plan import Demand, constraints_of
+from lightning_distrec.sharding.planner import make_plan
+from lightning_distrec.sharding.table_options import KERNELS
+from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.sharding.topology import Places
+from tests.support.planned_tables import topology_of
+
+
+def config(name: str = "t", **changes: Any) -> EmbeddingBagConfig:
+    """Return the config of a small table."""
+    return EmbeddingBagConfig(
+        **{"name": name, "embedding_dim": 8, "num_embeddings": 10, "feature_names": [f"{name}_ids"]} | changes
+    )
+
+
+def tables_named(*names: str) -> list[Table]:
+    """Return the tables of one collection, "ebc"."""
+    root = nn.Module()
+    root.ebc = EmbeddingBagCollection(tables=[config(name) for name in names])
+    return find_tables(root).tables
+
+
+def two_of_one_name() -> list[Table]:
+    """Return the tables first.t and second.t; the second has two features."""
+    root = nn.Module()
+    root.first = EmbeddingBagCollection(tables=[config()])
+    root.second = EmbeddingBagCollection(tables=[config(feature_names=["f", "g"])])
+    return find_tables(root).tables
+
+
+def demand(kernels: tuple[str, ...] = ("fused",), factors: tuple[float, ...] | None = None, **said: Any) -> Demand:
+    """Return a demand of a table that may be cut in any of two ways."""
+    options = TableOptions(**said)
+    return Demand(("table_wise", "row_wise"), False, options, compute_kernels=kernels, pooling_factors=factors)
+
+
+def test_options_of_a_table_override_those_of_all() -> None:
+    everywhere = TableOptions(embedding_update="auto", sharding_types=["row_wise"])
+    given = {"t": {"embedding_update": "dense"}, "second.t": TableOptions(min_partition=8)}
+    options = options_by_table(two_of_one_name(), everywhere, given)
+    assert options["first.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"])
+    assert options["second.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"], min_partition=8)
+
+
+def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherever_they_stand() -> None:
+    given = {
+        "user_id": {"min_partition": 16},
+        "user_*": {"sharding_types": ["row_wise"], "min_partition": 4, "batch_size": 8},
+        "ebc.*": {"sharding_types": ["column_wise"]},
+        "item_?": {"pooling_factor": 2.5},
+    }
+    options = options_by_table(tables_named("user_id", "user_zip", "item_a", "item_ab"), TableOptions(), given)
+    cut = {"sharding_types": ["column_wise"]}
+    assert options == {
+        "ebc.user_id": TableOptions(min_partition=16, batch_size=8, **cut),
+        "ebc.user_zip": TableOptions(min_partition=4, batch_size=8, **cut),
+        "ebc.item_a": TableOptions(pooling_factor=2.5, **cut),
+        "ebc.item_ab": TableOptions(**cut),
+    }
+
+
+def test_what_a_pattern_keeps_whole_forgets_what_was_said_before_and_a_name_may_take_it_back() -> None:
+    given = {
+        "*": {"sharding_types": ["row_wise"]},
+        "small_*": {"keep_whole": True},
+        "small_b": {"keep_whole": False, "pooling_factor": 2.0},
+    }
+    options = options_by_table(tables_named("small_a", "small_b"), TableOptions(embedding_update="fused"), given)
+    assert options["ebc.small_a"] == TableOptions(keep_whole=True)
+    as_all = TableOptions(embedding_update="fused", sharding_types=["row_wise"], keep_whole=False, pooling_factor=2.0)
+    assert options["ebc.small_b"] == as_all
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["t"], r"tables=\['t'\]: a dict from table names to options is needed"),
+        ({"tt": {}}, "there is no table 'tt'; did you mean 't'.*The tables are ebc.t"),
+        ({"tt*": {}}, r"tables: no table fits 'tt\*'; did you mean 't'.*The tables are ebc.t"),
+        ({"t": 3}, r"tables\['t'\]=3: options are needed"),
+        ({"t": {"sharding_typ": []}}, "no option 'sharding_typ'; did you mean 'sharding_types'"),
+        ({"t": {"embedding_update": "fusd"}}, "'t'.: embedding_update='fusd' is not known; did you mean 'fused'"),
+        ({"t": {"sharding_types": ["rowwise"]}}, "'rowwise' is not known; did you mean 'row_wise'"),
+        ({"t": {"sharding_types": []}}, "at least one way to cut"),
+        ({"t": {"sharding_types": "row_wise"}}, r"sharding_types='row_wise': a list is needed. Write \['row_wise'\]"),
+        ({"t": {"compute_kernels": ["fused_uvn"]}}, "compute_kernels: 'fused_uvn' is not known; did you mean 'fused"),
+        ({"t": {"compute_kernels": []}}, "compute_kernels=.*at least one kernel"),
+        ({"t": {"min_partition": 6}}, "min_partition=6: .*multiples of 4"),
+        ({"t": {"pooling_factor": 0.0}}, "pooling_factor=0.0: must be above 0"),
+        ({"t": {"batch_size": 0}}, "batch_size=0: must be at least 1"),
+        ({"t": {"cache_load_factor": 1.0}}, "cache_load_factor=1.0: must be a share of the rows.*For all rows"),
+        (
+            {"t": {"cache_load_factor": 0.5, "compute_kernels": ["fused"]}},
+            "cache_load_factor=0.5: only a fused_uvm_caching table has a cache, and compute_kernels=",
+        ),
+        ({"t": {"device_group": "gpu"}}, "device_group='gpu' is not known; did you mean 'cpu'.*Use one of cpu, cuda"),
+        ({"t": {"dtype": "fp8"}}, "dtype='fp8' is not known; did you mean 'fp"),
+        (
+            {"t": {"keep_whole": True, "sharding_types": ["row_wise"]}},
+            r"tables\['t'\]: keep_whole=True: .* not planned, and sharding_types would change nothing. Leave it out",
+        ),
+        (
+            {"*": {"keep_whole": True}, "t": {"pooling_factor": 2.0, "dtype": "fp32"}},
+            "table 'ebc.t': keep_whole=True: .* pooling_factor and dtype would.* Leave them out",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_told_with_near_matches(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        options_by_table(tables_named("t"), TableOptions(), given)
+
+
+@pytest.mark.parametrize(
+    ("types", "kept_gradient", "device", "kernels"),
+    [
+        (["row_wise"], False, "cpu", ("fused",)),
+        (["row_wise"], False, "cuda", ("fused", "fused_uvm", "fused_uvm_caching")),
+        (["row_wise"], True, "cuda", ("fused",)),
+        (["data_parallel"], True, "cuda", ("dense",)),
+    ],
+)
+def test_the_kernels_that_are_possible(types: list[str], kept_gradient: bool, device: str, kernels: tuple) -> None:
+    (table,) = tables_named("t")
+    assert allowed_kernels(table, types, TableOptions(), kept_gradient, device) == kernels
+    for kernel in kernels:
+        options = TableOptions(compute_kernels=[kernel])
+        assert allowed_kernels(table, types, options, kept_gradient, device) == (kernel,)
+    for kernel in set(KERNELS) - set(kernels):
+        with pytest.raises(PlanError, match=rf"table 'ebc.t': compute_kernels=\['{kernel}'\]: {kernel}: .*; allow "):
+            allowed_kernels(table, types, TableOptions(compute_kernels=[kernel]), kept_gradient, device)
+
+
+@pytest.mark.parametrize(
+    ("types", "kept_gradient", "device", "why"),
+    [
+        (["row_wise"], False, "cpu", "on cpu rows lie in the host's memory already"),
+        (["row_wise"], True, "cuda", "the optimizer steps on the rows itself"),
+        (["data_parallel"], False, "cuda", "a data_parallel table has the dense kernel"),
+    ],
+)
+def test_a_cache_is_refused_where_there_can_be_none(types: Any, kept_gradient: bool, device: str, why: str) -> None:
+    (table,) = tables_named("t")
+    options = TableOptions(cache_load_factor=0.25)
+    with pytest.raises(PlanError, match=f"table 'ebc.t': cache_load_factor=0.25 is for.*: {why}.*Leave cache_lo"):
+        allowed_kernels(table, types, options, kept_gradient, device)
+    assert "fused_uvm_caching" in allowed_kernels(table, ["row_wise"], options, False, "cuda")
+
+
+def test_a_device_or_a_type_that_the_table_does_not_have_is_refused_with_what_to_do() -> None:
+    (table,) = tables_named("t")
+    refuse_other_storage(table, TableOptions(device_group="cpu", dtype="fp32"), "cpu")
+    refuse_other_storage(table, TableOptions(device_group="cuda"), "cuda")
+    with pytest.raises(ConfigError, match="'ebc.t': device_group='cuda', but this run is on cpu.*accelerator='gpu'"):
+        refuse_other_storage(table, TableOptions(device_group="cuda"), "cpu")
+    with pytest.raises(ConfigError, match="device_group='cpu', but this run is on cuda.*accelerator='cpu'"):
+        refuse_other_storage(table, TableOptions(device_group="cpu"), "cuda")
+    with pytest.raises(ConfigError, match="dtype='fp16', but .* rows of fp32.*data_type=DataType.FP16 in its"):
+        refuse_other_storage(table, TableOptions(dtype="fp16"), "cpu")
+    root = nn.Module()
+    root.item = nn.Embedding(10, 8, dtype=torch.float16)
+    (plain,) = find_tables(root, Conversion("all")).tables
+    refuse_other_storage(plain, TableOptions(dtype="fp16"), "cpu")
+    with pytest.raises(ConfigError, match="table 'item': dtype='fp32', but .* fp16.*Embedding dtype=torch.float32"):
+        refuse_other_storage(plain, TableOptions(dtype="fp32"), "cpu")
+
+
+def test_a_collection_is_left_whole_if_all_of_its_tables_are() -> None:
+    tables = two_of_one_name()
+    assert left_whole(tables, {"t": {"keep_whole": True}}) == {"first", "second"}
+    assert left_whole(tables, {"first.*": {"keep_whole": True}, "elsewhere": {}}) == {"first"}
+    assert left_whole(tables_named("a", "b"), {"a": {"keep_whole": True}}) == set()
+
+
+def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
+    root = nn.Module()
+    configs = [EmbeddingConfig(name=n, embedding_dim=8, num_embeddings=9, feature_names=[n]) for n in "ab"]
+    root.rows = EmbeddingCollection(tables=configs)
+    tables = find_tables(root).tables
+    with pytest.raises(ConfigError, match=r"table 'rows.b': keep_whole=True, but .*all tables of 'rows', as 'rows.\*'"):
+        left_whole(tables, {"b": {"keep_whole": True}})
+    assert left_whole(tables, {"rows.*": {"keep_whole": True}}) == {"rows"}
+
+
+def test_what_was_said_and_counted_reaches_the_planner_feature_by_feature() -> None:
+    tables = two_of_one_name()[1:]
+    name = tables[0].full_name
+
+    def constraint(**changes: Any) -> Any:
+        return constraints_of(tables, {name: demand(**changes)})["t"]
+
+    assert constraint().pooling_factors == [POOLING_FACTOR, POOLING_FACTOR]
+    assert constraint().batch_sizes is None
+    assert constraint(factors=(1.5, 4.0)).pooling_factors == [1.5, 4.0]
+    assert constraint(factors=(1.5, 4.0), pooling_factor=7.0).pooling_factors == [7.0, 7.0]
+    assert constraint(batch_size=32).batch_sizes == [32, 32]
+    assert constraint(cache_load_factor=0.25).cache_params.load_factor == 0.25
+    assert constraint(kernels=("fused", "fused_uvm")).compute_kernels == ["fused", "fused_uvm"]
+
+
+def test_tables_of_one_name_get_what_suits_both_or_an_error() -> None:
+    tables = two_of_one_name()
+
+    def both(first: Demand, second: Demand) -> Any:
+        return constraints_of(tables, {"first.t": first, "second.t": second})["t"]
+
+    found = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",), batch_size=4))
+    assert (found.compute_kernels, found.pooling_factors, found.batch_sizes) == (["fused"], [9.0], None)
+    with pytest.raises(PlanError, match="table 'second.t': another table is called 't' too, and no kernel suits both"):
+        both(demand(("fused_uvm",)), demand(("fused",)))
+    with pytest.raises(PlanError, match="no cache suits both"):
+        both(demand(cache_load_factor=0.5), demand())
+
+
+def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() -> None:
+    tables = tables_named("a", "b")
+    demands = {
+        "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
+        "ebc.b": demand(("fused",), batch_size=64, factors=(3.0,)),
+    }
+    plan = make_plan(tables, demands, topology_of(Places.of_nodes(2), "cuda", 1 << 30), 16).plan
+    assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == ("fused_uvm_caching", 0.25)
+    assert [cache_share(plan[name]) for name in ("ebc.a", "ebc.b")] == [0.25, None]
+    # What the kernel is made with.
+    assert add_params_from_parameter_sharding(None, plan["ebc.a"])["cache_load_factor"] == 0.25
+    assert (plan["ebc.b"].compute_kernel, plan["ebc.b"].cache_params) == ("fused", None)
+
+
+YAML = """
+strategy:
+  class_path: lightning_distrec.TorchRecShardedStrategy
+  init_args:
+    tables:
+      "user_*":
+        sharding_types: [row_wise]
+        batch_size: 64
+      ebc.user_id: {compute_kernels: [fused, fused_uvm_caching], cache_load_factor: 0.1, pooling_factor: 3}
+      item_a: {keep_whole: true}
+      item_b: {device_group: cpu, dtype: fp32, min_partition: 8, embedding_update: sparse}
+    planning: {estimate_pooling: 4}
+"""
+SAID: dict[str, dict[str, Any]] = {
+    "user_*": {"sharding_types": ["row_wise"], "batch_size": 64},
+    "ebc.user_id": {
+        "compute_kernels": ["fused", "fused_uvm_caching"],
+        "cache_load_factor": 0.1,
+        "pooling_factor": 3.0,
+    },
+    "item_a": {"keep_whole": True},
+    "item_b": {"device_group": "cpu", "dtype": "fp32", "min_partition": 8, "embedding_update": "sparse"},
+}
+
+
+def from_yaml(text: str, folder: Path) -> TorchRecShardedStrategy:
+    """Return the strategy of a YAML, parsed as LightningCLI does."""
+    parser: ArgumentParser = LightningArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_subclass_arguments(lightning_distrec.TorchRecShardedStrategy, "strategy")
+    (folder / "job.yaml").write_text(text)
+    return parser.instantiate(parser.parse_args(["--config", str(folder / "job.yaml")])).strategy
+
+
+def test_options_say_the_same_from_yaml_and_from_code(tmp_path: Path) -> None:
+    tables = tables_named("user_id", "user_zip", "item_a", "item_b")
+    coded = TorchRecShardedStrategy(tables={name: TableOptions(**said) for name, said in SAID.items()})
+    as_dicts = TorchRecShardedStrategy(tables=SAID)
+    parsed = from_yaml(YAML, tmp_path)
+    wanted = options_by_table(tables, TableOptions(embedding_update="auto"), SAID)
+    assert wanted["ebc.user_id"].batch_size == 64
+    for strategy in (coded, as_dicts, parsed):
+        settings = strategy._settings
+        assert options_by_table(tables, settings.everywhere, settings.by_table) == wanted
+    assert parsed._settings.planning.estimate_pooling == 4
+
+
+def test_a_wrong_option_in_yaml_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'rowwise' is not known; did you mean 'row_wise'"):
+        from_yaml(YAML.replace("[row_wise]", "[rowwise]"), tmp_path)
+    with pytest.raises(SystemExit):
+        from_yaml(YAML.replace("batch_size", "batchsize"), tmp_path)
