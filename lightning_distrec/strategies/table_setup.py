@@ -32,7 +32,10 @@ from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
 from lightning_distrec.sharding.plan import Plan, make_plan, plan_together
-from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
+from lightning_distrec.sharding.plan_cost import PlanCost
+from lightning_distrec.sharding.plan_facts import PlanFacts
+from lightning_distrec.sharding.plan_report import bytes_by_rank, check_memory, print_plan
+from lightning_distrec.sharding.planned_tables import UpdateCost, planned_tables
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
     refuse_foreign_shards,
@@ -40,7 +43,7 @@ from lightning_distrec.sharding.shard_tables import (
     sharded_tables_of,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places, make_topology, memory_bytes_per_rank
+from lightning_distrec.sharding.topology import RESERVED_SHARE, Places, make_topology, memory_bytes_per_rank
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide
 from lightning_distrec.strategies.thawing import Thawing
 
@@ -59,11 +62,22 @@ class TableSetup:
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     """What was put on optimizers and plugins for the time of the run."""
+    cost: PlanCost | None = None
+    """What the planner has reckoned; None where it has not."""
+    facts: PlanFacts | None = None
+    """What reports tell of the plan, on rank 0 of a fit; None elsewhere."""
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
         self.backward_watch = BackwardWatch(self.fused_tables)
         self.thawing = Thawing(self.shards, self.updates)
+
+    @property
+    def plan_facts(self) -> PlanFacts | None:
+        """What reports tell of the plan, with its cost; None on other ranks than 0, and outside of a fit."""
+        if self.facts is None or self.cost is None:
+            return self.facts
+        return replace(self.facts, cost=self.cost)
 
     def release(self) -> None:
         """Take off what was put on for the time of the run."""
@@ -153,9 +167,11 @@ def set_up_tables(
         if not look.tables:
             return None
         old_plan = present.plan if present is not None else {}
-        plan = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
+        plan, facts = _plan(trainer, look, old_plan, settings, device, places, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
-        return _shard(module, look, plan, settings, consensus, device, held, output_dtype)
+        setup = _shard(module, look, plan, settings, consensus, device, held, output_dtype)
+        setup.facts = facts
+        return setup
     except BaseException:
         if present is not None and present.sharded:
             present.step_in()
@@ -170,7 +186,8 @@ def _plan(
     device: torch.device,
     places: Places,
     output_dtype: torch.dtype | None,
-) -> Plan:
+) -> tuple[Plan, PlanFacts | None]:
+    """Collective. Return the plan, and on rank 0 of a fit what reports tell of it."""
     memory = memory_bytes_per_rank(device, places.ranks_on_node, settings.memory_bytes_per_rank)
     on_node = places.ranks_on_node if places.alike else places.num_ranks
     topology = make_topology(device, places.num_ranks, on_node, memory)
@@ -184,10 +201,30 @@ def _plan(
         return plan
 
     plan = plan_together(planned)
-    if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
-        totals = bytes_by_rank(look.tables, plan, costs, places.num_ranks)
-        print_plan(look.tables, plan, costs, totals, output_dtype, settings.comms)
-    return plan
+    if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
+        return plan, None
+    facts = PlanFacts(
+        tables=planned_tables(look.tables, plan, costs, places.num_ranks, _pooling_factors(look)),
+        places=places,
+        batch_size=settings.batch_size_per_rank,
+        comms=settings.comms,
+        memory_bytes=memory,
+        usable_bytes=int(memory * (1 - RESERVED_SHARE)),
+        on_gpu=device.type == "cuda",
+    )
+    totals = bytes_by_rank(look.tables, plan, costs, places.num_ranks)
+    print_plan(
+        *(look.tables, plan, costs, totals, output_dtype, settings.comms), cost=facts.cost, traffic=facts.traffic
+    )
+    return plan, facts
+
+
+def _pooling_factors(look: Decisions) -> dict[str, tuple[float, ...]]:
+    """Return full name of a table -> ids per example for each of its features, where the user has said it."""
+    said = {t.full_name: (t, look.demands[t.full_name].options.pooling_factor) for t in look.tables}
+    return {
+        name: (factor,) * len(table.config.feature_names) for name, (table, factor) in said.items() if factor is not None
+    }
 
 
 def _refuse_whole_again(present: ShardedTables, module: LightningModule, settings: TableSettings) -> None:
