@@ -104,8 +104,8 @@ def _planned(
     factors = tuple(factors) if factors is not None else (1.0,) * num_features
     if len(factors) != num_features:
         raise PlanError(
-            f"table '{name}' has {num_features} features ({', '.join(config.feature_names)}) and {len(factors)} pooling "
-            "factors. Give one for each feature, in their order."
+            f"table '{name}' has {num_features} features ({', '.join(config.feature_names)}) and {len(factors)} "
+            "pooling factors. Give one for each feature, in their order."
         )
     sharding = plan[name]
     spec = sharding.sharding_spec

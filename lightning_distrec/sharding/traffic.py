@@ -182,9 +182,9 @@ class _Exchange:
         bytes_in = self._lengths(table) + self._ids(table)
         num_ranks = self.traffic.places.num_ranks
         shards = np.bincount(table.ranks, minlength=num_ranks)
-        columns = np.bincount(table.ranks, table.shard_columns, minlength=num_ranks)
+        columns: Vector = np.bincount(table.ranks, table.shard_columns, minlength=num_ranks).astype(np.float64)
         self.traffic.flows[IDS].to_rank += shards * bytes_in
-        self._back(columns * vectors * self.batch_size)
+        self._back(columns * float(vectors * self.batch_size))
 
     def row_wise(self, table: PlannedTable) -> None:
         """Each rank has a block of rows: its share of the ids comes; of bags, partial sums are added up."""

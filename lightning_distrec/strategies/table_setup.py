@@ -9,6 +9,7 @@ connect    param groups, learning rates and the user's calls meet the shards
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from lightning_distrec.sharding.outgoing import TableUse
 from lightning_distrec.sharding.plan import Plan, make_plan, plan_together
 from lightning_distrec.sharding.plan_cost import PlanCost
 from lightning_distrec.sharding.plan_facts import PlanFacts
+from lightning_distrec.sharding.plan_page import write_page, write_pictures
+from lightning_distrec.sharding.plan_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.plan_report import bytes_by_rank, check_memory, print_plan
 from lightning_distrec.sharding.planned_tables import UpdateCost, planned_tables
 from lightning_distrec.sharding.shard_tables import (
@@ -78,6 +81,19 @@ class TableSetup:
         if self.facts is None or self.cost is None:
             return self.facts
         return replace(self.facts, cost=self.cost)
+
+    def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
+        """Write plan.html, and if wanted its pictures as files beside it. Call it where there are `plan_facts`.
+
+        Returns name -> picture, as PNG; none without matplotlib, which the page says too.
+        """
+        facts = self.plan_facts
+        assert facts is not None
+        pictures = draw_plan(facts) if can_draw() else None
+        write_page(folder / "plan.html", facts, pictures)
+        if picture_files and pictures:
+            write_pictures(folder, pictures)
+        return pictures or {}
 
     def release(self) -> None:
         """Take off what was put on for the time of the run."""
@@ -221,9 +237,11 @@ def _plan(
 
 def _pooling_factors(look: Decisions) -> dict[str, tuple[float, ...]]:
     """Return full name of a table -> ids per example for each of its features, where the user has said it."""
-    said = {t.full_name: (t, look.demands[t.full_name].options.pooling_factor) for t in look.tables}
     return {
-        name: (factor,) * len(table.config.feature_names) for name, (table, factor) in said.items() if factor is not None
+        table.full_name: (factor,) * len(table.config.feature_names)
+        for table in look.tables
+        for factor in [look.demands[table.full_name].options.pooling_factor]
+        if factor is not None
     }
 
 
