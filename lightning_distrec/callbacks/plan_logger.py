@@ -45,7 +45,8 @@ class PlanLogger(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rank 0 writes. Raises ConfigError: it cannot write there."""
-        if trainer.fast_dev_run or not trainer.is_global_zero:
+        trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
+        if trial or not trainer.is_global_zero:
             return
         setup = getattr(trainer.strategy, "table_setup", None)  # TorchRecShardedStrategy's
         if setup is None:

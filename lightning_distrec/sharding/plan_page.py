@@ -2,9 +2,13 @@
 
 import base64
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_distrec.sharding.plan_facts import Origin, PlanFacts
 from lightning_distrec.sharding.plan_pictures import can_draw, draw_plan
@@ -129,6 +133,7 @@ def _picture(name: str, data: bytes) -> str:
 def _ranks(facts: PlanFacts) -> str:
     """What each rank holds, takes and sends; of many ranks, what so many of them have at most."""
     memory, sent = facts.memory, facts.traffic
+    columns: list[tuple[str, NDArray[Any], Callable[[float], str]]]
     columns = [("tables", memory.tables, bytes_in_words), ("usable memory", memory.usable, bytes_in_words)]
     if facts.host_memory is not None:
         columns.append(("tables on host", facts.host_memory.tables, bytes_in_words))
@@ -148,8 +153,8 @@ def _ranks(facts: PlanFacts) -> str:
     return _html_table([first, *(name for name, _, _ in columns)], rows, numbers_from=1)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
+def _quantile(values: NDArray[Any], share: float) -> float:
+    ordered = np.sort(values)
     return float(ordered[round(share * (len(ordered) - 1))])
 
 

@@ -47,7 +47,7 @@ def draw_plan(facts: PlanFacts) -> dict[str, bytes]:
 
 def _pictures(facts: PlanFacts) -> dict[str, Callable[[PlanFacts], Any]]:
     """Return those of the pictures that have something to show."""
-    pictures = {"memory": _draw_memory}
+    pictures: dict[str, Callable[[PlanFacts], Any]] = {"memory": _draw_memory}
     if facts.cost is not None:
         pictures["time"] = _draw_time
     if facts.places.num_ranks > 1:
@@ -198,10 +198,9 @@ def _draw_tables(facts: PlanFacts) -> Any:
 
 def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    return figure
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
 
 
 def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArray[Any], smooth: bool = True) -> None:

@@ -79,6 +79,10 @@ def _fit_without_the_callback() -> list[float]:
     return model.losses
 
 
+def _try_out(folder: str) -> dict[str, Any]:
+    return _fit(False, folder, fast_dev_run=True)
+
+
 def _files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
@@ -92,6 +96,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
         "csv": (_fit, logger),
         "images": (_fit, TakesImages(), str(folder / "images"), (GivesCost(),)),
         "both": (_fit, [TakesImages(), CSVLogger(str(folder / "both"), name="run", version="v")]),
+        "tried": (_try_out, str(folder / "tried")),
         "plain": (_fit_without_the_callback,),
     }
     return folder, run_each_on_ranks(calls, 2)
@@ -132,6 +137,12 @@ def test_the_page_has_the_cost_that_the_strategy_knows(fits: Any) -> None:
 def test_a_logger_without_a_folder_leaves_the_page_to_the_next(fits: Any) -> None:
     folder, _ = fits
     assert [name for name in _files(folder / "both") if "plan" in name] == ["run/v/plan.html"]
+
+
+def test_a_trial_run_writes_nothing(fits: Any) -> None:
+    folder, ranks = fits
+    assert len(ranks[0]["tried"]["losses"]) == 1
+    assert not (folder / "tried").exists()
 
 
 def test_training_is_the_same_with_it(fits: Any) -> None:
