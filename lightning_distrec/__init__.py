@@ -14,6 +14,7 @@ from lightning_distrec._compat import choose_environments
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
+    from lightning_distrec.callbacks.plan_logger import PlanLogger
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.callbacks.timeline import Timeline
@@ -35,6 +36,7 @@ __all__ = [
     "Communication",
     "FSDPOptions",
     "PipelineOptions",
+    "PlanLogger",
     "QuantizedComms",
     "ScaledLearningRate",
     "TableOptions",
@@ -51,6 +53,7 @@ _HOMES = {
     "Communication": "lightning_distrec.callbacks.communication",
     "FSDPOptions": "lightning_distrec.strategies.fsdp_options",
     "PipelineOptions": "lightning_distrec.pipeline.options",
+    "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
     "TableOptions": "lightning_distrec.sharding.table_options",

@@ -65,8 +65,8 @@ def sharders() -> list[ModuleSharder[nn.Module]]:
 
 def sharder_of(table: Table, comms: QuantizedComms) -> BaseEmbeddingSharder:
     """Return the sharder of `table`'s collection, whose rows and gradients travel in these types."""
-    registry = comms.registry()
-    return _PooledSharder(qcomm_codecs_registry=registry) if table.pooled else EmbeddingCollectionSharder(registry)
+    kind = _PooledSharder if table.pooled else EmbeddingCollectionSharder
+    return kind(qcomm_codecs_registry=comms.registry())
 
 
 def default_types(num_nodes: int) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """A plan as text: what each table is, where its shards are, what it costs per rank, and what updates it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -11,24 +10,21 @@ from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.plan import Plan
+from lightning_distrec.sharding.plan_cost import PlanCost
+from lightning_distrec.sharding.planned_tables import UpdateCost
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.reservation import Reservation
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.topology import RankMemory
-from lightning_distrec.words import ranks_in_words
+from lightning_distrec.sharding.traffic import Traffic
+from lightning_distrec.words import bytes_in_words, counted, ranks_in_words
 
 NARROWEST_COLUMNS = 150
 """Width of the printed table where the output is no terminal."""
-
-
-@dataclass(frozen=True)
-class UpdateCost:
-    """What the report needs to know of a table's update."""
-
-    kind: str
-    why: str
-    bytes_per_element: float
-    bytes_per_row: float
+MOST_TABLES = 60
+"""So many tables are printed; of more, the largest."""
+MOST_RANKS = 8
+"""So many ranks are named one by one."""
 
 
 def shards_by_rank(table: Table, plan: Plan, num_ranks: int) -> dict[int, tuple[int, int]]:
@@ -88,11 +84,14 @@ def print_plan(
     comms: QuantizedComms | None = None,
     planned_with: str = "",
     console: Console | None = None,
+    cost: PlanCost | None = None,
+    traffic: Traffic | None = None,
 ) -> None:
     """Print the start table. Call it on one rank.
 
     output_dtype: the type of looked up rows; None for float32. comms: the types in which they travel.
-    planned_with: a line about what the planner went by.
+    planned_with: a line about what the planner went by. cost: its estimates; None: not known. traffic: what ranks send;
+    None: not told.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -101,12 +100,17 @@ def print_plan(
     text = TextTable(
         title=_title(totals),
         title_justify="left",
-        caption=_caption(tables, totals, output_dtype) + _travel(comms) + (f"\n{planned_with}" if planned_with else ""),
+        caption=_caption(tables, totals, output_dtype)
+        + _travel(comms)
+        + _time(cost)
+        + _sent(traffic)
+        + _rest(tables)
+        + (f"\n{planned_with}" if planned_with else ""),
         caption_justify="left",
     )
     for heading in ("table", "rows x dim", "cut", "on ranks", "largest shard", "update", "why"):
         text.add_column(heading, justify="right" if heading in ("rows x dim", "largest shard") else "left")
-    for table in tables:
+    for table in _printed(tables):
         held = shards_by_rank(table, plan, num_ranks)
         update = updates[table.full_name]
         largest = max(elements for _, elements in held.values()) * torch.finfo(table.parameter.dtype).bits // 8
@@ -114,12 +118,57 @@ def print_plan(
             table.full_name,
             f"{table.config.num_embeddings:,} x {table.config.embedding_dim}",
             plan[table.full_name].sharding_type,
-            ranks_in_words(sorted(held)),
+            some_ranks_in_words(sorted(held)),
             _bytes(largest),
             update.kind,
             update.why,
         )
     console.print(text)
+
+
+def some_ranks_in_words(ranks: list[int]) -> str:
+    """Return the ranks one by one, or how many they are where that would fill a line. ranks: sorted."""
+    said = ranks_in_words(ranks)
+    return said if said.count(",") < MOST_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
+
+
+def _printed(tables: list[Table]) -> list[Table]:
+    """Return the tables that are printed, in their order."""
+    if len(tables) <= MOST_TABLES:
+        return tables
+    largest = sorted(tables, key=lambda t: -t.config.num_embeddings * t.config.embedding_dim)[:MOST_TABLES]
+    names = {table.full_name for table in largest}
+    return [table for table in tables if table.full_name in names]
+
+
+def _rest(tables: list[Table]) -> str:
+    more = len(tables) - MOST_TABLES
+    return f"\n{counted(more, 'smaller table')} not shown; the callback PlanLogger writes them all" if more > 0 else ""
+
+
+def _time(cost: PlanCost | None) -> str:
+    """Return a line about the estimated time of a step, where it is known."""
+    if cost is None:
+        return ""
+    by_rank = cost.milliseconds_by_rank
+    if len(by_rank) == 1:
+        return f"\nEstimated time for tables in a step: {cost.critical_path:.3g} ms"
+    return (
+        f"\nEstimated time for tables in a step: {cost.critical_path:.3g} ms on the slowest rank "
+        f"({int(by_rank.argmax())}), {float(by_rank.mean()):.3g} ms in the mean of ranks"
+    )
+
+
+def _sent(traffic: Traffic | None) -> str:
+    """Return a line about what ranks send, where there are several."""
+    if traffic is None or traffic.places.num_ranks == 1:
+        return ""
+    sent, within, across = traffic.sent(), traffic.within_node(), traffic.across_nodes()
+    nodes = ""
+    if traffic.places.num_nodes > 1:
+        nodes = f" ({bytes_in_words(within.mean())} within its node, {bytes_in_words(across.mean())} across nodes)"
+    most = f"; the most, {bytes_in_words(sent.max())}, by rank {int(sent.argmax())}" if sent.max() > sent.min() else ""
+    return f"\nSent for tables by a rank in a step, estimated: {bytes_in_words(sent.mean())}{nodes}{most}"
 
 
 def _title(totals: list[int]) -> str:

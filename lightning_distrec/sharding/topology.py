@@ -27,6 +27,11 @@ class Places:
         return cls(tuple(node for node, number in enumerate(ranks_by_node) for _ in range(number)))
 
     @classmethod
+    def equal(cls, num_ranks: int, ranks_on_node: int) -> "Places":
+        """Return so many ranks on nodes that have as many each; the last may have fewer."""
+        return cls(tuple(rank // ranks_on_node for rank in range(num_ranks)))
+
+    @classmethod
     def gathered(cls, told: Sequence[tuple[int, int]]) -> "Places":
         """Return what all ranks have told: the number of their node, and how many ranks are on it.
 

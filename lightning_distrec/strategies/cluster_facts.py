@@ -24,6 +24,7 @@ from lightning_distrec.sharding.topology import (
     make_topology,
     memory_bytes_per_rank,
 )
+from lightning_distrec.sizes import bandwidth_in_words
 from lightning_distrec.strategies.module_sizes import measure_module
 from lightning_distrec.strategies.reckoning import Job, dense_memory
 from lightning_distrec.strategies.table_decisions import TableSettings
@@ -55,6 +56,16 @@ class ClusterFacts:
         memory = f"{bytes_in_words(least)}{to} a rank ({self.memory_origin})"
         kept = f"{self.reservation.in_words} kept ({self.reservation.origin})"
         return f"Planned with: {memory}, {kept}; {self.bandwidths.in_words(self.names)}"
+
+    @property
+    def origins(self) -> list[tuple[str, str, str]]:
+        """The same for reports: what, its value, who says so."""
+        least, most = min(self.memory.device_bytes), max(self.memory.device_bytes)
+        to = "" if least == most else f" to {bytes_in_words(most)}"
+        rows = [("memory of a rank", f"{bytes_in_words(least)}{to}", self.memory_origin)]
+        rows.append(("kept for all but tables", self.reservation.in_words, self.reservation.origin))
+        found = [(name, getattr(self.bandwidths, name)) for name in self.names]
+        return rows + [(name, bandwidth_in_words(one.bytes_per_second), one.origin) for name, one in found]
 
 
 def find_facts(

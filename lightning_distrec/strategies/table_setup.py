@@ -6,10 +6,10 @@ shard      torchrec's modules take the collections' places, rows travel to their
 connect    param groups, learning rates and the user's calls meet the shards
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +30,14 @@ from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
-from lightning_distrec.sharding.kernels import cache_share
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
-from lightning_distrec.sharding.placements import put_on_devices
-from lightning_distrec.sharding.plan import Plan, plan_together
+from lightning_distrec.sharding.plan import Plan
 from lightning_distrec.sharding.plan_cost import PlanCost
+from lightning_distrec.sharding.plan_facts import PlanFacts
 from lightning_distrec.sharding.plan_file import PLAN_FILE, plan_text
-from lightning_distrec.sharding.plan_report import UpdateCost, bytes_by_rank, check_memory, print_plan
-from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
+from lightning_distrec.sharding.plan_page import write_page, write_pictures
+from lightning_distrec.sharding.plan_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
     refuse_foreign_shards,
@@ -47,11 +46,11 @@ from lightning_distrec.sharding.shard_tables import (
 )
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.written_plan import WrittenPlan, ranks_per_node, written_plan
-from lightning_distrec.strategies.cluster_facts import ClusterFacts, find_facts
+from lightning_distrec.sharding.written_plan import WrittenPlan, written_plan
+from lightning_distrec.strategies.cluster_facts import find_facts
 from lightning_distrec.strategies.estimated_pooling import estimate_pooling
-from lightning_distrec.strategies.plan_files import follow, wanted_plan
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide, tables_to_shard
+from lightning_distrec.strategies.table_plan import plan_tables
 from lightning_distrec.strategies.thawing import Thawing
 
 
@@ -73,11 +72,26 @@ class TableSetup:
     """What was put on optimizers and plugins for the time of the run."""
     written_plan: WrittenPlan | None = None
     """Where the tables are, in plain numbers; None where plans are not saved."""
+    facts: PlanFacts | None = None
+    """What reports tell of the plan, on rank 0 of a fit; None elsewhere."""
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
         self.backward_watch = BackwardWatch(self.fused_tables)
         self.thawing = Thawing(self.shards, self.updates)
+
+    def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
+        """Write plan.html, and if wanted its pictures as files beside it. Call it where there are `facts`.
+
+        Returns name -> picture, as PNG; none without matplotlib, which the page says too.
+        """
+        facts = self.facts
+        assert facts is not None
+        pictures = draw_plan(facts) if can_draw() else None
+        write_page(folder / "plan.html", facts, pictures)
+        if picture_files and pictures:
+            write_pictures(folder, pictures)
+        return pictures or {}
 
     def release(self) -> None:
         """Take off what was put on for the time of the run."""
@@ -177,10 +191,10 @@ def set_up_tables(
         look = replace(look, demands=demands)
         old_plan = present.plan if present is not None else {}
         facts = find_facts(trainer, module, settings, consensus, device, places, cuts_dense)
-        made = _plan(trainer, look, old_plan, settings, facts, output_dtype)
+        made, told = plan_tables(trainer, look, old_plan, settings, facts, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
         setup = _shard(module, look, made.plan, settings, consensus, device, held, output_dtype)
-        setup.cost = made.cost
+        setup.cost, setup.facts = made.cost, told
         setup.written_plan = _written(setup.shards, settings, places, device)
         return setup
     except BaseException:
@@ -193,36 +207,6 @@ def _written(
     shards: ShardedTables, settings: TableSettings, places: Places, device: torch.device
 ) -> WrittenPlan | None:
     return written_plan(shards.tables, shards.plan, places, device.type) if settings.planning.save_plan else None
-
-
-def _plan(
-    trainer: Trainer,
-    look: Decisions,
-    old_plan: Plan,
-    settings: TableSettings,
-    facts: ClusterFacts,
-    output_dtype: torch.dtype | None,
-) -> MadePlan:
-    num_ranks = facts.topology.world_size
-    costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
-
-    def planned() -> MadePlan:
-        said = (look.demands, facts.topology, settings.batch_size_per_rank)
-        wanted = wanted_plan(settings.planning, os.environ)
-        plan = _kept_plan(old_plan, look) if wanted is None else None
-        if wanted is not None:
-            device = facts.topology.compute_device
-            plan = follow(*wanted, look, facts.places, device).as_plan(device, ranks_per_node(facts.places))
-        made = make_plan(look.tables, *said) if plan is None else MadePlan(plan, cost_of_plan(look.tables, plan, *said))
-        check_memory(bytes_by_rank(look.tables, made.plan, costs, num_ranks), facts.memory, facts.reservation)
-        return made
-
-    made = plan_together(planned)
-    put_on_devices(made.plan, facts.devices)
-    if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
-        totals = bytes_by_rank(look.tables, made.plan, costs, num_ranks)
-        print_plan(look.tables, made.plan, costs, totals, output_dtype, settings.comms, facts.in_words)
-    return made
 
 
 def _refuse_whole_again(present: ShardedTables, module: LightningModule, settings: TableSettings) -> None:
@@ -247,19 +231,6 @@ def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:
                 f"the ranks have different tables: rank {consensus.rank} has {shapes}, rank {rank} {theirs[0]}. "
                 "Build the same module on every rank."
             )
-
-
-def _kept_plan(old: Plan, look: Decisions) -> Plan | None:
-    """Return the earlier plan where it still suits every table, so that rows stay where they are."""
-    if set(old) != {table.full_name for table in look.tables}:
-        return None
-    if any(old[name].sharding_type not in demand.sharding_types for name, demand in look.demands.items()):
-        return None
-    if any(old[name].compute_kernel not in demand.compute_kernels for name, demand in look.demands.items()):
-        return None
-    if any(cache_share(old[name]) != demand.options.cache_load_factor for name, demand in look.demands.items()):
-        return None
-    return {name: replace(sharding) for name, sharding in old.items()}
 
 
 def _shard(

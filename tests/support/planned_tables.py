@@ -92,7 +92,8 @@ def table_set(
 
 def topology_of(places: Places, device: Literal["cuda", "cpu"], memory_bytes: int) -> Topology:
     """Return ranks with so many bytes each for tables, and torchrec's bandwidths."""
-    memory = RankMemory((memory_bytes,) * places.num_ranks, (128 * 10**9,) * places.num_ranks)
+    ranks = places.num_ranks
+    memory = RankMemory(device_bytes=(memory_bytes,) * ranks, host_bytes=(128 * 10**9,) * ranks)
     return make_topology(torch.device(device), places, memory, asked_bandwidths(None, {}).with_measured({}))
 
 

@@ -1,0 +1,97 @@
+"""How the tables of a run come to their plan: from a file, from an earlier run of the module, or from the planner."""
+
+import os
+from dataclasses import replace
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_distrec.sharding.kernels import cache_share
+from lightning_distrec.sharding.placements import put_on_devices
+from lightning_distrec.sharding.plan import Plan, constraints_of, plan_together
+from lightning_distrec.sharding.plan_facts import PlanFacts
+from lightning_distrec.sharding.plan_report import bytes_by_rank, check_memory, print_plan
+from lightning_distrec.sharding.planned_tables import UpdateCost, planned_tables
+from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
+from lightning_distrec.sharding.written_plan import ranks_per_node
+from lightning_distrec.strategies.cluster_facts import ClusterFacts
+from lightning_distrec.strategies.plan_files import follow, wanted_plan
+from lightning_distrec.strategies.table_decisions import Decisions, TableSettings
+
+
+def plan_tables(
+    trainer: Trainer,
+    look: Decisions,
+    old_plan: Plan,
+    settings: TableSettings,
+    facts: ClusterFacts,
+    output_dtype: torch.dtype | None,
+) -> tuple[MadePlan, PlanFacts | None]:
+    """Collective. Return the plan, and on rank 0 of a fit, which prints it, what reports tell of it.
+
+    old_plan: of an earlier run of the module; {} for none. output_dtype: the type of looked up rows; None for the
+    kernels' own. Raises PlanError, on all ranks: tables do not fit, or not where a file puts them.
+    """
+    num_ranks = facts.places.num_ranks
+    costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
+
+    def planned() -> MadePlan:
+        said = (look.demands, facts.topology, settings.batch_size_per_rank)
+        plan = _given_plan(look, settings, facts) or _kept_plan(old_plan, look)
+        made = make_plan(look.tables, *said) if plan is None else MadePlan(plan, cost_of_plan(look.tables, plan, *said))
+        check_memory(bytes_by_rank(look.tables, made.plan, costs, num_ranks), facts.memory, facts.reservation)
+        return made
+
+    made = plan_together(planned)
+    put_on_devices(made.plan, facts.devices)
+    if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
+        return made, None
+    told = _told(look, settings, facts, made, costs)
+    print_plan(
+        *(look.tables, made.plan, costs, bytes_by_rank(look.tables, made.plan, costs, num_ranks)),
+        *(output_dtype, settings.comms, facts.in_words),
+        cost=made.cost,
+        traffic=told.traffic,
+    )
+    return made, told
+
+
+def _told(
+    look: Decisions, settings: TableSettings, facts: ClusterFacts, made: MadePlan, costs: dict[str, UpdateCost]
+) -> PlanFacts:
+    constraints = constraints_of(look.tables, look.demands)
+    pooling = {table.full_name: tuple(constraints[table.name].pooling_factors) for table in look.tables}
+    return PlanFacts(
+        tables=planned_tables(look.tables, made.plan, costs, facts.places.num_ranks, pooling),
+        places=facts.places,
+        batch_size=settings.batch_size_per_rank,
+        comms=settings.comms,
+        memory_bytes=facts.memory.device_bytes,
+        usable_bytes=facts.memory.less(facts.reservation).device_bytes,
+        on_gpu=facts.topology.compute_device == "cuda",
+        cost=made.cost,
+        origins=facts.origins,
+    )
+
+
+def _given_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts) -> Plan | None:
+    """Return the plan of the file that the user named; None for no file."""
+    wanted = wanted_plan(settings.planning, os.environ)
+    if wanted is None:
+        return None
+    device = facts.topology.compute_device
+    return follow(*wanted, look, facts.places, device).as_plan(device, ranks_per_node(facts.places))
+
+
+def _kept_plan(old: Plan, look: Decisions) -> Plan | None:
+    """Return the earlier plan where it still suits every table, so that rows stay where they are."""
+    if set(old) != {table.full_name for table in look.tables}:
+        return None
+    if any(old[name].sharding_type not in demand.sharding_types for name, demand in look.demands.items()):
+        return None
+    if any(old[name].compute_kernel not in demand.compute_kernels for name, demand in look.demands.items()):
+        return None
+    if any(cache_share(old[name]) != demand.options.cache_load_factor for name, demand in look.demands.items()):
+        return None
+    return {name: replace(sharding) for name, sharding in old.items()}

@@ -1,0 +1,198 @@
+"""What is estimated to be sent for tables is what real ranks send, kind by kind."""
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_distrec import Communication, TorchRecShardedStrategy
+from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
+from lightning_distrec.sharding.traffic import IDS, ROW_GRADIENTS, ROWS, WHOLE_GRADIENTS
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+EXAMPLES = 8
+DENSE_BYTES = 4
+"""The only layer has one parameter."""
+STEPS = 4
+COLLECTIONS = 2
+AGREED = COLLECTIONS * 5 * 8 * (STEPS - 1) / STEPS
+"""Bytes a step that are no ids. With each lookup but the first every rank tells each other one five numbers: that its
+ids are in range, how many examples it has, that nobody asked it to stop, that no buffer was written to, that it goes
+on."""
+
+FEATURES = {"a": (2, 16), "b": (3, 24), "c": (4, 32), "d": (1, 8)}
+"""Feature -> ids per example, and rows of its tables: so many that the ids of a batch are each row once."""
+BAGS = {"wide": (["a"], 16), "long": (["b"], 8), "both": (["b"], 16), "two": (["c"], 24), "last": (["d"], 8)}
+"""Table -> its features and dim."""
+
+
+class Lookups(pl.LightningModule):
+    """Sums what it looks up: bags, with weights or without, and single rows."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        options = {name: {"feature_names": of, "embedding_dim": dim} for name, (of, dim) in BAGS.items()}
+        rows = {name: FEATURES[of[0]][1] for name, (of, _) in BAGS.items()}
+        self.bags = EmbeddingBagCollection(
+            tables=[EmbeddingBagConfig(name=n, num_embeddings=rows[n], **o) for n, o in options.items()],
+            is_weighted=weighted,
+        )
+        self.rows = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name=f"of_{n}", embedding_dim=8, num_embeddings=rows[n], feature_names=BAGS[n][0])
+                for n in ("wide", "two")
+            ]
+        )
+        self.weighted = weighted
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        weights = torch.ones(len(batch["ids"])) if self.weighted else None
+        features = KeyedJaggedTensor(list(FEATURES), batch["ids"], lengths=batch["lengths"], weights=weights)
+        unweighted = KeyedJaggedTensor(list(FEATURES), batch["ids"], lengths=batch["lengths"])
+        rows = self.rows(unweighted)
+        return self.scale.sum() * (self.bags(features).values().sum() + sum(of.values().sum() for of in rows.values()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _batch() -> dict[str, Tensor]:
+    """Each feature's ids are all rows of its tables, each once, so that they are spread evenly."""
+    ids = torch.cat([torch.arange(rows) for _, rows in FEATURES.values()])
+    lengths = torch.cat([torch.full((EXAMPLES,), ids_of) for ids_of, _ in FEATURES.values()])
+    return {"ids": ids, "lengths": lengths}
+
+
+def _fit(
+    cuts: dict[str, str],
+    nodes: int = 1,
+    weighted: bool = False,
+    comms: dict[str, str] | None = None,
+    depth: int = 1,
+) -> dict[str, Any]:
+    """Train a few steps; return what was sent in each, and on rank 0 what was estimated. cuts: of each table."""
+    rank, num_ranks = rank_and_num_ranks()
+    if nodes > 1:  # as torchrun would tell them
+        on_node = num_ranks // nodes
+        os.environ.update(
+            TORCHELASTIC_RUN_ID="none",
+            LOCAL_RANK=str(rank % on_node),
+            LOCAL_WORLD_SIZE=str(on_node),
+            GROUP_RANK=str(rank // on_node),
+            GROUP_WORLD_SIZE=str(nodes),
+            WORLD_SIZE=str(num_ranks),
+        )
+    pooling = {name: FEATURES[of[0]][0] for name, (of, _) in BAGS.items()}
+    options = {
+        f"{path}.{prefix}{name}": {
+            "sharding_types": [cuts.get(prefix + name, cuts[""])],
+            "pooling_factor": pooling[name],
+        }
+        for path, prefix, names in (("bags", "", BAGS), ("rows", "of_", ("wide", "two")))
+        for name in names
+    }
+    for of_table in options.values():
+        if "column_wise" in of_table["sharding_types"][0]:
+            of_table["min_partition"] = 4
+    callback = Communication()
+    strategy = TorchRecShardedStrategy(
+        tables=options, batch_size_per_rank=EXAMPLES, pipeline={"depth": depth}, quantized_comms=comms
+    )
+    trainer = pl.Trainer(strategy=strategy, devices=num_ranks // nodes, num_nodes=nodes, **DEFAULTS, callbacks=callback)
+    found: dict[str, Any] = {}
+    model = Lookups(weighted)
+
+    def look() -> None:
+        setup = trainer.strategy.table_setup  # type: ignore[attr-defined]
+        found["cuts"] = {name: sharding.sharding_type for name, sharding in setup.shards.plan.items()}
+        found["facts"] = setup.facts
+
+    model.on_train_start = look  # type: ignore[method-assign]
+    trainer.fit(model, DataLoader([_batch()] * STEPS, batch_size=None))
+    across = {kind: sent / callback._fit.steps for kind, sent in callback._fit.across_nodes.items()}
+    return found | {"sent": callback.bytes_per_step, "across": across}
+
+
+SAME = {cut: {"": cut} for cut in ("table_wise", "row_wise", "column_wise")}
+MIXED = {
+    "": "table_wise",
+    "long": "row_wise",
+    "both": "column_wise",
+    "last": "data_parallel",
+    "of_two": "row_wise",
+}
+ON_NODES = {"": "table_row_wise", "wide": "table_column_wise", "of_wide": "column_wise", "of_two": "row_wise"}
+JOBS = {
+    2: {
+        **{cut: (_fit, cuts) for cut, cuts in SAME.items()},
+        "mixed": (_fit, MIXED),
+        "weighted": (_fit, MIXED, 1, True),
+        "rounded": (_fit, MIXED, 1, False, {"forward": "fp16", "backward": "bf16"}),
+        "ahead": (_fit, MIXED, 1, False, None, 3),
+    },
+    4: {
+        "mixed": (_fit, MIXED, 2),
+        "on_nodes": (_fit, ON_NODES, 2),
+        "on_nodes, rounded": (_fit, ON_NODES, 2, True, {"forward": "fp32", "backward": "fp16"}),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """What each rank sent, by the number of ranks and the name of the job."""
+    ranks = {number: run_each_on_ranks(jobs, number) for number, jobs in JOBS.items()}
+    return {(number, job): [of[job] for of in ranks[number]] for number, jobs in JOBS.items() for job in jobs}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "job"), [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs if job != "ahead"]
+)
+def test_estimated_bytes_are_those_that_ranks_send(found: Any, ranks: int, job: str) -> None:
+    of_ranks = found[ranks, job]
+    traffic = of_ranks[0]["facts"].traffic
+    assert traffic.places.num_nodes == ranks // 2
+    for rank, here in enumerate(of_ranks):
+        sent = here["sent"]
+        assert traffic.sent(IDS)[rank] + AGREED * (ranks - 1) == pytest.approx(sent[IDS], abs=1e-6)
+        assert traffic.sent(ROWS)[rank] == pytest.approx(sent[ROWS], abs=1e-6)
+        assert traffic.sent(ROW_GRADIENTS)[rank] == pytest.approx(sent[ROW_GRADIENTS], abs=1e-6)
+        dense = 2 * DENSE_BYTES * (ranks - 1) / ranks
+        assert traffic.sent(WHOLE_GRADIENTS)[rank] + dense == pytest.approx(sent[DENSE_GRADIENTS], abs=1e-6)
+    assert all(traffic.sent(kind).sum() > 0 for kind in (IDS, ROWS, ROW_GRADIENTS))
+
+
+def test_ids_that_travel_ahead_of_their_step_are_as_many(found: Any) -> None:
+    of_ranks = found[2, "ahead"]
+    traffic = of_ranks[0]["facts"].traffic
+    for rank, here in enumerate(of_ranks):
+        assert 0 <= here["sent"][IDS] - traffic.sent(IDS)[rank] <= AGREED
+        assert here["sent"][ROWS] == traffic.sent(ROWS)[rank]
+
+
+@pytest.mark.parametrize("job", JOBS[4])
+def test_estimated_bytes_across_nodes_are_those_that_leave_nodes(found: Any, job: str) -> None:
+    of_ranks = found[4, job]
+    traffic = of_ranks[0]["facts"].traffic
+    for kind in (IDS, ROWS, ROW_GRADIENTS):
+        left = sum(here["across"][kind] for here in of_ranks)  # of rings the counters know the mean of ranks only
+        said = AGREED * 2 * 4 if kind == IDS else 0
+        assert traffic.across_nodes(kind).sum() + said == pytest.approx(left, abs=1e-6)
+
+
+def test_every_cut_was_among_those_compared(found: Any) -> None:
+    cuts = {cut for of_ranks in found.values() for cut in of_ranks[0]["cuts"].values()}
+    assert cuts == {
+        *("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"),
+    }
+
+
+def test_ranks_other_than_zero_keep_no_facts(found: Any) -> None:
+    assert all(here["facts"] is None for of_ranks in found.values() for here in of_ranks[1:])

@@ -1,0 +1,258 @@
+"""The page of a plan says what the plan holds, at any size, and needs nothing beside it."""
+
+import base64
+import importlib.util
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_distrec.sharding import plan_page, plan_pictures
+from lightning_distrec.sharding.plan_cost import PlanCost
+from lightning_distrec.sharding.plan_facts import PlanFacts
+from lightning_distrec.sharding.plan_page import NO_PICTURES, page, write_page, write_pictures
+from lightning_distrec.sharding.plan_pictures import draw_plan
+from lightning_distrec.sharding.plan_words import headline, memory_in_words, milliseconds_in_words, time_in_words
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.topology import Places
+from lightning_distrec.words import bytes_in_words
+from tests.support.planned import planned, planned_at_random
+
+GIB = 2**30
+LONE = {"meta", "img"}
+"""Elements without an end."""
+
+
+class Read(HTMLParser):
+    """Reads a page as a browser does: the rows of its tables, the texts of other elements, its pictures."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.pictures: list[bytes] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "img":
+            kind, _, data = str(dict(attrs)["src"]).partition("base64,")
+            assert kind == "data:image/png;"
+            self.pictures.append(base64.b64decode(data))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag not in LONE:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self.open and data.strip():
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def two_ranks(**changes: Any) -> PlanFacts:
+    """Return a plan of two tables over two ranks, on which 1 GiB each is usable."""
+    places = Places.equal(2, 2)
+    tables = [
+        planned(cut="table_wise", places=places, name="ebc.users", num_rows=2**24, dim=8, ranks=[1]),
+        planned(cut="row_wise", places=places, name="ebc.items", num_rows=2**20, dim=8),
+    ]
+    usual: dict[str, Any] = {
+        "tables": tables,
+        "places": places,
+        "batch_size": 512,
+        "comms": QuantizedComms(),
+        "memory_bytes": int(1.25 * GIB),
+        "usable_bytes": GIB,
+    }
+    return PlanFacts(**usual | changes)
+
+
+def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> PlanCost:
+    """Return a cost of which a fifth is each part of the time."""
+    return PlanCost(
+        milliseconds=np.array(ms)[:, None].repeat(5, 1) / 5,
+        device_bytes=np.array([int(size * GIB) for size in device_gib]),
+        host_bytes=np.array([int(size * GIB) for size in host_gib]),
+        device_bytes_usable=np.full(len(ms), GIB),
+        host_bytes_usable=np.full(len(ms), 4 * GIB),
+    )
+
+
+def test_the_page_of_two_ranks_says_what_they_hold_take_and_send() -> None:
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), on_gpu=True)
+    read = Read(page(facts))
+    assert read.texts["h1"] == ["2 tables over 2 ranks: all fits"]
+    sent = facts.traffic.sent()
+    assert read.texts["li"] == [
+        "Rank 1, the fullest, fills 75% of its GPU memory: 768.0 MiB of 1.0 GiB.",
+        "Rank 1, the fullest, fills 25% of its host memory: 1.0 GiB of 4.0 GiB.",
+        "Rank 1, the slowest, spends 3 ms of a step on tables, 20% more than the mean of 2.5 ms.",
+        f"A rank sends {bytes_in_words(sent.mean())} a step in the mean; rank {sent.argmax()} the most, "
+        f"{bytes_in_words(sent.max())}.",
+    ]
+    ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
+    assert ranks["0"][:4] == ["256.0 MiB", "1.0 GiB", "0 B", "2 ms"]
+    assert ranks["1"][:4] == ["768.0 MiB", "1.0 GiB", "1.0 GiB", "3 ms"]
+    users = next(row for row in read.rows if row[0] == "ebc.users")
+    assert users[1:] == ["16,777,216 x 8", "512.0 MiB", "512.0 MiB", "5", "table_wise", "fused", "fused", "1"]
+    items = next(row for row in read.rows if row[0] == "ebc.items")
+    assert items[1:] == ["1,048,576 x 8", "32.0 MiB", "16.0 MiB", "5", "row_wise", "fused", "fused", "0, 1"]
+    assert len(read.pictures) == 5
+
+
+def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_said_to_be_unknown() -> None:
+    read = Read(page(two_ranks()))
+    assert "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB." in read.texts["li"]
+    assert "How long a step takes is not known: the plan was not reckoned." in read.texts["li"]
+    assert "estimated time" not in [cell for row in read.rows for cell in row]
+    assert len(read.pictures) == 4
+
+
+def test_tables_that_do_not_fit_are_in_the_headline() -> None:
+    facts = two_ranks(usable_bytes=GIB // 4)
+    assert headline(facts) == "2 tables over 2 ranks: too much for the memory there is"
+    assert memory_in_words(facts.memory, "host") == (
+        "Too full: rank 1 would need 528.0 MiB of 256.0 MiB of host memory"
+    )
+
+
+def test_names_and_origins_are_escaped() -> None:
+    places = Places.equal(1, 1)
+    name = "ebc.<script>alert('$x$')</script>&\"t\""
+    facts = two_ranks(
+        tables=[planned(cut="table_wise", places=places, name=name)],
+        places=places,
+        origins=[("bandwidth <b>", "1 & 2", "LIGHTNING<i>")],
+    )
+    read = Read(page(facts))
+    assert "script" not in read.tags
+    assert {"b", "i"} & read.tags == set()
+    cells = [cell for row in read.rows for cell in row]
+    assert name in cells
+    assert ["bandwidth <b>", "1 & 2", "LIGHTNING<i>"] in read.rows
+    assert "Nothing is sent: there is one rank." in read.texts["li"]
+
+
+def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quantiles() -> None:
+    facts = planned_at_random(1000, Places.equal(1024, 8), seed=3, cost=True, on_gpu=True)
+    text = page(facts)
+    read = Read(text)
+    assert read.texts["h1"][0].startswith("1,000 tables over 1,024 ranks on 128 nodes")
+    names = [row[0] for row in read.rows]
+    assert len([name for name in names if name.startswith("model.")]) == 1000
+    assert read.texts["summary"] == ["The other 975 tables"]
+    most = next(row for row in read.rows if row[0] == "most")
+    assert most[1] == bytes_in_words(float(facts.memory.tables.max()))
+    half = next(row for row in read.rows if row[0] == "half")
+    assert half[1] == bytes_in_words(float(np.sort(facts.memory.tables)[512]))
+    assert len(names) < 1030
+    assert len(text) < 3_000_000
+    assert len(read.pictures) == 5
+
+
+def test_the_page_needs_nothing_beside_it() -> None:
+    text = page(two_ranks())
+    assert not re.search(r"https?:|<link|<script|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_without_matplotlib_all_but_the_pictures_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name))
+    read = Read(page(two_ranks()))
+    assert read.pictures == []
+    assert NO_PICTURES in read.texts["p"]
+    assert any(row[0] == "ebc.users" for row in read.rows)
+
+
+def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "plan.html"
+    write_page(path, two_ranks(), {})
+    before = path.read_text()
+
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:10])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_page(path, planned_at_random(4, Places.equal(2, 2), 1), {})
+    assert [file.name for file in path.parent.iterdir()] == ["plan.html"]
+    assert path.read_text() == before
+
+
+def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
+    pictures = draw_plan(two_ranks())
+    write_pictures(tmp_path / "new", pictures)
+    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == [
+        "plan_memory.png",
+        "plan_tables.png",
+        "plan_traffic.png",
+        "plan_traffic_matrix.png",
+    ]
+    assert (tmp_path / "new" / "plan_memory.png").read_bytes() == pictures["memory"]
+
+
+def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), on_gpu=True)
+    axes = plan_pictures._draw_memory(facts).axes[0]
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+    assert heights == {"tables": [0.25, 0.75], "free": [0.75, 0.25], "reserved for all else": [0.25, 0.25]}
+    assert axes.get_ylabel() == "GiB of GPU memory"
+    axes = plan_pictures._draw_time(facts).axes[0]
+    assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
+        np.full((5, 2), [0.4, 0.6])
+    )
+
+
+def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() -> None:
+    facts = planned_at_random(200, Places.equal(256, 8), seed=1, cost=True)
+    assert facts.cost is not None
+    axes = plan_pictures._draw_time(facts).axes[0]
+    curve = axes.lines[0].get_ydata()
+    by_rank = facts.cost.milliseconds_by_rank
+    assert curve[0] == by_rank.max()
+    assert curve[-1] == by_rank.min()
+    assert (np.diff(curve) <= 0).all()
+    assert axes.get_xlabel() == "all 256 ranks, the highest first"
+
+
+def test_the_matrix_shows_what_nodes_send_each_other() -> None:
+    facts = planned_at_random(30, Places.equal(16, 4), seed=2)
+    shown = plan_pictures._draw_matrix(facts).axes[0].images[0].get_array()
+    wanted = facts.traffic.between_nodes()
+    away = ~np.eye(4, dtype=bool)
+    assert np.asarray(shown)[away] / wanted[away] == pytest.approx(np.full(12, float(shown[0, 1]) / wanted[0, 1]))
+    assert np.ma.getmaskarray(shown).diagonal().all()
+
+
+@pytest.mark.parametrize("places", [Places.equal(1, 1), Places.equal(2, 2), Places.equal(70, 70), Places.equal(64, 1)])
+def test_every_shape_of_a_job_is_drawn(places: Places) -> None:
+    facts = planned_at_random(3, places, seed=0)
+    assert all(data.startswith(b"\x89PNG") for data in draw_plan(facts).values())
+    Read(plan_page.page(facts, {}))
+
+
+@pytest.mark.parametrize(("number", "said"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")])
+def test_times_are_said_with_their_unit(number: float, said: str) -> None:
+    assert milliseconds_in_words(number) == said
+
+
+def test_ranks_that_take_alike_are_said_to() -> None:
+    assert time_in_words(two_ranks(cost=costs([2.0, 2.0], [0.1, 0.1], [0.0, 0.0]))) == (
+        "Rank 0, the slowest, spends 2 ms of a step on tables, as do all"
+    )

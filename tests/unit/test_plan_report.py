@@ -1,0 +1,148 @@
+"""The printed plan tells time and bytes where they are known, and stays readable on one rank and on a thousand."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.types import ParameterSharding
+
+from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.plan import Plan
+from lightning_distrec.sharding.plan_cost import PlanCost
+from lightning_distrec.sharding.plan_report import bytes_by_rank, print_plan, some_ranks_in_words
+from lightning_distrec.sharding.planned_tables import UpdateCost, held_bytes, planned_tables
+from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.sharding.topology import Places
+from lightning_distrec.sharding.traffic import Traffic, estimate_traffic
+
+
+def tables_of(number: int, rows: int = 64, dim: int = 8) -> list[Table]:
+    """Return tables that take no memory, of which each has one row more than the one before."""
+    configs = [
+        EmbeddingBagConfig(name=f"t{i}", embedding_dim=dim, num_embeddings=rows + i, feature_names=[f"f{i}"])
+        for i in range(number)
+    ]
+    root = nn.Module()
+    root.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    return find_tables(root).tables
+
+
+def sharding(table: Table, cut: str, ranks: list[int]) -> ParameterSharding:
+    """Return a place by hand: column shards on `ranks`, row blocks where `cut` has "row" in it, or all on all."""
+    if cut == "data_parallel":
+        return ParameterSharding(cut, "dense", ranks, None)
+    rows, dim = table.config.num_embeddings, table.config.embedding_dim
+    block, width = (-(-rows // len(ranks)), dim) if "row" in cut else (rows, dim // len(ranks))
+    shards = []
+    for i, rank in enumerate(ranks):
+        first_row, first_column = (i * block, 0) if "row" in cut else (0, i * width)
+        sizes = [max(min(block, rows - first_row), 0), width]
+        shards.append(ShardMetadata([first_row, first_column], sizes, f"rank:{rank}/cpu"))
+    return ParameterSharding(cut, "fused", ranks, EnumerableShardingSpec(shards))
+
+
+def costs_of(tables: list[Table]) -> dict[str, UpdateCost]:
+    """Return what an update keeps: 4 bytes beside every number, and 2 beside every row."""
+    return {table.full_name: UpdateCost("fused", "why", 4.0, 2.0) for table in tables}
+
+
+def printed(
+    tables: list[Table], plan: Plan, places: Places, cost: PlanCost | None = None, traffic: Traffic | None = None
+) -> list[str]:
+    """Return the lines that are printed."""
+    console = Console(file=io.StringIO(), width=150)
+    totals = bytes_by_rank(tables, plan, costs_of(tables), places.num_ranks)
+    print_plan(tables, plan, costs_of(tables), totals, console=console, cost=cost, traffic=traffic)
+    return [line.strip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def cost_of(milliseconds: list[float]) -> PlanCost:
+    """Return a cost that says times only."""
+    none = np.zeros(len(milliseconds), dtype=np.int64)
+    return PlanCost(
+        milliseconds=np.array(milliseconds)[:, None].repeat(5, 1) / 5,
+        device_bytes=none,
+        host_bytes=none,
+        device_bytes_usable=none,
+        host_bytes_usable=none,
+    )
+
+
+def test_planned_tables_hold_what_the_plan_report_counts() -> None:
+    tables = tables_of(4)
+    cuts = {"t0": ("table_wise", [2]), "t1": ("row_wise", [0, 1, 2, 3]), "t2": ("column_wise", [1, 1]), "t3": ("", [])}
+    cuts["t3"] = ("data_parallel", [0, 1, 2, 3])
+    plan = {table.full_name: sharding(table, *cuts[table.name]) for table in tables}
+    found = planned_tables(tables, plan, costs_of(tables), 4)
+    assert held_bytes(found, 4).tolist() == bytes_by_rank(tables, plan, costs_of(tables), 4)
+    assert [table.largest_shard_bytes for table in found] == [64 * 32, 17 * 32, 66 * 16, 67 * 32]
+    assert [table.num_bytes for table in found] == [(64 + i) * 32 for i in range(4)]
+
+
+def test_a_plan_that_leaves_a_table_out_is_told() -> None:
+    tables = tables_of(2)
+    plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
+    with pytest.raises(PlanError, match=r"the plan has no table 'ebc.t1'. It has ebc.t0."):
+        planned_tables(tables, plan, costs_of(tables), 1)
+
+
+def test_pooling_factors_must_be_as_many_as_features() -> None:
+    tables = tables_of(1)
+    plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
+    with pytest.raises(
+        PlanError, match=r"table 'ebc.t0' has 1 features \(f0\) and 2 pooling factors. Give one for each"
+    ):
+        planned_tables(tables, plan, costs_of(tables), 1, {"ebc.t0": [1.0, 2.0]})
+
+
+def test_time_and_bytes_are_printed_where_they_are_known() -> None:
+    tables, places = tables_of(1), Places.equal(4, 2)
+    plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
+    traffic = estimate_traffic(planned_tables(tables, plan, costs_of(tables), 4), places, 1024)
+    said = " ".join(printed(tables, plan, places, cost_of([4.0, 1.0, 1.0, 2.0]), traffic))
+    assert "Estimated time for tables in a step: 4 ms on the slowest rank (0), 2 ms in the mean of ranks" in said
+    # Rank 0 sends bags of 32 KiB to each; the others send it ids and lengths of 8 KiB each, and gradients of 32 KiB.
+    # All send each other three numbers, 24 bytes.
+    assert (
+        "Sent for tables by a rank in a step, estimated: 60.1 KiB (20.0 KiB within its node, 40.0 KiB across nodes); "
+        "the most, 96.1 KiB, by rank 0"
+    ) in said
+    assert not any("Estimated" in line or "estimated" in line for line in printed(tables, plan, places))
+
+
+def test_one_rank_has_a_time_and_sends_nothing() -> None:
+    tables, places = tables_of(1), Places.equal(1, 1)
+    plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
+    traffic = estimate_traffic(planned_tables(tables, plan, costs_of(tables), 1), places, 8)
+    said = " ".join(printed(tables, plan, places, cost_of([0.25]), traffic))
+    assert "Estimated time for tables in a step: 0.25 ms" in said
+    assert "Sent" not in said
+
+
+def test_a_thousand_ranks_and_many_tables_fit_on_a_screen() -> None:
+    places = Places.equal(1024, 8)
+    tables = tables_of(100, rows=4096, dim=256)
+    ranks = {"table_wise": [5], "row_wise": list(range(1024)), "column_wise": list(range(7, 1024, 20))[:32]}
+    cuts = list(ranks)
+    plan = {t.full_name: sharding(t, cuts[i % 3], ranks[cuts[i % 3]]) for i, t in enumerate(tables)}
+    traffic = estimate_traffic(planned_tables(tables, plan, costs_of(tables), 1024), places, 512)
+    lines = printed(tables, plan, places, cost_of([1.0] * 1024), traffic)
+    assert len(lines) < 75
+    assert max(map(len, lines)) <= 150
+    assert "40 smaller tables not shown; the callback PlanLogger writes them all" in lines
+    assert sum("ebc.t" in line for line in lines) == 60
+    assert any("ebc.t99" in line for line in lines)
+    assert not any("ebc.t39 " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [([3], "3"), (list(range(1024)), "0-1023"), ([0, 5, 9], "0, 5, 9"), (list(range(0, 40, 2)), "20 of 0-38")],
+)
+def test_ranks_are_named_or_counted(ranks: list[int], said: str) -> None:
+    assert some_ranks_in_words(ranks) == said
