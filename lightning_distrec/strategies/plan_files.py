@@ -45,15 +45,13 @@ def follow(path: str, what: str, look: Decisions, places: Places, device: str) -
 
 
 def save_beside_logs(trainer: Trainer, plan: WrittenPlan) -> None:
-    """Leave the plan of a fit in its logger's folder, where there is one. A disk that refuses is a warning.
+    """Leave the plan of a fit in the folder of the first logger that has one. A disk that refuses is a warning.
 
     Nothing is exchanged: rank 0 writes.
     """
     fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
-    if not fits or not trainer.is_global_zero or not trainer.loggers:
-        return
-    folder = folder_of(trainer.loggers[0])
-    if folder is None:
+    folder = next(filter(None, map(folder_of, trainer.loggers)), None)
+    if not fits or not trainer.is_global_zero or folder is None:
         return
     try:
         save_plan(folder / PLAN_FILE, plan)

@@ -33,7 +33,6 @@ from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
 from lightning_distrec.sharding.plan import Plan
-from lightning_distrec.sharding.plan_cost import PlanCost
 from lightning_distrec.sharding.plan_facts import PlanFacts
 from lightning_distrec.sharding.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.plan_page import write_page, write_pictures
@@ -63,8 +62,6 @@ class TableSetup:
     learning_rates: LearningRates
     loss_weight: LossWeight
     replicas: ReplicaCheck
-    cost: PlanCost | None = None
-    """What the plan costs, as the planner reckons it; None where tables are only evaluated as they stand."""
     lookups: list[ShardedLookup] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[Any] = field(default_factory=list)
@@ -194,7 +191,7 @@ def set_up_tables(
         made, told = plan_tables(trainer, look, old_plan, settings, facts, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
         setup = _shard(module, look, made.plan, settings, consensus, device, held, output_dtype)
-        setup.cost, setup.facts = made.cost, told
+        setup.facts = told
         setup.written_plan = _written(setup.shards, settings, places, device)
         return setup
     except BaseException:

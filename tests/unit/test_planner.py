@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_choices_have_the_shards_and_estimates_of_torchrecs_enumerator(device: s
     assert ours == expected
 
 
-SMALL = [(kind, *shape) for kind in KINDS for shape in ((6, 2, 2, 16), (8, 4, 2, 24), (12, 8, 4, 12))]
+SMALL = [(kind, *shape) for kind in KINDS for shape in ((6, 2, 2, 16), (8, 4, 2, 24))]
 
 
 @pytest.mark.parametrize("seed", range(len(SMALL)))
@@ -83,7 +84,7 @@ def test_the_critical_path_is_no_longer_than_that_of_torchrecs_planner(seed: int
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_keeps_to_the_room_and_costs_what_its_parts_cost(kind: str) -> None:
-    tables = draw_tables(kind, 30, 16, 8, 9 if kind != "tiny" else 0.5, 3)  # type: ignore[arg-type]
+    tables = draw_tables(kind, 20, 8, 4, 9 if kind != "tiny" else 0.5, 3)  # type: ignore[arg-type]
     made = planned(tables)
     cost = made.cost
     assert (cost.device_bytes <= cost.device_bytes_usable).all()
@@ -109,7 +110,7 @@ def test_equal_input_gives_the_same_plan_in_processes_that_hash_otherwise() -> N
     program = (
         "from tests.support.planned_tables import draw_tables\n"
         "from tests.unit.test_planner import places, planned\n"
-        "print(places(planned(draw_tables('zipf', 12, 8, 4, 12, 5))))\n"
+        "print(places(planned(draw_tables('zipf', 6, 4, 2, 12, 5))))\n"
     )
     said = [
         subprocess.run(
@@ -128,9 +129,10 @@ def test_equal_input_gives_the_same_plan_in_processes_that_hash_otherwise() -> N
 
 def test_what_the_update_keeps_counts_as_memory() -> None:
     sizes = [(1_000_000, 64)] * 2  # 256 MB of rows each
-    tables = table_set(sizes, 2, 2, 1.2, device="cpu")
+    tables = table_set(sizes, 2, 2, 1.02, device="cpu")
     assert sorted(ranks for _, _, ranks in places(planned(tables)).values()) == [[0], [1]]
-    heavy = {name: type(d)(("table_wise",), True, d.options, 12.0, 0.0) for name, d in tables.demands.items()}
+    kept = {"sharding_types": ("table_wise",), "bytes_per_element": 12.0}
+    heavy = {name: replace(demand, **kept) for name, demand in tables.demands.items()}
     with pytest.raises(PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"):
         make_plan(tables.tables, heavy, tables.topology, tables.batch_size)
 
