@@ -1,4 +1,4 @@
-"""Where each table goes: rank 0 asks torchrec's planner, every rank receives the plan or the error."""
+"""What a table may be, and where each goes: rank 0 plans, every rank receives the plan or the error."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -8,6 +8,8 @@ with tables of other ranks; and at last some tables are thrown about at random, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,8 @@ from lightning_distrec.sharding.placement import Placement, Ranks, Room
 
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """What all memory of a kind costs, in units of all time that the tables need."""
+MAX_COMBINATIONS = 300
+"""So many of all tables' choices are looked at one by one, in place of prices."""
 NUM_PRICES = 6
 """Prices that are tried from the first on at which tables find room."""
 NUM_STARTS = 4
@@ -108,7 +112,7 @@ def improve(starts: Sequence[Placement], totals: Totals, seed: int = 0) -> Place
     """Return the best that comes of moving single tables, from each start, and of throwing some about at random."""
     num_tables, num_ranks = len(starts[0].choices), starts[0].room.num_ranks
     effort = Effort(max(8000, min(60_000, 20_000_000 // (num_tables + 8 * num_ranks))))
-    patience = fruitless = min(400, 60 * num_tables)
+    patience = fruitless = min(400, (4 if _few(starts[0].choices) else 60) * num_tables)
     best = min((polish(start, effort) for start in starts), key=lambda placement: placement.critical_path)
     draw = np.random.default_rng(seed)
     goal = totals.lower_bound * GOOD_ENOUGH
@@ -124,9 +128,21 @@ def improve(starts: Sequence[Placement], totals: Totals, seed: int = 0) -> Place
     return best
 
 
+def _few(choices: Sequence[Sequence[Choice]]) -> bool:
+    """Return whether all combinations of choices can be looked at."""
+    return prod(len(of_table) for of_table in choices) <= MAX_COMBINATIONS
+
+
 def _proposals(choices: Sequence[Sequence[Choice]], totals: Totals, room: Room) -> list[Placement]:
-    """Return some placements, the best first: those of the lowest prices at which there is room, and of higher ones."""
+    """Return some placements, the best first: those of the lowest prices at which there is room, and of higher ones.
+
+    Or of all combinations, where they are few.
+    """
     found: list[Placement] = []
+    if _few(choices):
+        for picks in product(*(range(len(of_table)) for of_table in choices)):
+            found += pack(choices, np.asarray(picks), room)
+        return sorted(found, key=lambda placement: placement.critical_path)[:NUM_STARTS]
     seen: set[bytes] = set()
     more = NUM_PRICES
     for prices in _all_prices(room):
