@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.pipeline.options import PipelineOptions
+    from lightning_distrec.sharding.bandwidths import Bandwidths
+    from lightning_distrec.sharding.planning_options import PlanningOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.table_options import TableOptions
     from lightning_distrec.strategies.auto import AutoStrategy
@@ -32,11 +34,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoStrategy",
+    "Bandwidths",
     "CheckpointOptions",
     "Communication",
     "FSDPOptions",
     "PipelineOptions",
     "PlanLogger",
+    "PlanningOptions",
     "QuantizedComms",
     "ScaledLearningRate",
     "TableOptions",
@@ -49,11 +53,13 @@ __all__ = [
 
 _HOMES = {
     "AutoStrategy": "lightning_distrec.strategies.auto",
+    "Bandwidths": "lightning_distrec.sharding.bandwidths",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
     "FSDPOptions": "lightning_distrec.strategies.fsdp_options",
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
+    "PlanningOptions": "lightning_distrec.sharding.planning_options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
     "TableOptions": "lightning_distrec.sharding.table_options",
