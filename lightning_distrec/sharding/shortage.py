@@ -40,29 +40,32 @@ def fits_alone(choice: Choice, room: Room) -> bool:
 
 def no_choice_fits(choices: Sequence[Choice], table: int, room: Room) -> Shortage:
     """Return by how much a table, of which no choice fits on empty ranks, is too large."""
-    missing = {choice: _missing(choice, room) for choice in choices}
-    closest = min(choices, key=lambda choice: missing[choice])
-    needs = int((closest.device_bytes + closest.host_bytes).max())
-    has = int((room.device_bytes + room.host_bytes).max())
+    closest = min(choices, key=lambda choice: max(_missing(choice, room)))
+    of_one, together = _missing(closest, room)
+    needs, has = f"{closest.device_bytes.max():,} bytes", f"{room.device_bytes.max():,}"
+    if room.host_bytes.any():
+        needs += f" of its GPU's memory and {closest.host_bytes.max():,} of its host's"
+        has += f" and {room.host_bytes.max():,}"
     return Shortage(
         table,
-        missing[closest],
+        max(of_one, together),
         proven=True,
-        why=f"fits on no rank: even {closest.cut} ({closest.kernel}) a rank needs {needs:,} bytes for its rows, their "
-        f"update and exchange, and has {has:,}: {missing[closest]:,} too few",
+        why=f"fits on no rank: even {closest.cut} ({closest.kernel}) a rank needs {needs} for its rows, their update "
+        f"and exchange, and has {has}: {max(of_one, together):,} too few"
+        f"{' for all its shards' if together > of_one else ''}",
     )
 
 
-def _missing(choice: Choice, room: Room) -> int:
-    """Return how many bytes the choice's shards lack on empty ranks, at the least, one by one or all together."""
+def _missing(choice: Choice, room: Room) -> tuple[int, int]:
+    """Return how many bytes the choice's shards lack on empty ranks, at the least: the largest by itself, and all."""
     most_device, most_host = room.device_bytes.max(), room.host_bytes.max()
     if choice.cut in EVERY_RANK:
         most_device, most_host = room.device_bytes, room.host_bytes
-    one = int((choice.device_bytes - most_device).max(initial=0)) + int((choice.host_bytes - most_host).max(initial=0))
+    of_one = max(0, int((choice.device_bytes - most_device).max())) + max(0, int((choice.host_bytes - most_host).max()))
     ranks = room.ranks_on_node if choice.cut in ("table_row_wise", "table_column_wise") else room.num_ranks
     there = np.sort(room.device_bytes)[-ranks:].sum(), np.sort(room.host_bytes)[-ranks:].sum()
     together = max(0, int(choice.device_bytes.sum() - there[0])) + max(0, int(choice.host_bytes.sum() - there[1]))
-    return max(one, together, 1)
+    return of_one, together
 
 
 def too_much_together(choices: Sequence[Sequence[Choice]], room: Room) -> Shortage | None:
@@ -176,7 +179,7 @@ class _Tries:
         """Remember the table that could not be placed with most others on their ranks."""
         here = self.placement
         left = Room(here.device_left, here.host_left, here.room.ranks_on_node)
-        missing = min(_missing(choice, left) for choice in choices)
+        missing = max(1, min(max(_missing(choice, left)) for choice in choices))
         if depth > self.deepest or (depth == self.deepest and missing < self.missing):
             self.deepest, self.missing = depth, missing
 
