@@ -211,33 +211,30 @@ def _on_slowest(placement: Placement) -> list[int]:
 
 
 def _move_one(placement: Placement, effort: Effort) -> bool:
-    """Give a table of the slowest rank another place or choice, where that helps; returns whether it did."""
+    """Give a table of the slowest rank another place or choice, where that helps; returns whether it did.
+
+    It helps where the slowest rank gets faster, or is as fast and others do.
+    """
     unit = placement.critical_path
     if unit <= 0:
         return False
-    before = _steep(placement.milliseconds, unit)
+    before = (unit, _steep(placement.milliseconds, unit))
     for table in _on_slowest(placement):
         old = placement.take(table)
-        best, found = before * (1 - 1e-9), old
-        for number, choice in enumerate(placement.choices[table]):
-            if float(choice.milliseconds.max()) > unit:
-                continue
-            if not effort.spend():
-                break
-            ranks = placement.find_ranks(choice)
-            if ranks is None:
-                continue
+        ways = [way for way in _ways(placement, table, unit, effort) if _is_better(way[:2], before)]
+        if ways:
+            _, _, number, ranks = min(ways, key=lambda way: way[:2])
             placement.put(table, number, ranks)
-            after = _steep(placement.milliseconds, unit)
-            placement.take(table)
-            if after < best:
-                best, found = after, (number, ranks)
-        placement.put(table, *found)
-        if found is not old:
             return True
+        placement.put(table, *old)
         if effort.left <= 0:
             return False
     return False
+
+
+def _is_better(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Return whether a critical path is shorter, or the same with ranks' times that are less steep."""
+    return one[0] < other[0] * (1 - 1e-9) or (one[0] <= other[0] * (1 + 1e-12) and one[1] < other[1] * (1 - 1e-9))
 
 
 def _swap_one(placement: Placement, effort: Effort) -> bool:
@@ -298,23 +295,28 @@ def _thrown_about(placement: Placement, draw: np.random.Generator, effort: Effor
     for table in order:
         twin.take(table)
     for table in order:
-        found = sorted(_ways(twin, table, unit, effort), key=lambda way: way[0])
+        found = sorted(_ways(twin, table, unit, effort), key=lambda way: way[1])
         if not found:
             return None
-        _, number, ranks = found[min(int(draw.geometric(0.8)) - 1, len(found) - 1)]
+        _, _, number, ranks = found[min(int(draw.geometric(0.8)) - 1, len(found) - 1)]
         twin.put(table, number, ranks)
     return twin
 
 
-def _ways(placement: Placement, table: int, unit: float, effort: Effort) -> list[tuple[float, int, Ranks]]:
-    """Return how steep the ranks' times become with each choice of a table that is on no rank, and its ranks."""
-    found: list[tuple[float, int, Ranks]] = []
-    for number, choice in enumerate(placement.choices[table]):
-        ranks = placement.find_ranks(choice)
+def _ways(placement: Placement, table: int, unit: float, effort: Effort) -> list[tuple[float, float, int, Ranks]]:
+    """Return what comes of each choice of a table that is on no rank: critical path, how steep, the choice, its ranks.
+
+    Of choices that take less time than `unit` on every rank, where there are any.
+    """
+    found: list[tuple[float, float, int, Ranks]] = []
+    choices = placement.choices[table]
+    short = [number for number, choice in enumerate(choices) if float(choice.milliseconds.max()) <= unit]
+    for number in short or range(len(choices)):
+        ranks = placement.find_ranks(choices[number])
         if ranks is None or not effort.spend():
             continue
         placement.put(table, number, ranks)
-        found.append((_steep(placement.milliseconds, unit), number, ranks))
+        found.append((placement.critical_path, _steep(placement.milliseconds, unit), number, ranks))
         placement.take(table)
     return found
 
