@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jsonargparse import Namespace
@@ -51,12 +51,15 @@ class BuildsOnMeta(BuildsOnly):
     meta = True
 
 
-def build(configs: Sequence[str], meta: bool) -> BuildsOnly:
+Builder = TypeVar("Builder", bound=BuildsOnly)
+
+
+def build(configs: Sequence[str], builder: type[Builder]) -> Builder:
     """Return what the YAML files say, built. Raises SystemExit: LightningCLI does not understand them."""
     arguments = [argument for config in configs for argument in ("--config", config)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")
-        return (BuildsOnMeta if meta else BuildsOnly)(
+        return builder(
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_callback=None,
@@ -76,12 +79,11 @@ def advise_on(given: Namespace) -> Advice:
     if memory is not None:
         memory = bytes_of(memory, f"--device-memory {memory!r}")
     hide_upstream_deprecations()
-    built = build(given.config, given.meta)
-    settings, precision = built.settings, str(built.settings.precision or "32-true")
-    precision = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}.get(precision, precision)
-    device = "cuda" if _on_gpu(settings.accelerator) else "cpu"
+    built = build(given.config, BuildsOnMeta if given.meta else BuildsOnly)
+    settings, precision = built.settings, full_precision_name(built.settings.precision)
+    device = "cuda" if is_on_gpu(settings.accelerator) else "cpu"
     num_nodes = given.nodes or int(settings.num_nodes)
-    on_node = given.devices or _count_devices(settings.devices, device)
+    on_node = given.devices or count_devices(settings.devices, device)
     if memory is None and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("advise: there is no GPU here to ask for its memory. Say it: --device-memory 80GB.")
     memory_bytes = memory_bytes_per_rank(torch.device(device), on_node, memory)
@@ -90,13 +92,20 @@ def advise_on(given: Namespace) -> Advice:
     return advise(built.model, job, settings, device, sample)
 
 
-def _on_gpu(accelerator: Any) -> bool:
+def full_precision_name(given: Any) -> str:
+    """Return `Trainer(precision=)` as the Trainer itself would call it."""
+    short = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+    return short.get(str(given or "32-true"), str(given or "32-true"))
+
+
+def is_on_gpu(accelerator: Any) -> bool:
+    """Return whether `Trainer(accelerator=)` stands for GPUs here."""
     if accelerator == "auto":
         return torch.cuda.is_available()
     return accelerator in ("gpu", "cuda")
 
 
-def _count_devices(devices: Any, device: str) -> int:
+def count_devices(devices: Any, device: str) -> int:
     """Return how many devices of a node `Trainer(devices=)` stands for."""
     if isinstance(devices, list):
         return len(devices)

@@ -18,7 +18,7 @@ def main(args: Sequence[str] | None = None) -> int:
         run_lightning(args)
         return 0
     _make_working_directory_importable()
-    return commands.run(args, {"advise": _advise, "bench": _bench})
+    return commands.run(args, {"advise": _advise, "bench": _bench, "plan": _plan})
 
 
 def _is_for_lightning(args: Sequence[str]) -> bool:
@@ -83,6 +83,20 @@ def _bench(given: Namespace) -> int:
     else:
         print(f"lightning-distrec: {NO_PICTURE}", file=sys.stderr)
     return commands.SAME
+
+
+def _plan(given: Namespace) -> int:
+    from lightning_distrec.planning_ahead import plan_ahead
+    from lightning_distrec.strategies.dry_run_report import as_json, print_dry_run
+
+    found = plan_ahead(given)
+    if given.json:
+        print(json.dumps(as_json(found), indent=1))
+    else:
+        print_dry_run(found, commands.console())
+    if found.facts is None and (given.html or given.save_plan):
+        print("lightning-distrec: there is no plan, so that no file was written.", file=sys.stderr)
+    return commands.SAME if found.fits else commands.DIFFERENT
 
 
 if __name__ == "__main__":

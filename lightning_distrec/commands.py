@@ -1,7 +1,7 @@
 """Commands of the console script that need no Trainer: about checkpoints, and about the machines they run on.
 
-None of them loads torchrec, and only the doctor starts a process group. Of `advise` and `bench` only the options are
-here; cli.py says what they do.
+None of them loads torchrec, and only the doctor starts a process group. Of `advise`, `bench` and `plan` only the
+options are here; cli.py says what they do.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
@@ -69,6 +70,7 @@ def _parser() -> ArgumentParser:
     for name, text in OF_LIGHTNING.items():
         commands.add_subcommand(name, ArgumentParser(), help=text)
     commands.add_subcommand("advise", _advise_parser(), help="Say which strategy suits a model, and why.")
+    commands.add_subcommand("plan", _plan_parser(), help="Plan tables for ranks that are not there: do they fit?")
     commands.add_subcommand("bench", _bench_parser(), help="Measure a recipe under several strategies.")
     commands.add_subcommand("doctor", _doctor_parser(), help="Look at the ranks, machines and links of a job.")
     commands.add_subcommand("slurm", _slurm_parser(), help="Write a script for sbatch that runs a recipe.")
@@ -93,6 +95,31 @@ def _advise_parser() -> ArgumentParser:
     parser.add_argument("--meta", action="store_true", help="Build the model without memory; no activations then.")
     parser.add_argument("--no-batch", action="store_true", help="Read no data; activations are left out.")
     parser.add_argument("--json", action="store_true", help="Print JSON, with all numbers in bytes.")
+    return parser
+
+
+def _plan_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Plan the tables of a model for ranks that are not there: whether they fit, what each rank holds, "
+        "does and sends, the largest batch, and how few nodes would do. The model is built without memory; nothing is "
+        "trained, and no data is read. Exit code 0: they fit; 1: they do not; 2: it cannot be said."
+    )
+    parser.add_argument("--config", type=str, action="append", help="A YAML for fit; again for one more behind it.")
+    parser.add_argument("--nodes", type=int | None, help="Number of nodes; the YAML's otherwise.")
+    parser.add_argument("--devices", type=int | None, help="Devices of a node; the YAML's otherwise.")
+    parser.add_argument("--device-memory", type=str | None, help="Memory of a rank: 80GB, 24GiB; the YAML's otherwise.")
+    parser.add_argument("--host-memory", type=str | None, help="Memory of a node for tables that GPUs read from there.")
+    parser.add_argument("--accelerator", type=Literal["cuda", "cpu"] | None, help="The YAML's otherwise.")
+    parser.add_argument(
+        "--bandwidth", type=str, action="append", help="cross_node=25GB/s and the like; again for more."
+    )
+    parser.add_argument("--reserve", type=str | None, help="What is not for tables: 15%%, 4GB, measure; see the docs.")
+    parser.add_argument("--batch-size", type=int | None, help="Examples per rank and step; the YAML's otherwise.")
+    parser.add_argument("--plan-file", type=str | None, help="Look at this plan.json instead of planning.")
+    parser.add_argument("--html", type=str | None, help="A file for the plan's page.")
+    parser.add_argument("--save-plan", type=str | None, help="A file for the plan, for planning.plan_file.")
+    parser.add_argument("--quick", action="store_true", help="Leave out the largest batch and the fewest nodes.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, with all numbers of all ranks.")
     return parser
 
 

@@ -6,6 +6,7 @@ DistRecError
 ├── UnsupportedError   a Trainer setting or callback that cannot be exact over sharded tables
 ├── ShardingError      a module or table cannot be sharded
 │   ├── PlanError            no placement of the tables fits
+│   │   └── NoRoomError          ... because they need more memory than there is
 │   └── RowsElsewhereError   a sharded table's weight was read as if it were whole
 ├── OptimizerError     an optimizer's update cannot be carried over to a table
 ├── IdsError           an id is outside of its table
@@ -42,6 +43,10 @@ class ShardingError(DistRecError):
 
 class PlanError(ShardingError):
     """No placement of the tables fits the memory and the constraints."""
+
+
+class NoRoomError(PlanError):
+    """The tables need more memory than the ranks have."""
 
 
 class RowsElsewhereError(ShardingError, AttributeError):

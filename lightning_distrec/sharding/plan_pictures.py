@@ -140,7 +140,10 @@ def _draw_matrix(facts: PlanFacts) -> Any:
     axes.set_facecolor(FREE)
     bar = figure.colorbar(axes.imshow(shown, cmap="YlGnBu", norm=norm, interpolation="nearest"), ax=axes, shrink=0.85)
     bar.set_label(f"estimated {unit} a step{', logarithmic' if apart else ''}", color=TEXT)
-    bar.ax.tick_params(colors=TEXT, labelsize=9)
+    if apart:  # powers of ten read badly beside a unit
+        bar.ax.yaxis.set_major_formatter("{x:,.4g}")
+        bar.ax.yaxis.set_minor_formatter("{x:,.4g}")
+    bar.ax.tick_params(which="both", colors=TEXT, labelsize=9)
     bar.outline.set_visible(False)
     if len(matrix) <= MOST_NUMBERS:
         for (row, column), number in np.ndenumerate(shown):

@@ -8,7 +8,7 @@ from rich.table import Table as TextTable
 from torchrec.distributed.types import EnumerableShardingSpec
 from torchrec.modules.embedding_configs import DataType
 
-from lightning_distrec.errors import PlanError
+from lightning_distrec.errors import NoRoomError
 from lightning_distrec.sharding.plan import Plan
 from lightning_distrec.sharding.plan_cost import PlanCost
 from lightning_distrec.sharding.planned_tables import UpdateCost
@@ -60,14 +60,14 @@ def bytes_by_rank(tables: Iterable[Table], plan: Plan, updates: dict[str, Update
 
 
 def check_memory(totals: list[int], memory: RankMemory, reservation: Reservation) -> None:
-    """Raise PlanError where a rank would hold more for its tables than it has.
+    """Raise NoRoomError where a rank would hold more for its tables than it has.
 
     The planner counts the rows only; gradients and state of dense updates come on top.
     """
     usable = memory.less(reservation).device_bytes
     worst = max(range(len(totals)), key=lambda rank: totals[rank] - usable[rank])
     if totals[worst] > usable[worst]:
-        raise PlanError(
+        raise NoRoomError(
             f"rank {worst} would hold {totals[worst]:,} bytes for its tables (rows, gradients, optimizer state), but "
             f"has {usable[worst]:,} (memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
             f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, Adagrad, "

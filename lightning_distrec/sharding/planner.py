@@ -8,7 +8,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.sharding_plan import placement as place_name
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
-from lightning_distrec.errors import PlanError
+from lightning_distrec.errors import NoRoomError
 from lightning_distrec.sharding.choices import EVERY_RANK, Choice, capacities, choices_of, estimated, unlike
 from lightning_distrec.sharding.placement import Placement, Room
 from lightning_distrec.sharding.plan import Demand, Plan, check_sequence_widths, constraints_of, sharders
@@ -35,7 +35,8 @@ def make_plan(
 
     topology: its memory is what tables and their exchange may take: what is reserved for all else is taken off.
     torchrec's estimators say what each way to cut a table costs; the search is ours, see search.py.
-    Raises PlanError: the tables do not fit, with the one that finds no room and the bytes that are missing.
+    Raises NoRoomError: the tables do not fit, with the one that finds no room and the bytes that are missing.
+    PlanError: what was said of tables cannot be.
     """
     tables = list(tables)
     check_sequence_widths(tables, demands)
@@ -46,13 +47,13 @@ def make_plan(
     fitting = [[choice for choice in unlike(of_table) if fits_alone(choice, room)] for of_table in choices]
     for number, of_table in enumerate(fitting):
         if not of_table:
-            raise PlanError(_why_no_plan(tables, no_choice_fits(choices[number], number, room), topology, batch_size))
+            raise NoRoomError(_why_no_plan(tables, no_choice_fits(choices[number], number, room), topology, batch_size))
     shortage = too_much_together(fitting, room)
     found = None if shortage else search(fitting, room, seed)
     if found is None:
         instead = shortage or try_all(fitting, room)
         if isinstance(instead, Shortage):
-            raise PlanError(_why_no_plan(tables, instead, topology, batch_size))
+            raise NoRoomError(_why_no_plan(tables, instead, topology, batch_size))
         found = search(fitting, room, seed, start=instead)
         assert found is not None
     return MadePlan(_as_plan(tables, found.placement, topology), cost_of_placement(found.placement), found.lower_bound)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -107,7 +108,7 @@ def find_facts(
         memory_origin="found" if settings.memory_bytes_per_rank is None else "memory_bytes_per_rank",
         reservation=reservation,
         bandwidths=bandwidths,
-        names=_names(places, device),
+        names=names_of_bandwidths(places, device),
     )
 
 
@@ -125,27 +126,28 @@ def _look(
     mine = memory_bytes_per_rank(device, here, settings.memory_bytes_per_rank), host_bytes_per_rank(device, here)
     planning = settings.planning
     # Weighing runs the user's configure_model on a copy, so every rank does it: it may have collectives.
-    weighed = _weigh(trainer, module, settings, device, places, cuts_dense) if is_measured(planning.reserve) else None
+    weighed = weigh(trainer, module, settings, device, places, cuts_dense) if is_measured(planning.reserve) else None
     if rank:
         return None, None, mine
     reservation = weighed or chosen_reservation(planning.reserve, os.environ)
     return asked_bandwidths(planning.bandwidths, os.environ), reservation, mine
 
 
-def _weigh(
-    trainer: Trainer,
+def weigh(
+    trainer: Any,
     module: LightningModule,
     settings: TableSettings,
     device: torch.device,
     places: Places,
     cuts_dense: bool,
 ) -> Reservation:
+    """Return what is kept where it is to be measured. trainer: or what has its settings and `precision`."""
     sizes = measure_module(module, trainer, device.type, settings.conversion)
     job = Job(num_ranks=places.num_ranks, num_nodes=places.num_nodes, memory_bytes=0, precision=str(trainer.precision))
     return measured_reservation(round(sum(dense_memory(sizes, job, cuts_dense).values())))
 
 
-def _names(places: Places, device: torch.device) -> tuple[str, ...]:
+def names_of_bandwidths(places: Places, device: torch.device) -> tuple[str, ...]:
     """Return the bandwidths by which plans for these ranks differ; torchrec's rest is of no effect."""
     names = ["host_memory"] if device.type == "cpu" else ["device_memory", "host_to_device"]
     names += ["intra_node"] if places.ranks_on_node > 1 and places.alike else []

@@ -58,6 +58,76 @@ class Decisions:
     lr_scheduler_configs: list[Any]
 
 
+@dataclass(frozen=True)
+class WantedTables:
+    """The tables of a module that are to be sharded, and what was said about each."""
+
+    tables: list[Table]
+    options: dict[str, TableOptions]
+    """By full name."""
+    left_alone: dict[str, str]
+    """Path -> reason, of modules that hold tables and are not sharded."""
+    kept_whole: set[str]
+    """Collections that are ordinary layers, because the user wants every rank to have them."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is not sharded although it might seem so."""
+        return [f"'{path}' is left alone, whole on every rank: {why}." for path, why in self.left_alone.items()]
+
+
+def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
+    """Return the tables of an unsharded module that are to be sharded. Raises ConfigError, ShardingError."""
+    found = find_tables(module, settings.conversion)
+    options = options_by_table(found.tables, settings.everywhere, settings.by_table)
+    kept = left_whole(found.tables, settings.by_table)
+    tables = [table for table in found.tables if table.collection not in kept]
+    of_tables = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
+    return WantedTables(tables, of_tables, found.left_alone, kept)
+
+
+def updates_in_fit(
+    wanted: WantedTables,
+    module: LightningModule,
+    optimizers: list[Optimizer],
+    trainer: Any,
+    precision: Any,
+    device: torch.device,
+    earlier: Mapping[str, list[nn.Parameter]],
+) -> tuple[dict[str, TableUpdate], list[str]]:
+    """Return what updates each table in a fit, by full name, and warnings.
+
+    trainer: or what has its callbacks, precision, accumulate_grad_batches and gradient_clip_val. precision: its plugin,
+    or what has the plugin's scaler. earlier: see `decide`. Raises OptimizerError, UnsupportedError.
+    """
+    tables = wanted.tables
+    updates = translate(
+        {table.full_name: table.parameter for table in tables},
+        {name: _mode(name, option) for name, option in wanted.options.items()},
+        optimizers,
+        device.type,
+        why_not_in_backward(trainer, module, precision),
+        {table.full_name for table in tables if table.plain is not None},
+        earlier,
+    )
+    kinds = {name: update.kind for name, update in updates.items()}
+    refuse_what_is_not_exact(trainer, module, precision, kinds, len(optimizers))
+    fused = [name for name, update in updates.items() if update.in_backward]
+    hooks = hooks_without_gradients(trainer, module, fused)
+    return updates, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
+
+
+def demands_of(
+    wanted: WantedTables, updates: Mapping[str, TableUpdate], device: torch.device, places: Places
+) -> dict[str, Demand]:
+    """Return what each table needs of its place, by full name. Raises ConfigError, PlanError: it cannot have that."""
+    return {
+        name: _demand(table, wanted.options[name], updates[name], device, places)
+        for table in wanted.tables
+        for name in [table.full_name]
+    }
+
+
 def decide(
     trainer: Trainer,
     module: LightningModule,
@@ -71,40 +141,18 @@ def decide(
     earlier: full name -> the shards of an earlier run of the module.
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
     """
-    found = find_tables(module, settings.conversion)
-    options = options_by_table(found.tables, settings.everywhere, settings.by_table)
-    kept = left_whole(found.tables, settings.by_table)
-    tables = [table for table in found.tables if table.collection not in kept]
-    _refuse_dense_on_meta(module, tables, found.left_alone | dict.fromkeys(kept, "keep_whole=True"))
-    options = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
+    wanted = wanted_tables(module, settings)
+    tables = wanted.tables
+    _refuse_dense_on_meta(module, tables, wanted.left_alone | dict.fromkeys(wanted.kept_whole, "keep_whole=True"))
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
     updates = {table.full_name: frozen("evaluation only") for table in tables}
-    warnings = [f"'{path}' is left alone, whole on every rank: {why}." for path, why in found.left_alone.items()]
+    warnings = wanted.warnings
     if tables and trainer.state.fn == TrainerFn.FITTING:
         optimizers, schedulers = init_optimizers_and_schedulers(module)
-        updates = translate(
-            {table.full_name: table.parameter for table in tables},
-            {name: _mode(name, option) for name, option in options.items()},
-            optimizers,
-            device.type,
-            why_not_in_backward(trainer, module, trainer.precision_plugin),
-            {table.full_name for table in tables if table.plain is not None},
-            earlier,
-        )
-        kinds = {name: update.kind for name, update in updates.items()}
-        refuse_what_is_not_exact(trainer, module, trainer.precision_plugin, kinds, len(optimizers))
-        fused = [name for name, update in updates.items() if update.in_backward]
-        warnings += [
-            *_warn_of_half_precision(tables, fused),
-            *filter(None, [hooks_without_gradients(trainer, module, fused)]),
-        ]
-    demands = {
-        name: _demand(table, options[name], updates[name], device, places)
-        for table in tables
-        for name in [table.full_name]
-    }
-    return Decisions(tables, warnings, updates, demands, optimizers, schedulers)
+        updates, more = updates_in_fit(wanted, module, optimizers, trainer, trainer.precision_plugin, device, earlier)
+        warnings += more
+    return Decisions(tables, warnings, updates, demands_of(wanted, updates, device, places), optimizers, schedulers)
 
 
 def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:

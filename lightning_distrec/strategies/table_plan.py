@@ -33,23 +33,13 @@ def plan_tables(
     old_plan: of an earlier run of the module; {} for none. output_dtype: the type of looked up rows; None for the
     kernels' own. Raises PlanError, on all ranks: tables do not fit, or not where a file puts them.
     """
-    num_ranks = facts.places.num_ranks
-    costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
-
-    def planned() -> MadePlan:
-        said = (look.demands, facts.topology, settings.batch_size_per_rank)
-        plan = _given_plan(look, settings, facts) or _kept_plan(old_plan, look)
-        made = make_plan(look.tables, *said) if plan is None else MadePlan(plan, cost_of_plan(look.tables, plan, *said))
-        check_memory(bytes_by_rank(look.tables, made.plan, costs, num_ranks), facts.memory, facts.reservation)
-        return made
-
-    made = plan_together(planned)
+    made = plan_together(lambda: plan_or_follow(look, old_plan, settings, facts))
     put_on_devices(made.plan, facts.devices)
     if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
         return made, None
-    told = _told(look, settings, facts, made, costs)
+    told, costs = facts_of_plan(look, settings, facts, made), _costs(look)
     print_plan(
-        *(look.tables, made.plan, costs, bytes_by_rank(look.tables, made.plan, costs, num_ranks)),
+        *(look.tables, made.plan, costs, bytes_by_rank(look.tables, made.plan, costs, facts.places.num_ranks)),
         *(output_dtype, settings.comms, facts.in_words),
         cost=made.cost,
         traffic=told.traffic,
@@ -57,13 +47,43 @@ def plan_tables(
     return made, told
 
 
-def _told(
-    look: Decisions, settings: TableSettings, facts: ClusterFacts, made: MadePlan, costs: dict[str, UpdateCost]
-) -> PlanFacts:
+def plan_or_follow(look: Decisions, old_plan: Plan, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
+    """Return the plan of a file that is named, or else the old one where it suits, or else a new one. On one rank.
+
+    Raises PlanError, and of those NoRoomError where memory does not suffice.
+    """
+    plan = _given_plan(look, settings, facts) or _kept_plan(old_plan, look)
+    return plan_anew(look, settings, facts) if plan is None else cost_of(look, plan, settings, facts)
+
+
+def plan_anew(look: Decisions, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
+    """Return the planner's plan. Raises PlanError, and of those NoRoomError where memory does not suffice."""
+    made = make_plan(look.tables, look.demands, facts.topology, settings.batch_size_per_rank)
+    return _checked(look, made, facts)
+
+
+def cost_of(look: Decisions, plan: Plan, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
+    """Return a plan that is there already, with its cost. Raises NoRoomError: a rank cannot hold its tables."""
+    cost = cost_of_plan(look.tables, plan, look.demands, facts.topology, settings.batch_size_per_rank)
+    return _checked(look, MadePlan(plan, cost), facts)
+
+
+def _checked(look: Decisions, made: MadePlan, facts: ClusterFacts) -> MadePlan:
+    held = bytes_by_rank(look.tables, made.plan, _costs(look), facts.places.num_ranks)
+    check_memory(held, facts.memory, facts.reservation)
+    return made
+
+
+def _costs(look: Decisions) -> dict[str, UpdateCost]:
+    return {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
+
+
+def facts_of_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts, made: MadePlan) -> PlanFacts:
+    """Return what reports tell of a plan."""
     constraints = constraints_of(look.tables, look.demands)
     pooling = {table.full_name: tuple(constraints[table.name].pooling_factors) for table in look.tables}
     return PlanFacts(
-        tables=planned_tables(look.tables, made.plan, costs, facts.places.num_ranks, pooling),
+        tables=planned_tables(look.tables, made.plan, _costs(look), facts.places.num_ranks, pooling),
         places=facts.places,
         batch_size=settings.batch_size_per_rank,
         comms=settings.comms,

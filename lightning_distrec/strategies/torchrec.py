@@ -186,6 +186,16 @@ class TorchRecShardedStrategy(ShardedHooks):
         return self._tables
 
     @property
+    def table_settings(self) -> TableSettings:
+        """What the strategy was told about tables."""
+        return self._settings
+
+    @property
+    def cuts_dense(self) -> bool:
+        """Whether the layers without tables are cut over the ranks."""
+        return self._sharded is not None
+
+    @property
     def lookups_ahead(self) -> dict[str, Count]:
         """Kind of step -> its lookups in this run, or the last, and how many had their ids sent ahead of the step."""
         return self._lookups_ahead
@@ -224,7 +234,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             self.root_device,
             self._places,
             output_dtype(str(trainer.precision)),
-            cuts_dense=self._sharded is not None,
+            cuts_dense=self.cuts_dense,
         )
         if self._tables is None and self._sharded is not None:
             raise ConfigError(

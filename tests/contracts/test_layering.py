@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "callbacks": {"errors", "_compat", "spans"},  # any strategy will do: they read what it exposes, and hear its spans
     "commands": GROUND | {"checkpoint", "cluster"},  # without strategies, so that they start at once
     "advising": GROUND | ROOMS | {"strategies", "callbacks"},
+    "planning_ahead": GROUND | ROOMS | {"strategies", "advising"},
     "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
-    "cli": GROUND | ROOMS | {"strategies", "callbacks", "commands", "advising", "bench", "__init__"},
+    "cli": GROUND | ROOMS | {"strategies", "callbacks", "commands", "advising", "planning_ahead", "bench", "__init__"},
     "__init__": GROUND | ROOMS | {"strategies", "callbacks"},
 }
 """Part of the package -> the parts that it may import. Recipes stand on top and may import all of them."""

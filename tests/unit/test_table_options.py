@@ -287,9 +287,9 @@ def test_options_say_the_same_from_yaml_and_from_code(tmp_path: Path) -> None:
     wanted = options_by_table(tables, TableOptions(embedding_update="auto"), SAID)
     assert wanted["ebc.user_id"].batch_size == 64
     for strategy in (coded, as_dicts, parsed):
-        settings = strategy._settings
+        settings = strategy.table_settings
         assert options_by_table(tables, settings.everywhere, settings.by_table) == wanted
-    assert parsed._settings.planning.estimate_pooling == 4
+    assert parsed.table_settings.planning.estimate_pooling == 4
 
 
 def test_a_wrong_option_in_yaml_is_an_error_that_names_it(tmp_path: Path) -> None:

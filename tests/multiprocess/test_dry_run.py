@@ -1,0 +1,183 @@
+"""A dry run of a YAML says what a fit of the same YAML does: the same plan, the same bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_distrec import Communication, cli
+from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
+from lightning_distrec.sharding.plan_file import load_plan
+from lightning_distrec.sharding.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
+from lightning_distrec.sharding.written_plan import differences
+from tests.multiprocess.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, _batch
+from tests.support.advised_models import NUM_USERS, Advised
+from tests.support.movielens_folder import write_movielens_folder
+from tests.support.ranks import run_each_on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMORY = 64 * 2**20
+"""Of a rank, so little that plans go by it."""
+
+
+class EvenIds(pl.LightningDataModule):
+    """Batches in which every row of every table is looked up once."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([_batch()] * STEPS, batch_size=None)
+
+
+class Users(Advised):
+    """Plain tables of many rows and few, under an optimizer that says how much is kept beside them."""
+
+    def __init__(self, optimizer: str = "AdamW") -> None:
+        super().__init__(optimizer)
+        self.users = nn.Embedding(NUM_USERS, 32)
+        self.items = nn.EmbeddingBag(3 * NUM_USERS, 8, mode="sum")
+        self.days = nn.Embedding(366, 32)
+        self.layer = nn.Linear(32 + 8 + 32, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layer(torch.cat([self.users(batch[:, 0]), self.items(batch), self.days(batch[:, 1] % 366)], dim=1))
+
+
+class KeepsWhatIsTold(Communication):
+    """Writes, on rank 0, what was sent in a step and what was estimated at the start, beside the plan."""
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
+        if trainer.is_global_zero:
+            torch.save(self.bytes_per_step, f"{trainer.loggers[0].log_dir}/sent.pt")
+
+
+def _config(folder: Path, model: str, data: str, strategy: dict[str, Any], **trainer: Any) -> Path:
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(folder), "name": "run"},
+    }
+    config = {
+        "model": {"class_path": model},
+        "data": {"class_path": data},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_steps": STEPS,
+            "logger": logger,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "use_distributed_sampler": False,
+            "callbacks": [{"class_path": "tests.multiprocess.test_dry_run.KeepsWhatIsTold"}],
+            "strategy": {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": strategy},
+        }
+        | trainer,
+    }
+    folder.mkdir()
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def _jobs(folder: Path) -> dict[str, Path]:
+    """Return name -> the YAML of a job."""
+    planning = {"reserve": "measure", "bandwidths": {"intra_node": "2GB/s", "host_memory": "7GB/s"}}
+    of_rows = {f"rows.of_{name}": {"sharding_types": ["row_wise"]} for name in ("wide", "two")}
+    cuts = {"wide": "table_wise", "long": "row_wise", "both": "column_wise", "two": "row_wise", "last": "table_wise"}
+    pooled = {f"bags.{n}": {"sharding_types": [cut], "min_partition": 4} for n, cut in cuts.items()}
+    for options in (of_rows, pooled):
+        for name, said in options.items():
+            said["pooling_factor"] = FEATURES[BAGS[name.split(".")[1].removeprefix("of_")][0][0]][0]
+    even = {
+        "tables": of_rows | pooled,
+        "batch_size_per_rank": EXAMPLES,
+        "memory_bytes_per_rank": MEMORY,
+        "pipeline": {"depth": 1},
+    }
+    lookups = {"class_path": "tests.multiprocess.test_traffic.Lookups", "init_args": {"weighted": True}}
+    users, ids = "tests.multiprocess.test_dry_run.Users", "tests.support.advised_models.Ids"
+    few = {"memory_bytes_per_rank": 2 * MEMORY, "planning": planning, "convert_embeddings": "all"}
+    jobs = {
+        "lookups": _config(folder / "lookups", "", "tests.multiprocess.test_dry_run.EvenIds", even),
+        "users": _config(folder / "users", users, ids, few, accumulate_grad_batches=2),
+    }
+    config = yaml.safe_load(jobs["lookups"].read_text()) | {"model": lookups}
+    jobs["lookups"].write_text(yaml.safe_dump(config))
+    config = yaml.safe_load((ROOT / "recipes/movielens_dlrm/cpu.yaml").read_text())
+    write_movielens_folder(folder / "movielens")
+    config["data"]["init_args"]["data_dir"] = str(folder / "movielens")
+    config["trainer"] |= yaml.safe_load(jobs["users"].read_text())["trainer"] | {"strategy": "torchrec_sharded"}
+    config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder / "recipe")
+    del config["trainer"]["accumulate_grad_batches"]
+    (folder / "recipe").mkdir()
+    jobs["recipe"] = folder / "recipe" / "job.yaml"
+    jobs["recipe"].write_text(yaml.safe_dump(config))
+    return jobs
+
+
+NAMES = ("lookups", "users", "recipe")
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each job's YAML, after two ranks have trained it, each with its plan and what was sent beside it."""
+    jobs = _jobs(tmp_path_factory.mktemp("jobs"))
+    assert tuple(jobs) == NAMES
+    fits = {name: (cli.run_lightning, ["fit", "--config", str(file)]) for name, file in jobs.items()}
+    run_each_on_ranks(fits, 2, timeout_seconds=200)
+    return jobs
+
+
+def _dry(file: Path, capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    capsys.readouterr()
+    code = cli.main(["plan", "--config", str(file), "--json", "--quick", *args])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["fits"] else 1)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_is_that_of_a_fit_of_the_same_yaml(
+    fitted: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fitted[name]
+    assert _dry(file, capsys, "--save-plan", str(tmp_path / "plan.json"))["fits"]
+    real, dry = load_plan(file.parent / "run" / "version_0"), load_plan(tmp_path / "plan.json")
+    assert differences(real, dry, "the fit", "the dry run") == []
+    assert len(real.tables) == {"lookups": 7, "users": 3, "recipe": 8}[name]
+
+
+def test_a_plan_with_other_memory_is_another_so_that_the_comparison_can_fail(
+    fitted: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fitted["users"]
+    _dry(file, capsys, "--save-plan", str(tmp_path / "plan.json"), "--devices", "4")
+    assert differences(load_plan(file.parent / "run" / "version_0"), load_plan(tmp_path / "plan.json"))
+
+
+def test_bytes_of_a_step_are_those_that_ranks_send(fitted: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    file = fitted["lookups"]
+    told = _dry(file, capsys)["ranks"]["sent_bytes_by_kind"]
+    sent = torch.load(file.parent / "run" / "version_0" / "sent.pt")
+    assert told[ROWS][0] == pytest.approx(sent[ROWS], abs=1)
+    assert told[ROW_GRADIENTS][0] == pytest.approx(sent[ROW_GRADIENTS], abs=1)
+    assert told[IDS][0] + AGREED == pytest.approx(sent[IDS], abs=1)
+    assert DENSE_GRADIENTS in sent
+    assert set(told) == set(TRAFFIC_KINDS)
+
+
+def test_a_plan_file_is_looked_at_in_place_of_a_plan(
+    fitted: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fitted["recipe"]
+    real = str(file.parent / "run" / "version_0" / "plan.json")
+    planned, followed = _dry(file, capsys), _dry(file, capsys, "--plan-file", real)
+    assert followed["ranks"]["memory_bytes"] == planned["ranks"]["memory_bytes"]
+    assert followed["ranks"]["milliseconds"] == pytest.approx(planned["ranks"]["milliseconds"])
+    capsys.readouterr()
+    assert cli.main(["plan", "--config", str(file), "--plan-file", real, "--nodes", "3"]) == 2
+    assert "it is for 2 ranks, and there are 6" in capsys.readouterr().err

@@ -1,0 +1,266 @@
+"""`lightning-distrec plan`: what it answers, its exit codes, and what it says where something is wrong."""
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from lightning_distrec import cli
+from lightning_distrec.sharding.plan_file import load_plan
+from tests.support.advised_models import Advised
+
+Run = Callable[..., tuple[int, str, str]]
+GB = 10**9
+
+
+class Huge(pl.LightningModule):
+    """Tables that no machine has memory for: ten billion rows, and some thousands."""
+
+    def __init__(self, rows: int = 10**10) -> None:
+        super().__init__()
+        self.rows = rows
+        self.bags: EmbeddingBagCollection | None = None
+        self.layer = nn.Linear(4, 4)
+
+    def configure_model(self) -> None:
+        if self.bags is None:
+            sizes = {"huge": self.rows, "days": 4_096, "films": 5_000}
+            self.bags = EmbeddingBagCollection(
+                tables=[
+                    EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=16, feature_names=[f"of_{name}"])
+                    for name, rows in sizes.items()
+                ]
+            )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class NeedsTrainer(Huge):
+    """Its learning rate goes by the number of steps."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1 / self.trainer.estimated_stepping_batches)
+
+
+class Layered(Advised):
+    """No tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+class ReadsNumbers(nn.Module):
+    """Looks at a number of its own while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = int(torch.arange(4).sum())
+
+
+class BuiltFromNumbers(Huge):
+    """Has a layer that cannot be built on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = ReadsNumbers()
+
+
+class ConfiguredFromNumbers(Huge):
+    """Builds that layer later."""
+
+    def configure_model(self) -> None:
+        self.more = ReadsNumbers()
+
+
+class NoData(pl.LightningDataModule):
+    """Data that must not be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise AssertionError("the data was built")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function of a model and arguments that runs the command; exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("INTRA_NODE_BANDWIDTH", "CROSS_NODE_BANDWIDTH", "STORAGE_RESERVE_PERCENT"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def of(model: str, *args: str, strategy: Any = "torchrec_sharded", **trainer: Any) -> tuple[int, str, str]:
+        here = "tests.unit.test_plan_command."
+        config = {
+            "model": {"class_path": here + model},
+            "data": {"class_path": here + "NoData"},
+            "trainer": {"accelerator": "gpu", "devices": 8, "num_nodes": 4, "strategy": strategy} | trainer,
+        }
+        Path("job.yaml").write_text(yaml.safe_dump(config))
+        capsys.readouterr()
+        code = cli.main(["plan", "--config", "job.yaml", *args])
+        return (code, *capsys.readouterr())
+
+    return of
+
+
+def _torchrec(**options: Any) -> dict[str, Any]:
+    return {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": options}
+
+
+def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(run: Run, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, text, _ = run("Huge", "--device-memory", "80GB", "--quick", "--json", "--save-plan", "plans/plan.json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["fits"] is True
+    assert found["table_bytes"] == (10**10 + 4_096 + 5_000) * 16 * 4
+    assert sum(found["ranks"]["memory_bytes"]) > found["table_bytes"]
+    assert max(found["ranks"]["memory_bytes"]) <= 80 * GB * 0.85
+    assert len(found["ranks"]["milliseconds"]) == found["num_nodes"] * found["ranks_per_node"] == 32
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < GB
+    assert load_plan(tmp_path / "plans" / "plan.json").num_ranks == 32
+
+
+def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
+    found = json.loads(run("Huge", "--device-memory", "80GB", "--json")[1])
+    batch, nodes = found["largest_batch"], found["fewest_nodes"]
+    assert (nodes["fits"], batch["ended_early"], nodes["ended_early"]) == (2, None, None)
+    assert batch["fits"] > 512
+    for flag, edge in (("--batch-size", batch), ("--nodes", nodes)):
+        assert run("Huge", "--device-memory", "80GB", "--quick", flag, str(edge["fits"]))[0] == 0
+    assert run("Huge", "--device-memory", "80GB", "--quick", "--nodes", "1")[0] == 1
+    code, text, _ = run("Huge", "--device-memory", "80GB", "--quick", "--batch-size", str(batch["does_not_fit"]))
+    assert code == 1
+    assert batch["why_not"] in text.replace("\n", " ").replace("  ", " ") or batch["why_not"][:60] in text
+
+
+def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_said(run: Run) -> None:
+    code, text, error = run("Huge", "--device-memory", "80GB", "--nodes", "1", "--html", "plan.html")
+    assert code == 1
+    assert text.startswith(
+        "DOES NOT FIT: 3 tables of 596.0 GiB on 8 ranks on 1 node, 512 examples each\nthe tables do not"
+    )
+    assert "table 'bags.huge'" in text
+    assert "Fewest nodes of 8 ranks: 2; 1 does not: table 'bags.huge'" in text
+    assert "there is no plan, so that no file was written." in error
+    assert not Path("plan.html").exists()
+
+
+def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
+    code, text, _ = run("Huge", "--device-memory", "80GB", "--nodes", "4", "--html", "plan.html", "--quick")
+    assert code == 0
+    assert text.startswith("FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples each")
+    for row in (
+        "memory for tables",
+        "... of what is usable",
+        "estimated time",
+        "sent within its node",
+        "sent to other",
+    ):
+        assert row in text
+    said = " ".join(text.split())
+    assert "Planned with: 74.5 GiB a rank (--device-memory), 15% kept (default);" in said
+    assert "one id per example and feature is taken for 3 tables without pooling_factor" in said
+    assert "15% of a rank is kept for them (default), however large the batch" in said
+    assert "--quick: neither the largest batch nor the fewest nodes were tried" in said
+    assert "3 tables over 32 ranks on 4 nodes: all fits" in Path("plan.html").read_text()
+
+
+def test_the_options_of_the_strategy_count_and_those_of_the_command_line_more(run: Run) -> None:
+    strategy = _torchrec(
+        memory_bytes_per_rank=70 * GB,
+        batch_size_per_rank=64,
+        tables={"huge": {"sharding_types": ["row_wise"], "pooling_factor": 3}},
+        planning={"reserve": "10%", "bandwidths": {"cross_node": "30GB/s", "intra_node": "400GB/s"}},
+    )
+    found = json.loads(run("Huge", "--quick", "--json", "--save-plan", "plan.json", strategy=strategy)[1])
+    origins = {what: (value, origin) for what, value, origin in found["planned_with"]}
+    assert (found["batch_size_per_rank"], found["memory_bytes_per_rank"]) == (64, 70 * GB)
+    assert origins["kept for all but tables"] == ("10%", "argument")
+    assert origins["cross_node"] == ("30.0 GB/s", "argument")
+    assert load_plan("plan.json").tables["bags.huge"].sharding_type == "row_wise"
+    assert "one id per example and feature is taken for 2 tables" in " ".join(found["assumed"])
+    args = ["--batch-size", "128", "--device-memory", "40GB", "--reserve", "5GB", "--bandwidth", "cross_node=25GB/s"]
+    found = json.loads(run("Huge", "--quick", "--json", *args, strategy=strategy)[1])
+    origins = {what: (value, origin) for what, value, origin in found["planned_with"]}
+    assert (found["batch_size_per_rank"], found["memory_bytes_per_rank"]) == (128, 40 * GB)
+    assert origins["kept for all but tables"] == ("4.7 GiB", "argument")
+    assert origins["cross_node"] == ("25.0 GB/s", "--bandwidth")
+    assert origins["intra_node"] == ("400.0 GB/s", "argument")
+
+
+def test_tables_may_lie_in_the_hosts_memory_where_it_is_said_how_much_there_is(run: Run) -> None:
+    args = ["--device-memory", "40GB", "--nodes", "1", "--quick", "--json"]
+    assert run("Huge", *args)[0] == 1
+    code, text, _ = run("Huge", *args, "--host-memory", "2TB")
+    assert code == 0
+    assert sum(json.loads(text)["ranks"]["host_memory_bytes"]) > 300 * GB
+
+
+def test_what_was_assumed_is_said(run: Run) -> None:
+    memory = ("--device-memory", "80GB", "--quick", "--json")
+    found = json.loads(run("NeedsTrainer", "--nodes", "8", *memory)[1])
+    assert "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not attached to" in str(found)
+    assert sum(found["ranks"]["memory_bytes"]) > 3 * found["table_bytes"]
+    said = str(json.loads(run("Huge", *memory, strategy="ddp")[1])["assumed"])
+    assert "the strategy is ddp: planned is what torchrec_sharded would do by default" in said
+    options = _torchrec(planning={"bandwidths": "measure", "estimate_pooling": 3})
+    said = str(json.loads(run("Huge", *memory, strategy=options)[1])["assumed"])
+    assert "cannot be measured without ranks: torchrec's defaults are taken" in said
+    assert "planning.estimate_pooling: no data is read, so ids per example are not counted" in said
+    said = str(json.loads(run("Huge", *memory, accelerator="auto")[1])["assumed"])
+    assert "accelerator: auto stands for" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "said"),
+    [
+        ("Huge", ("--nodes", "0"), "--nodes 0: must be at least 1."),
+        ("Huge", ("--devices", "-1"), "--devices -1: must be at least 1."),
+        ("Huge", ("--batch-size", "0"), "--batch-size 0: must be at least 1."),
+        ("Huge", (), "plan: there is no GPU here to ask for its memory. Say it: --device-memory 80GB."),
+        ("Huge", ("--device-memory", "80QB"), "--device-memory '80QB': the unit 'QB' is not known; did you mean"),
+        ("Huge", ("--host-memory", "much"), "--host-memory 'much': A size above 0 is needed"),
+        ("Huge", ("--bandwidth", "25GB/s"), "--bandwidth 25GB/s: a name and a value are needed, such as cross_node=25"),
+        ("Huge", ("--bandwidth", "cross=1GB/s"), "there is no bandwidth 'cross'; did you mean 'cross_node'?"),
+        ("Huge", ("--bandwidth", "cross_node=1Gb/s"), "--bandwidth cross_node=1Gb/s: 'Gb/s' may be bits or bytes."),
+        ("Huge", ("--device-memory", "80GB", "--reserve", "15"), "planning.reserve='15' has no unit."),
+        (
+            "Layered",
+            ("--device-memory", "80GB"),
+            "plan: nothing to plan: Layered has no embedding tables that torchrec",
+        ),
+        (
+            "BuiltFromNumbers",
+            ("--device-memory", "80GB"),
+            "plan: the module cannot be built on the meta device, where it takes no memory: ReadsNumbers.__init__, "
+            "test_plan_command.py:",
+        ),
+        (
+            "ConfiguredFromNumbers",
+            ("--device-memory", "80GB"),
+            "plan: configure_model of ConfiguredFromNumbers cannot run on the meta device without a Trainer "
+            "(ReadsNumbers.__init__, test_plan_command.py:",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(run: Run, model: str, args: tuple[str, ...], said: str) -> None:
+    code, out, error = run(model, *args)
+    assert (code, out) == (2, "")
+    last = error.splitlines()[-1]
+    assert last.startswith("lightning-distrec: ")
+    assert said in last
+
+
+def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan"]) == 2
+    assert "plan: no --config is given. Name the YAML that `fit` would be given." in capsys.readouterr().err
