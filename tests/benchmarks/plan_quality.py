@@ -1,6 +1,6 @@
 """Writes the section about plans over a slow link of docs/performance.md from a run: our plan against others.
 
-    python -m tests.benchmarks.plan_quality [--quick] [--ranks 2 4] [--rates 200 800] [--rounds N] [--plans N] [--write]
+    python -m tests.benchmarks.plan_quality [--quick] [--ranks 2 4] [--rates 50 200] [--rounds N] [--plans N] [--write]
 
 All of it takes about fifteen minutes on two cores that do nothing else; it needs root, `ip` and `tc`. It only prints
 the section, unless --write is given. Exits with 1 where something went wrong; missed aims stand in bold.
@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of few plans: to see that it works")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="even numbers: half on each side")
-    parser.add_argument("--rates", nargs="+", type=int, default=[200, 800], help="of the link, in Mbit/s")
+    parser.add_argument("--rates", nargs="+", type=int, default=[50, 200], help="of the link, in Mbit/s")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each plan")
     parser.add_argument("--plans", type=int, default=24, help="plans that take turns")
     parser.add_argument("--write", action="store_true", help=f"put the section into {PAGE.name}")

@@ -40,7 +40,7 @@ class Job:
     places: Places
     num_plans: int = 26
     rounds: int = 4
-    turn: Turn = field(default_factory=lambda: Turn(first=5, counted=10, last=3))
+    turn: Turn = field(default_factory=lambda: Turn(first=4, counted=7, last=3))
     seed: int = 0
 
 

@@ -83,8 +83,8 @@ def test_ranks_of_lists_agree_disagree_or_say_nothing() -> None:
 def measured(space: Space, ours: float) -> Measured:
     plan = space.drawn(np.random.default_rng(0))
     tried = {
-        OURS: Tried(plan, 1.0, 1.0, [[ours, 99.0, ours], [ours, 99.0]]),
-        TORCHRECS: Tried(plan, 3.0, 2.0, [[20.0, 99.0], [20.0, 20.0]]),
+        OURS: Tried(plan, 1.0, 1.0, [[ours, ours, 99.0], [ours, ours, 99.0]]),
+        TORCHRECS: Tried(plan, 3.0, 2.0, [[20.0, 20.0, 99.0], [20.0]]),
         "drawn 2": Tried(plan, 2.0, 3.0, [[10.0]]),
     }
     same = {OURS: OURS, OURS_DEFAULT: TORCHRECS, TORCHRECS: TORCHRECS, TORCHRECS_DEFAULT: TORCHRECS}
@@ -97,7 +97,7 @@ def test_our_plan_is_compared_with_the_best_and_bold_where_it_misses_the_aim(spa
     assert over_best(good, OURS_DEFAULT) == over_best(good, TORCHRECS) == pytest.approx(2.0)
     assert missed({(2, 200): good, (4, 200): bad}) == 1
     lines = plans_table({(2, 200): good, (4, 800): bad}).splitlines()[2:]
-    assert lines[0].startswith("| 200 | 2 | 3 of 12,345 | 10.0 | 2.00 | 1.050 | 2.000 | 2.000 | 2.000 |")
+    assert lines[0].startswith("| 200 | 2 | 3 of 12,345 | 10.0 | 1.00 | 2.00 | 1.050 | 2.000 | 2.000 | 2.000 |")
     assert "| **1.550** |" in lines[1]
 
 
