@@ -37,7 +37,7 @@ class Choice:
     which: NDArray[np.intp]
     """(S,): the unlike shard that each shard is like."""
     milliseconds_by_part: NDArray[np.float64]
-    """(D, 5): estimates of an unlike shard's time in a step, by `TIME_PARTS`."""
+    """(D, 6): estimates of an unlike shard's time in a step, by `TIME_PARTS`."""
     device_bytes_of_unlike: NDArray[np.int64]
     """(D,): what such a shard takes of its rank's GPU; on CPU, of its rank's host."""
     host_bytes_of_unlike: NDArray[np.int64]
@@ -211,8 +211,10 @@ def _choice(
         host_bytes = [a + b for a, b in zip(host_bytes, kept, strict=True)]
     else:
         device_bytes = [a + b for a, b in zip(device_bytes, kept, strict=True)]
+    # torchrec reckons for each block of rows as if all of the table's ids went there.
+    blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
     parts = [
-        (p.fwd_compute, p.fwd_comms, p.bwd_compute, p.bwd_comms, p.prefetch_compute)
+        (p.fwd_compute, p.fwd_comms, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms / blocks)
         for p in (shard.perf for shard in option.shards)
     ]
     return Choice(

@@ -5,8 +5,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-TIME_PARTS = ("forward compute", "forward exchange", "backward compute", "backward exchange", "prefetch")
-"""The parts of a step's time that torchrec's estimators know; together they are the time that counts."""
+TIME_PARTS = (
+    "forward compute",
+    "forward exchange",
+    "backward compute",
+    "backward exchange",
+    "prefetch",
+    "exchange of ids",
+)
+"""The parts of a step's time that torchrec's estimators know; together they are the time that counts.
+
+torchrec's own total leaves the ids out, and so do its planner's plans: over a slow link they may be half of the bytes.
+"""
 
 
 @dataclass(frozen=True)
@@ -14,7 +24,7 @@ class PlanCost:
     """The estimates of one plan. Shapes: R is the number of ranks."""
 
     milliseconds: NDArray[np.float64]
-    """(R, 5): time of a step that a rank spends on tables, by `TIME_PARTS`."""
+    """(R, 6): time of a step that a rank spends on tables, by `TIME_PARTS`."""
     device_bytes: NDArray[np.int64]
     """(R,): memory of the rank's GPU that tables and their exchange take; on CPU, of its host."""
     host_bytes: NDArray[np.int64]

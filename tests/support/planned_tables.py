@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.sharding.bandwidths import asked_bandwidths
 from lightning_distrec.sharding.plan import Demand, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.planner import cost_of_plan
 from lightning_distrec.sharding.table_options import TableOptions
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
@@ -98,25 +98,18 @@ def topology_of(places: Places, device: Literal["cuda", "cpu"], memory_bytes: in
 
 
 def default_critical_path(given: TableSet) -> float:
-    """Return the milliseconds of the slowest rank in the plan of torchrec's EmbeddingShardingPlanner."""
-    rated: list[float] = []
-
-    class Watched(NoopPerfModel):
-        def rate(self, plan: list) -> float:  # type: ignore[type-arg]
-            rated.append(super().rate(plan))
-            return rated[-1]
-
+    """Return the milliseconds of the slowest rank in the plan of torchrec's EmbeddingShardingPlanner, ids included."""
     planner = EmbeddingShardingPlanner(
         topology=given.topology,
         batch_size=given.batch_size,
         constraints=constraints_of(given.tables, given.demands),
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        performance_model=Watched(given.topology),
         stats=NoopEmbeddingStats(),
         debug=False,
     )
     tree = nn.Module()
     tree.ebc = given.tables[0].module
     with torchrec_quiet():
-        planner.plan(tree, sharders())
-    return min(rated)
+        found = planner.plan(tree, sharders()).plan["ebc"]
+    plan = {table.full_name: found[table.name] for table in given.tables}
+    return cost_of_plan(given.tables, plan, given.demands, given.topology, given.batch_size).critical_path

@@ -83,7 +83,7 @@ def two_ranks(**changes: Any) -> PlanFacts:
 def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> PlanCost:
     """Return a cost of which a fifth is each part of the time."""
     return PlanCost(
-        milliseconds=np.array(ms)[:, None].repeat(5, 1) / 5,
+        milliseconds=np.array(ms)[:, None].repeat(6, 1) / 6,
         device_bytes=np.array([int(size * GIB) for size in device_gib]),
         host_bytes=np.array([int(size * GIB) for size in host_gib]),
         device_bytes_usable=np.full(len(ms), GIB),
@@ -215,7 +215,7 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     assert axes.get_ylabel() == "GiB of GPU memory"
     axes = plan_pictures._draw_time(facts).axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
-        np.full((5, 2), [0.4, 0.6])
+        np.full((6, 2), [1 / 3, 1 / 2])
     )
 
 

@@ -1,0 +1,36 @@
+"""The benchmark of plans at tiny size: every plan gets its turns, and is the one that training follows."""
+
+import os
+from pathlib import Path
+
+from lightning_distrec.sharding.topology import Places
+from tests.benchmarks.performance_contenders import Turn
+from tests.benchmarks.performance_rounds import join_ranks
+from tests.benchmarks.plan_quality_plans import Space, default_bandwidths
+from tests.benchmarks.plan_quality_text import PLANNERS
+from tests.benchmarks.plan_quality_turns import OURS_DEFAULT, TORCHRECS_DEFAULT, Job, Measured, take_turns
+from tests.support.ranks import run_on_ranks
+
+JOB = Job(Places.of_nodes(2), num_plans=9, rounds=1, turn=Turn(first=1, counted=2, last=1))
+
+
+def measure(folder: str) -> Measured:
+    os.environ["XDG_CACHE_HOME"] = folder
+    join_ranks()
+    return take_turns(JOB, Path(folder))
+
+
+def test_every_plan_takes_its_turns_and_planners_plans_are_among_them(tmp_path: Path) -> None:
+    found: Measured = run_on_ranks(measure, 2, str(tmp_path), timeout_seconds=90)[0]
+    assert len(found.plans) == JOB.num_plans
+    assert all([len(steps) for steps in tried.rounds] == [JOB.turn.counted] for tried in found.plans.values())
+    assert set(PLANNERS) <= set(found.same)
+    assert set(found.same.values()) <= set(found.plans)
+    assert found.bandwidths.intra_node.origin.startswith("measured")
+    # What a fit planned by itself is what the planner says of the same tables outside of any fit.
+    space = Space(JOB.places)
+    torchrecs = found.plans[found.same[TORCHRECS_DEFAULT]]
+    ours = found.plans[found.same[OURS_DEFAULT]]
+    assert space.key(torchrecs.plan) == space.key(space.torchrecs(default_bandwidths()))
+    assert ours.estimate_default <= torchrecs.estimate_default * (1 + 1e-9)
+    assert ours.estimate_default == space.estimate(ours.plan, default_bandwidths())
