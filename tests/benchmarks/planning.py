@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.planning [--only time quality] [--quick] [--limit SECONDS] [--write]
 
-All of it takes about 15 minutes on one core, most of them torchrec's planner's. It only prints the section, unless --write
-is given. Exits with 1 where our planner came to no plan; missed aims stand in bold.
+All of it takes about 15 minutes on one core, most of them torchrec's planner's. It only prints the section, unless
+--write is given. Exits with 1 where our planner came to no plan; missed aims stand in bold.
 """
 
 import argparse

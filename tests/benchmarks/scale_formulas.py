@@ -12,8 +12,8 @@ INTRA_NODE, CROSS_NODE, DEVICE = (DEFAULTS[name] for name in ("intra_node", "cro
 class Formula:
     """Bytes that a rank sends in a step for one table cut this way: the mean over ranks. Python expressions.
 
-    R ranks, L on each node, N = R / L nodes, B examples a rank, one feature of p ids an example, D columns of 4 bytes, H
-    rows that the ranks share evenly. Rows go forward and as many bytes of gradients come back.
+    R ranks, L on each node, N = R / L nodes, B examples a rank, one feature of p ids an example, D columns of 4 bytes,
+    H rows that the ranks share evenly. Rows go forward and as many bytes of gradients come back.
     """
 
     ids: str
@@ -94,7 +94,7 @@ def most_ids_for_links(num_ranks: int, ranks_on_node: int, dim: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """Groups of ranks that each hold all tables, against all ranks that hold them once. Whole tables, seconds a step."""
+    """Groups of ranks that each hold all tables, uncut, against all ranks that hold them once."""
 
     num_ranks: int
     group: int
@@ -144,6 +144,12 @@ class Grouped:
     def least_steps(self) -> float:
         """Steps between two averages from which on groups pay."""
         return self.average_seconds / self.saved_seconds if self.copies > 1 else float("inf")
+
+    @property
+    def most_distinct_rows(self) -> float:
+        """Distinct rows of a table for an example, up to which averages of touched rows pay within nodes."""
+        per_row = (self.copies - 1) * self.num_tables * self.batch_size * (4 * self.dim + 8) / INTRA_NODE
+        return self.saved_seconds / per_row
 
     def exchange_seconds(self, grouped: bool) -> float:
         """Return what three exchanges of a step take: bytes that cross nodes, and messages."""

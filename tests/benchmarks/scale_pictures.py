@@ -15,6 +15,8 @@ MEBI, GIGA = 2**20, 1e9
 GROUP_RANKS = tuple(512 * 2**power for power in range(6))
 CUT_RANKS = tuple(2**power for power in range(3, 13))
 MESSAGES = (1e-6, 5e-6, 20e-6)
+TEN_TERA_RANKS = 256
+"""So many ranks at least have room for 10 TB."""
 
 
 def draw(points: Points, checkpoints: Checkpoints, folder: Path) -> list[Path]:
@@ -51,9 +53,11 @@ def _memory(points: Points) -> Any:
 def _bytes(points: Points) -> Any:
     figure, (left, right) = _figure(2)
     ranks = _of(points.ranks, lambda p: p.job.num_ranks)
-    for number, (name, kind) in enumerate(
-        (("ids and lengths", "ids"), ("rows", "rows"), ("gradients of rows", "gradients of rows"))
-    ):
+    for number, (name, kind) in enumerate((
+        ("ids and lengths", "ids"),
+        ("rows", "rows"),
+        ("gradients of rows", "gradients of rows"),
+    )):
         sent = _of(points.ranks, lambda p, kind=kind: _sent(p, kind) / MEBI)
         _line(left, ranks, sent, name, number, dashed=number == 2)
     _line(right, ranks, _of(points.ranks, lambda p: sum(p.planned.facts["within"].values()) / MEBI), "on the node", 2)
@@ -73,7 +77,9 @@ def _time(points: Points) -> Any:
     _line(left, ranks, _of(points.ranks, lambda p: _part(p, "milliseconds_mean", "")), "mean of ranks", 1)
     exchange = _of(points.ranks, lambda p: _part(p, "milliseconds_mean", "exchange"))
     _line(left, ranks, exchange, "... of it, exchanges", 2)
-    _line(left, ranks, _of(points.ranks, lambda p: p.planned.lower_bound or 0), "lower bound of any plan", 4, dashed=True)
+    _line(
+        left, ranks, _of(points.ranks, lambda p: p.planned.lower_bound or 0), "lower bound of any plan", 4, dashed=True
+    )
     cuts = sorted({cut for point in points.ranks for cut in point.planned.facts["cuts"]})
     bottom = [0.0] * len(ranks)
     for number, cut in enumerate(cuts):
@@ -156,27 +162,28 @@ def _groups() -> Any:
     right.axhline(1, color=FAINT, linewidth=1)
     for axes in (left, right):
         _ranks_axis(axes, GROUP_RANKS)
-    _finish(left, "reckoned ms of exchanges a step", "Groups pay while copies share a node (to 4,096)", log=True)
-    _finish(right, "steps", "Steps between averages from which they pay", log=True)
+    _finish(left, "reckoned ms of exchanges a step", "Groups of ranks pay if averages are rare", log=True)
+    _finish(right, "steps between averages", "... from so many steps apart on", log=True)
     return figure
 
 
 def _checkpoints(points: Points, measured: Checkpoints) -> Any:
     figure, (left, right) = _figure(2)
     ranks = _of(points.ranks, lambda p: p.job.num_ranks)
-    everything = [2 * points.ranks[0].planned.facts["row_bytes"], 2 * 10e12]
-    names = ["the tables above", "10 TB of rows"]
-    for number, (num_bytes, name) in enumerate(zip(everything, names, strict=True)):
-        _line(left, ranks, [num_bytes / r / GIGA for r in ranks], name, number)
-        own = [num_bytes / r / measured.bytes_per_second_of_rank for r in ranks]
-        _line(right, ranks, own, f"{name}, each rank as fast as here", number, dashed=True)
-        shared = [num_bytes / (10 * GIGA)] * len(ranks)
-        _line(right, ranks, shared, f"{name}, 10 GB/s for all ranks", number + 2, dashed=True)
+    enough = [number for number in ranks if number >= TEN_TERA_RANKS]
+    row_bytes = points.ranks[0].planned.facts["row_bytes"]
+    sets = [(f"{row_bytes / GIGA:.0f} GB of rows", row_bytes, ranks), ("10 TB of rows", 10e12, enough)]
+    for number, (name, num_bytes, along) in enumerate(sets):
+        _line(left, along, [2 * num_bytes / r / GIGA for r in along], name, number)
+        own = [2 * num_bytes / r / measured.bytes_per_second_of_rank for r in along]
+        _line(right, along, own, f"{name}, each rank as fast as here", number, dashed=True)
+        shared = [2 * num_bytes / (10 * GIGA)] * len(along)
+        right.plot(along, shared, ":", color=COLOURS[number], label=f"{name}, 10 GB/s for all ranks")
     right.plot(measured.num_ranks, measured.seconds, "o", color=TEXT, label=f"measured, {measured.size_in_words}")
-    for axes in (left, right):
-        _ranks_axis(axes, [2, *ranks])
-    _finish(left, "GB that a rank writes", "A rank writes its share: rows and as much state", log=True)
-    _finish(right, "seconds", "Saving, extrapolated: the disks decide", log=True)
+    _ranks_axis(left, ranks)
+    _ranks_axis(right, [measured.num_ranks, *ranks])
+    _finish(left, "GB that a rank writes", "A rank writes its share of rows, and as much state", log=True)
+    _finish(right, "seconds to save", "Extrapolated: disks decide how long a save takes", log=True)
     return figure
 
 
@@ -202,7 +209,13 @@ def _figure(panels: int) -> tuple[Any, Any]:
 
 
 def _line(
-    axes: Any, along: Sequence[float], values: Sequence[float], name: str, colour: int, dashed: bool = False, dots: bool = False
+    axes: Any,
+    along: Sequence[float],
+    values: Sequence[float],
+    name: str,
+    colour: int,
+    dashed: bool = False,
+    dots: bool = False,
 ) -> None:
     style = (0, (4, 3)) if dashed else "-"
     marker = "o" if dots else None

@@ -1,4 +1,4 @@
-"""The plans that docs/scale.md is drawn from: ranks, tables and rows grow, one at a time. No process group is needed."""
+"""The plans that docs/scale.md is drawn from: ranks, tables and rows grow, one at a time. They need no ranks."""
 
 import json
 from collections.abc import Callable, Sequence
