@@ -46,7 +46,7 @@ def _memory(points: Points) -> Any:
     equal = _of(points.ranks, lambda p: p.planned.facts["row_bytes"] / p.job.num_ranks / GIGA)
     _line(axes, ranks, equal, "all rows / ranks", 4, dashed=True)
     _ranks_axis(axes, ranks)
-    _finish(axes, "GB of a rank's GPU", "Memory falls with ranks until buffers are larger than rows", log=True)
+    _finish(axes, "GB of a rank's GPU", "Rows are shared out among ranks, buffers are not", log=True)
     return figure
 
 
@@ -65,8 +65,8 @@ def _bytes(points: Points) -> Any:
     _line(right, ranks, across, "to other nodes", 3)
     for axes in (left, right):
         _ranks_axis(axes, ranks)
-    _finish(left, "MiB a rank and step, mean", "What a rank sends hardly grows with ranks ...")
-    _finish(right, "MiB a rank and step, mean", "... but nearly all of it leaves the node")
+    _finish(left, "MiB a rank and step, mean", "Rows that a rank sends jump where cuts change ...")
+    _finish(right, "MiB a rank and step, mean", "... on the node; what leaves it levels off")
     return figure
 
 
@@ -89,7 +89,7 @@ def _time(points: Points) -> Any:
     right.set_xticks(range(len(ranks)), [_short(number) for number in ranks])
     right.set_xlabel("ranks", color=TEXT)
     _ranks_axis(left, ranks)
-    _finish(left, "estimated ms a step for tables", "The heaviest shard sets the pace of many ranks", log=True)
+    _finish(left, "estimated ms a step for tables", "The second node costs most, then the heaviest shard", log=True)
     _finish(right, "% of the tables", "How the planner cuts the same tables", below=True)
     return figure
 
@@ -125,8 +125,8 @@ def _tables_and_rows(points: Points) -> Any:
         axes.minorticks_off()
         axes.set_xlabel(name, color=TEXT)
     where = f"{points.rows[0].job.num_ranks:,} ranks"
-    _finish(left, "", f"Time and bytes grow with tables ({where})", log=True)
-    _finish(right, "", f"Rows cost memory, little else ({where})", log=True)
+    _finish(left, "ms, MiB", f"Time and bytes grow with tables ({where})", log=True)
+    _finish(right, "ms, MiB, GB", f"Rows cost memory, and larger cuts ({where})", log=True)
     return figure
 
 
@@ -143,8 +143,8 @@ def _planning(points: Points) -> Any:
     right.set_xticks(tables, [f"{number:,}" for number in tables])
     right.minorticks_off()
     right.set_xlabel("tables", color=TEXT)
-    _finish(left, "", f"Planning {points.ranks[0].job.num_tables:,} tables: under a minute", log=True)
-    _finish(right, "", f"Planning for {points.tables[0].job.num_ranks:,} ranks", log=True)
+    _finish(left, "s, GiB", f"Planning {points.ranks[0].job.num_tables:,} tables takes under a minute", log=True)
+    _finish(right, "s, GiB", f"Planning for {points.tables[0].job.num_ranks:,} ranks", log=True)
     return figure
 
 

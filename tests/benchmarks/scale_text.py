@@ -35,7 +35,7 @@ def _of_ranks(points: list[Point]) -> dict[str, str]:
         "ranks_times": f"{last.job.num_ranks / first.job.num_ranks:.0f}",
         "memory_times": f"{facts['device_bytes_mean'] / last_facts['device_bytes_mean']:.0f}",
         "bytes_times": f"{_sent(last) / _sent(first):.1f}",
-        "away": f"{sum(last_facts['across'].values()) / _sent(last):.0%}",
+        "away_mib": f"{sum(last_facts['across'].values()) / MEBI:.0f}",
         "slowest_ms": f"{last.planned.critical_path:.0f}",
         "mean_ms": f"{_mean(last):.0f}",
         "bound_ms": f"{last.planned.lower_bound:.0f}",
