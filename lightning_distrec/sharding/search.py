@@ -6,7 +6,7 @@ placement. The best of those is then improved: tables of the slowest rank move, 
 with tables of other ranks; and at last some tables are thrown about at random, to leave where no single move helps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -33,6 +33,10 @@ STEEPNESS = 16
 
 GOOD_ENOUGH = 1 + 1e-6
 """Times the lower bound, at which nothing more is tried."""
+
+
+Rating = tuple[float, float]
+"""A critical path in milliseconds, and how steep the ranks' times are."""
 
 
 @dataclass
@@ -111,9 +115,10 @@ def search(
 def improve(starts: Sequence[Placement], totals: Totals, seed: int = 0) -> Placement:
     """Return the best that comes of moving single tables, from each start, and of throwing some about at random."""
     num_tables, num_ranks = len(starts[0].choices), starts[0].room.num_ranks
-    effort = Effort(max(8000, min(60_000, 20_000_000 // (num_tables + 8 * num_ranks))))
+    effort = Effort(max(8000, min(60_000, 12_000_000 // (num_tables + 8 * num_ranks))))
     patience = fruitless = min(400, (4 if _few(starts[0].choices) else 60) * num_tables)
-    best = min((polish(start, effort) for start in starts), key=lambda placement: placement.critical_path)
+    polished = [polish(start.copy(), effort, level) for start in starts for level in (False, True)]
+    best = min(polished, key=lambda placement: placement.critical_path)
     draw = np.random.default_rng(seed)
     goal = totals.lower_bound * GOOD_ENOUGH
     while effort.left > 0 and fruitless > 0 and best.critical_path > goal:
@@ -122,7 +127,7 @@ def improve(starts: Sequence[Placement], totals: Totals, seed: int = 0) -> Place
         if tried is None:
             effort.spend()
             continue
-        tried = polish(tried, effort)
+        tried = polish(tried, effort, level=fruitless % 2 == 0)
         if tried.critical_path < best.critical_path * (1 - 1e-9):
             best, fruitless = tried, patience
     return best
@@ -200,11 +205,14 @@ def _order(choices: Sequence[Sequence[Choice]], picked: NDArray[np.intp], by_mem
     return sorted(range(len(choices)), key=size, reverse=True)
 
 
-def polish(placement: Placement, effort: Effort) -> Placement:
-    """Move tables of the slowest rank, one by one, while that makes it faster. Changes `placement`, and returns it."""
-    while effort.left > 0:
-        if not (_move_one(placement, effort) or _swap_one(placement, effort)):
-            break
+def polish(placement: Placement, effort: Effort, level: bool) -> Placement:
+    """Move tables of the slowest rank, one by one, while that makes it faster. Changes `placement`, and returns it.
+
+    level: first let it get slower where all ranks together get more level, from where more moves are open.
+    """
+    for helps in (_is_more_level, _is_better) if level else (_is_better,):
+        while effort.left > 0 and (_move_one(placement, effort, helps) or _swap_one(placement, effort)):
+            pass
     _count_anew(placement)
     return placement
 
@@ -226,20 +234,17 @@ def _on_slowest(placement: Placement) -> list[int]:
     return [table for _, table in sorted(found, key=lambda pair: (-pair[0], pair[1]))]
 
 
-def _move_one(placement: Placement, effort: Effort) -> bool:
-    """Give a table of the slowest rank another place or choice, where that helps; returns whether it did.
-
-    It helps where the slowest rank gets faster, or is as fast and others do.
-    """
+def _move_one(placement: Placement, effort: Effort, helps: Callable[[Rating, Rating], bool]) -> bool:
+    """Give a table of the slowest rank another place or choice, where that helps; returns whether it did."""
     unit = placement.critical_path
     if unit <= 0:
         return False
     before = (unit, _steep(placement.milliseconds, unit))
     for table in _on_slowest(placement):
         old = placement.take(table)
-        ways = [way for way in _ways(placement, table, unit, effort) if _is_better(way[:2], before)]
+        ways = [way for way in _ways(placement, table, unit, effort) if helps(way[:2], before)]
         if ways:
-            _, _, number, ranks = min(ways, key=lambda way: way[:2])
+            _, _, number, ranks = min(ways, key=lambda way: way[:2] if helps is _is_better else way[1:2])
             placement.put(table, number, ranks)
             return True
         placement.put(table, *old)
@@ -248,7 +253,12 @@ def _move_one(placement: Placement, effort: Effort) -> bool:
     return False
 
 
-def _is_better(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def _is_more_level(one: Rating, other: Rating) -> bool:
+    """Return whether ranks' times are less steep."""
+    return one[1] < other[1] * (1 - 1e-9)
+
+
+def _is_better(one: Rating, other: Rating) -> bool:
     """Return whether a critical path is shorter, or the same with ranks' times that are less steep."""
     return one[0] < other[0] * (1 - 1e-9) or (one[0] <= other[0] * (1 + 1e-12) and one[1] < other[1] * (1 - 1e-9))
 

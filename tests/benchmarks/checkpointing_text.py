@@ -45,9 +45,12 @@ saved, or loaded, with what should be.
     return "\n\n".join(parts)
 
 
-def with_section(page: str, text: str) -> str:
-    """Return a page with this section in the place of the one that it has, or before BEFORE, or at its end."""
-    found = section_of(page)
+def with_section(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+    """Return a page with this section in the place of the one that it has, or before BEFORE, or at its end.
+
+    begin, end: the lines that mark it.
+    """
+    found = section_of(page, begin, end)
     if found is not None:
         return page.replace(found, text)
     if f"\n{BEFORE}\n" in page:
@@ -55,10 +58,10 @@ def with_section(page: str, text: str) -> str:
     return f"{page.rstrip()}\n\n{text}\n"
 
 
-def section_of(page: str) -> str | None:
+def section_of(page: str, begin: str = BEGIN, end: str = END) -> str | None:
     """Return the section of a page, lines that mark it included; None where it has none."""
-    first, last = page.find(BEGIN), page.find(END)
-    return page[first : last + len(END)] if 0 <= first < last else None
+    first, last = page.find(begin), page.find(end)
+    return page[first : last + len(end)] if 0 <= first < last else None
 
 
 def with_section_of(old: str, page: str) -> str:

@@ -1,0 +1,109 @@
+"""One call of a planner in a process of its own, so that its time and memory are its own and it can be stopped."""
+
+import math
+import multiprocessing
+import resource
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from lightning_distrec.sharding.plan_cost import TIME_PARTS
+from lightning_distrec.sharding.planned_tables import UpdateCost, planned_tables
+from lightning_distrec.sharding.planner import MadePlan, make_plan
+from lightning_distrec.sharding.topology import Places
+from lightning_distrec.sharding.traffic import TRAFFIC_KINDS, estimate_traffic
+from tests.benchmarks.planning_jobs import Job
+from tests.support.planned_tables import TableSet, default_critical_path
+
+Planner = Literal["ours", "default"]
+WALL_TIMES, START_SECONDS = 6, 120
+"""How much longer than its limit a process may take by the clock, and until it has begun."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What came of a call."""
+
+    seconds: float
+    """Time of the processor, on one thread."""
+    critical_path: float
+    """Milliseconds of the slowest rank, as torchrec's estimators have it."""
+    lower_bound: float | None = None
+    peak_bytes: int = 0
+    """The most memory that the process had, torch included."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the plan says of ranks and bytes, see `_facts`."""
+
+
+def run_one(planner: Planner, job: Job, limit_seconds: float) -> Planned | str:
+    """Return what a planner comes to in a process of its own, or why it came to nothing.
+
+    limit_seconds: of the processor, so that it does not depend on what else the machine does.
+    """
+    late = f"not ended after {limit_seconds:.0f} s"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.benchmarks.planning_one"])
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(there, planner, job, limit_seconds))
+    process.start()
+    there.close()
+    try:
+        answer: Planned | str = here.recv() if here.poll(WALL_TIMES * limit_seconds + START_SECONDS) else late
+    except EOFError:
+        process.join()
+        answer = late if process.exitcode == -signal.SIGXCPU else f"ended with exit code {process.exitcode}"
+    process.kill()
+    process.join()
+    return answer
+
+
+def _send(there: Connection, planner: Planner, job: Job, limit_seconds: float) -> None:
+    try:
+        there.send(plan_here(planner, job, limit_seconds))
+    except Exception as error:
+        there.send(f"{type(error).__name__}: {error}")
+
+
+def plan_here(planner: Planner, job: Job, limit_seconds: float | None = None) -> Planned:
+    """Return what a planner comes to in this process, which ends by SIGXCPU after `limit_seconds` of the processor."""
+    given = job.tables()
+    began = time.process_time()
+    if limit_seconds is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began + limit_seconds), resource.RLIM_INFINITY))
+    if planner == "default":
+        critical_path = default_critical_path(given)
+        return Planned(time.process_time() - began, critical_path, peak_bytes=_peak_bytes())
+    made = make_plan(given.tables, given.demands, given.topology, given.batch_size)
+    seconds, peak_bytes = time.process_time() - began, _peak_bytes()
+    return Planned(seconds, made.cost.critical_path, made.lower_bound, peak_bytes, _facts(made, given, job))
+
+
+def _facts(made: MadePlan, given: TableSet, job: Job) -> dict[str, Any]:
+    """Return means and maxima over ranks: bytes held, bytes of a step by kind, milliseconds by part."""
+    names = [table.full_name for table in given.tables]
+    update = UpdateCost("fused", "", 0.0, 0.0)
+    pooling = {name: (given.demands[name].options.pooling_factor or 1.0,) for name in names}
+    tables = planned_tables(given.tables, made.plan, dict.fromkeys(names, update), job.num_ranks, pooling)
+    traffic = estimate_traffic(tables, Places.equal(job.num_ranks, job.ranks_on_node), given.batch_size)
+    slowest = made.cost.milliseconds[made.cost.milliseconds_by_rank.argmax()]
+    return {
+        "row_bytes": sum(table.num_bytes for table in tables),
+        "device_bytes_mean": float(made.cost.device_bytes.mean()),
+        "device_bytes_max": int(made.cost.device_bytes.max()),
+        "host_bytes_mean": float(made.cost.host_bytes.mean()),
+        "within": {kind: float(traffic.within_node(kind).mean()) for kind in TRAFFIC_KINDS},
+        "across": {kind: float(traffic.across_nodes(kind).mean()) for kind in TRAFFIC_KINDS},
+        "sent_max": float(traffic.sent().max()),
+        "across_max": float(traffic.across_nodes().max()),
+        "milliseconds_mean": dict(zip(TIME_PARTS, made.cost.milliseconds.mean(axis=0).tolist(), strict=True)),
+        "milliseconds_slowest": dict(zip(TIME_PARTS, slowest.tolist(), strict=True)),
+        "cuts": dict(Counter(table.cut for table in tables)),
+        "on_host": sum(table.on_host for table in tables),
+    }
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
