@@ -17,7 +17,9 @@ from lightning_distrec.sharding.plan_file import save_plan
 from lightning_distrec.sharding.plan_page import write_page
 from lightning_distrec.sharding.topology import memory_bytes_per_rank
 from lightning_distrec.sizes import bytes_of, bytes_per_second_of
-from lightning_distrec.strategies.dry_run import DryJob, DryRun, dry_module, dry_run, place_of
+from lightning_distrec.strategies.dry_job import DryJob
+from lightning_distrec.strategies.dry_module import dry_module, place_of
+from lightning_distrec.strategies.dry_run import DryRun, dry_run
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 

@@ -12,7 +12,8 @@ from lightning_distrec.sharding.plan_cost import TIME_PARTS
 from lightning_distrec.sharding.plan_facts import PlanFacts
 from lightning_distrec.sharding.plan_words import milliseconds_in_words
 from lightning_distrec.sharding.traffic import TRAFFIC_KINDS
-from lightning_distrec.strategies.dry_run import MOST_BATCH, MOST_RANKS, DryRun
+from lightning_distrec.strategies.dry_edges import MOST_BATCH, MOST_RANKS
+from lightning_distrec.strategies.dry_run import DryRun
 from lightning_distrec.strategies.edge_search import Edge
 from lightning_distrec.words import bytes_in_words, counted
 
