@@ -5,7 +5,7 @@ DistRecError
 ├── VersionError       torch, fbgemm and torchrec do not belong together
 ├── UnsupportedError   a Trainer setting or callback that cannot be exact over sharded tables
 ├── ShardingError      a module or table cannot be sharded
-│   ├── PlanError            no placement of the tables fits
+│   ├── PlanError            no plan suits the tables, or a plan does not suit the run
 │   │   └── NoRoomError          ... because they need more memory than there is
 │   └── RowsElsewhereError   a sharded table's weight was read as if it were whole
 ├── OptimizerError     an optimizer's update cannot be carried over to a table
@@ -42,7 +42,7 @@ class ShardingError(DistRecError):
 
 
 class PlanError(ShardingError):
-    """No placement of the tables fits the memory and the constraints."""
+    """No placement of the tables fits what was said of them, or a plan does not suit the run."""
 
 
 class NoRoomError(PlanError):
