@@ -26,8 +26,9 @@ same tables where it comes to an end within minutes.""",
         times,
         f"""\
 **Quality**: the critical path is what the slowest rank spends on tables in a step, as torchrec's own estimators reckon
-it for both plans alike, the exchange of ids included; nothing is trained here. The ratio is ours over that of torchrec's default planner, which has
-the same memory, constraints and bandwidths (torchrec's defaults), and up to {limit_seconds:.0f} seconds of the
+it for both plans alike, the exchange of ids included; nothing is trained here. The ratio is ours over that of
+torchrec's default planner, which has the same memory, constraints and bandwidths (torchrec's defaults), and up to
+{limit_seconds:.0f} seconds of the
 processor for each set. The lower bound is what no plan can be below: all work shared out evenly, or the longest shard
 that cannot be avoided. It need not be within reach. Sets are drawn from seeds: `uniform` has 10 thousand to 5 million
 rows a table, `zipf` 50 million over the table's number, `giant` one table of 200 million beside small ones, `tiny`
