@@ -151,12 +151,13 @@ def _time(cost: PlanCost | None) -> str:
     if cost is None:
         return ""
     by_rank = cost.milliseconds_by_rank
+    said = f"\nEstimated time for tables in a step: {cost.critical_path:.3g} ms"
     if len(by_rank) == 1:
-        return f"\nEstimated time for tables in a step: {cost.critical_path:.3g} ms"
-    return (
-        f"\nEstimated time for tables in a step: {cost.critical_path:.3g} ms on the slowest rank "
-        f"({int(by_rank.argmax())}), {float(by_rank.mean()):.3g} ms in the mean of ranks"
-    )
+        return said
+    mean = float(by_rank.mean())
+    if cost.critical_path <= 1.005 * mean:
+        return f"{said} on every rank"
+    return f"{said} on the slowest rank ({int(by_rank.argmax())}), {mean:.3g} ms in the mean of ranks"
 
 
 def _sent(traffic: Traffic | None) -> str:

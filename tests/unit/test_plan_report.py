@@ -115,6 +115,13 @@ def test_time_and_bytes_are_printed_where_they_are_known() -> None:
     assert not any("Estimated" in line or "estimated" in line for line in printed(tables, plan, places))
 
 
+def test_ranks_that_are_equally_slow_are_not_told_apart() -> None:
+    tables, places = tables_of(1), Places.equal(2, 2)
+    plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
+    said = " ".join(printed(tables, plan, places, cost_of([0.5, 0.5])))
+    assert "Estimated time for tables in a step: 0.5 ms on every rank" in said
+
+
 def test_one_rank_has_a_time_and_sends_nothing() -> None:
     tables, places = tables_of(1), Places.equal(1, 1)
     plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
