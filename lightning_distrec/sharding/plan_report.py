@@ -119,7 +119,7 @@ def print_plan(
             f"{table.config.num_embeddings:,} x {table.config.embedding_dim}",
             plan[table.full_name].sharding_type,
             some_ranks_in_words(sorted(held)),
-            _bytes(largest),
+            bytes_in_words(largest),
             update.kind,
             update.why,
         )
@@ -178,8 +178,8 @@ def _title(totals: list[int]) -> str:
 
 
 def _caption(tables: list[Table], totals: list[int], output_dtype: torch.dtype | None) -> str:
-    per_rank = ", ".join(f"rank {rank}: {_bytes(total)}" for rank, total in enumerate(totals[:8]))
-    more = f" ... largest {_bytes(max(totals))}" if len(totals) > 8 else ""
+    per_rank = ", ".join(f"rank {rank}: {bytes_in_words(total)}" for rank, total in enumerate(totals[:8]))
+    more = f" ... largest {bytes_in_words(max(totals))}" if len(totals) > 8 else ""
     return f"Memory for tables, gradients and optimizer state: {per_rank}{more}{_types(tables, output_dtype)}"
 
 
@@ -208,11 +208,3 @@ def _row_type(table: Table) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
