@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.strategies.sparse_gradients import Hook, SparseGrads, densifying, sparse_weights
+from lightning_distrec.strategies.sparse_gradients import Hook, SparseGrads, averaging, sparse_weights
 
 CommDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,11 +69,11 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
 
 
 def exchange_as(ddp: DistributedDataParallel, comm_dtype: CommDtype, dense_bytes: float) -> None:
-    """Let gradients travel, and be added up, as 16-bit numbers, or sparse ones as dense ones; else as torch does."""
+    """Let gradients travel as 16-bit numbers, or sparse ones as rows or dense tensors; else as torch does."""
     if comm_dtype != "fp32":
         ddp.register_comm_hook(None, _compressing(DTYPES[comm_dtype]))
-    elif any(weight.nbytes <= dense_bytes for weight in sparse_weights(ddp.module)):
-        ddp.register_comm_hook(None, densifying(dense_bytes))
+    elif sparse_weights(ddp.module):
+        ddp.register_comm_hook(None, averaging(dense_bytes))
 
 
 def _compressing(dtype: torch.dtype) -> Hook:

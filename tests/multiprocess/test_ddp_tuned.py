@@ -36,7 +36,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "clipped and accumulated": (_both, "BareAndTied", {}, FEWER_STEPS),
     "batch norm": (_both, "WithBatchNorm", {}, {}),
     "two optimizers by hand": (_both, "TwoByHand", {}, {}),
-    "sparse gradients": (_both, "WithEmbedding", {}, {}),
     "unused layers": (_both, "Unused", {"find_unused_parameters": True}, {}),
 }
 

@@ -26,8 +26,8 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
 
     function: importable by name (a module's top level). The ranks see the environment that Lightning's launcher would
     give them, so that a `Trainer(devices=num_ranks)` inside joins the others instead of starting processes.
-    Raises RankFailed: a rank raised (its traceback is shown), died, or was not done after `timeout_seconds` (its stack
-    is shown); no rank outlives the call.
+    Raises RankFailed: a rank raised (its traceback is shown), died (the end of its stderr is), or was not done after
+    `timeout_seconds` (its stack is); no rank outlives the call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -46,6 +46,8 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
                 if process.is_alive():
                     process.kill()
                 process.join()
+            for rank in range(num_ranks):
+                sys.stderr.write(_read(folder, rank, "stderr"))
         return _results(processes, folder, late, timeout_seconds)
 
 
@@ -87,13 +89,14 @@ def _wait(processes: list[Any], folder: str, timeout_seconds: float) -> list[int
 def _results(processes: list[Any], folder: str, late: list[int], timeout_seconds: float) -> list[Any]:
     results, problems = [], []
     for rank, process in enumerate(processes):
-        out, error, stack = (Path(folder) / f"{rank}.{kind}" for kind in ("pt", "error", "stack"))
-        if error.exists():
-            problems.append(f"--- rank {rank} raised:\n{error.read_text()}")
+        out, stack = Path(folder) / f"{rank}.pt", _read(folder, rank, "stack")
+        if error := _read(folder, rank, "error"):
+            problems.append(f"--- rank {rank} raised:\n{error}")
         elif rank in late:
-            problems.append(f"--- rank {rank} was not done after {timeout_seconds} s:\n{stack.read_text()}")
+            problems.append(f"--- rank {rank} was not done after {timeout_seconds} s:\n{stack}")
         elif process.exitcode != 0 or not out.exists():
-            problems.append(f"--- rank {rank} ended with exit code {process.exitcode}:\n{stack.read_text()}")
+            last = _read(folder, rank, "stderr")[-2000:]
+            problems.append(f"--- rank {rank} ended with exit code {process.exitcode}:\n{stack}{last}")
         else:
             results.append(torch.load(out, weights_only=False))
     if problems:
@@ -101,9 +104,16 @@ def _results(processes: list[Any], folder: str, late: list[int], timeout_seconds
     return results
 
 
+def _read(folder: str, rank: int, kind: str) -> str:
+    path = Path(folder) / f"{rank}.{kind}"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def _run(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, num_ranks: int, port: int, folder: str
 ) -> None:
+    with open(f"{folder}/{rank}.stderr", "w") as stderr:
+        os.dup2(stderr.fileno(), 2)
     stack = open(f"{folder}/{rank}.stack", "w")  # noqa: SIM115  open until the process ends
     faulthandler.enable(stack)
     faulthandler.register(10, stack)
