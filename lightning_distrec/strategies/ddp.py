@@ -62,9 +62,10 @@ class TunedDDPStrategy(RanksTogether):
             losses are those of any setting. 0: nothing is tried.
         find_unused_parameters: as DDP's, for layers that some steps do not use.
         static_graph: as DDP's, for a module every step of which uses the same layers alike.
-        sparse_grads: those of nn.Embedding(sparse=True) travel over gloo as indices and values ("sparse"), or
-            as dense tensors ("dense"), from which the rows that any rank looked up become sparse gradients again. "auto": both are timed in the first steps, for tables of at most 16 MiB, and the one whose slowest
-            rank is faster is kept.
+        sparse_grads: those of nn.Embedding(sparse=True) travel over gloo as indices and values ("sparse"), or as
+            dense tensors ("dense"), from which the rows that any rank looked up become sparse gradients again. "auto":
+            both are timed in the first steps, for tables of at most 16 MiB, and the one whose slowest rank is faster is
+            kept.
         zero_optimizer: each parameter is updated by one rank, which alone keeps the optimizer's state of it, and sends
             it to the others; the numbers are the same. For optimizers of torch.optim that look at each parameter by
             itself.
