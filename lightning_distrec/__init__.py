@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.pipeline.options import PipelineOptions
-    from lightning_distrec.sharding.bandwidths import Bandwidths
-    from lightning_distrec.sharding.planning_options import PlanningOptions
+    from lightning_distrec.sharding.planning.bandwidths import Bandwidths
+    from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+    from lightning_distrec.sharding.planning.table_options import TableOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
-    from lightning_distrec.sharding.table_options import TableOptions
     from lightning_distrec.strategies.auto import AutoStrategy
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
@@ -53,16 +53,16 @@ __all__ = [
 
 _HOMES = {
     "AutoStrategy": "lightning_distrec.strategies.auto",
-    "Bandwidths": "lightning_distrec.sharding.bandwidths",
+    "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
     "FSDPOptions": "lightning_distrec.strategies.fsdp_options",
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
-    "PlanningOptions": "lightning_distrec.sharding.planning_options",
+    "PlanningOptions": "lightning_distrec.sharding.planning.planning_options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
-    "TableOptions": "lightning_distrec.sharding.table_options",
+    "TableOptions": "lightning_distrec.sharding.planning.table_options",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.sharding.topology import memory_bytes_per_rank
+from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.sizes import bytes_of
 from lightning_distrec.strategies.activations import Sample, measure_step
 from lightning_distrec.strategies.advise import Advice, advise

@@ -11,11 +11,11 @@ from jsonargparse import Namespace
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advising import BuildsOnMeta, build, count_devices, full_precision_name, is_on_gpu
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.sharding.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.meta_tables import tables_on_meta
-from lightning_distrec.sharding.plan_file import save_plan
-from lightning_distrec.sharding.plan_page import write_page
-from lightning_distrec.sharding.topology import memory_bytes_per_rank
+from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
+from lightning_distrec.sharding.planning.plan_file import save_plan
+from lightning_distrec.sharding.planning.plan_page import write_page
+from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.sizes import bytes_of, bytes_per_second_of
 from lightning_distrec.strategies.dry_job import DryJob
 from lightning_distrec.strategies.dry_module import dry_module, place_of

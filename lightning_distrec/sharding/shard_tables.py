@@ -29,7 +29,7 @@ from lightning_distrec.sharding.initial_weights import (
     spread,
     table_weights,
 )
-from lightning_distrec.sharding.plan import Plan, sharder_of
+from lightning_distrec.sharding.planning.plan import Plan, sharder_of
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import Shard, give_gradients, shards_of
 from lightning_distrec.sharding.stand_ins import StandIn, stand_in

@@ -12,8 +12,8 @@ from typing_extensions import override
 from lightning_distrec._compat import replace_strategy
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
+from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
-from lightning_distrec.sharding.topology import memory_bytes_per_rank
 from lightning_distrec.strategies.advise import advise
 from lightning_distrec.strategies.ddp import TunedDDPStrategy
 from lightning_distrec.strategies.fsdp import TunedFSDPStrategy

@@ -32,7 +32,7 @@ from lightning_distrec.strategies.positions import Positions
 from lightning_distrec.versions import find_installed
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
-    from lightning_distrec.sharding.plan import Plan
+    from lightning_distrec.sharding.planning.plan import Plan
     from lightning_distrec.strategies.table_setup import TableSetup
 
 HYPERPARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)

@@ -10,15 +10,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.sharding.bandwidths import Asked, ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.reservation import (
+from lightning_distrec.sharding.planning.bandwidths import Asked, ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.planning.reservation import (
     Reservation,
     chosen_reservation,
     is_measured,
     measured_reservation,
 )
-from lightning_distrec.sharding.topology import (
+from lightning_distrec.sharding.planning.topology import (
     Places,
     RankMemory,
     host_bytes_per_rank,

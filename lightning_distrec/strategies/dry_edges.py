@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 
 from lightning_distrec.errors import NoRoomError, PlanError
-from lightning_distrec.sharding.planner import MadePlan
+from lightning_distrec.sharding.planning.planner import MadePlan
 from lightning_distrec.strategies.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.dry_job import DryJob, decisions_of, facts_of, holds, too_full
 from lightning_distrec.strategies.dry_module import DryModule

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_distrec.sharding.bandwidths import Bandwidth, asked_bandwidths
-from lightning_distrec.sharding.kernels import ROWS_ON_HOST
 from lightning_distrec.sharding.meta_tables import tables_on_meta
-from lightning_distrec.sharding.plan import Demand
-from lightning_distrec.sharding.plan_facts import PlanFacts
-from lightning_distrec.sharding.planner import MadePlan
-from lightning_distrec.sharding.reservation import chosen_reservation, is_measured
-from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
+from lightning_distrec.sharding.planning.bandwidths import Bandwidth, asked_bandwidths
+from lightning_distrec.sharding.planning.kernels import ROWS_ON_HOST
+from lightning_distrec.sharding.planning.plan import Demand
+from lightning_distrec.sharding.planning.plan_facts import PlanFacts
+from lightning_distrec.sharding.planning.planner import MadePlan
+from lightning_distrec.sharding.planning.reservation import chosen_reservation, is_measured
+from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
 from lightning_distrec.strategies.cluster_facts import ClusterFacts, names_of_bandwidths, weigh
 from lightning_distrec.strategies.dry_module import DryModule, default_type
 from lightning_distrec.strategies.table_decisions import (

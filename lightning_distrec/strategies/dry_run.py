@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass, field, replace
 
 from lightning_distrec.errors import NoRoomError
-from lightning_distrec.sharding.bandwidths import asked_bandwidths
-from lightning_distrec.sharding.plan_facts import Origin, PlanFacts
-from lightning_distrec.sharding.reservation import Reservation
-from lightning_distrec.sharding.written_plan import WrittenPlan, written_plan
+from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
+from lightning_distrec.sharding.planning.plan_facts import Origin, PlanFacts
+from lightning_distrec.sharding.planning.reservation import Reservation
+from lightning_distrec.sharding.planning.written_plan import WrittenPlan, written_plan
 from lightning_distrec.strategies.dry_edges import fewest_nodes_of, largest_batch_of
 from lightning_distrec.strategies.dry_job import DryJob, decisions_of, facts_of, too_full
 from lightning_distrec.strategies.dry_module import DryModule

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from lightning_distrec.sharding.plan_cost import TIME_PARTS
-from lightning_distrec.sharding.plan_facts import PlanFacts
-from lightning_distrec.sharding.plan_words import milliseconds_in_words
-from lightning_distrec.sharding.traffic import TRAFFIC_KINDS
+from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
+from lightning_distrec.sharding.planning.plan_facts import PlanFacts
+from lightning_distrec.sharding.planning.plan_words import milliseconds_in_words
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.strategies.dry_edges import MOST_BATCH, MOST_RANKS
 from lightning_distrec.strategies.dry_run import DryRun
 from lightning_distrec.strategies.edge_search import Edge

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_distrec._compat import train_dataloaders
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
-from lightning_distrec.sharding.plan import Demand
-from lightning_distrec.sharding.pooling import IdCounts
+from lightning_distrec.sharding.planning.plan import Demand
+from lightning_distrec.sharding.planning.pooling import IdCounts
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.table_decisions import Decisions
 

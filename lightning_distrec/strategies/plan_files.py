@@ -8,11 +8,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec.sharding.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.plan_fits import fitting_plan
-from lightning_distrec.sharding.planning_options import PlanningOptions
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.written_plan import WrittenPlan
+from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
+from lightning_distrec.sharding.planning.plan_fits import fitting_plan
+from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.written_plan import WrittenPlan
 from lightning_distrec.strategies.table_decisions import Decisions
 
 VARIABLE = "LIGHTNING_DISTREC_PLAN_FILE"

@@ -15,15 +15,15 @@ from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.optimizers.loss_weight import LossReduction
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
 from lightning_distrec.sharding.ids_check import CheckIds
-from lightning_distrec.sharding.kernels import allowed_kernels, refuse_other_storage
-from lightning_distrec.sharding.named_options import left_whole, options_by_table
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion
-from lightning_distrec.sharding.plan import Demand, allowed_types
-from lightning_distrec.sharding.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.kernels import allowed_kernels, refuse_other_storage
+from lightning_distrec.sharding.planning.named_options import left_whole, options_by_table
+from lightning_distrec.sharding.planning.plan import Demand, allowed_types
+from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.table_options import TableOptions
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places
 from lightning_distrec.strategies.refusals import (
     hooks_without_gradients,
     refuse_what_is_not_exact,

@@ -7,14 +7,14 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_distrec.sharding.kernels import cache_share
-from lightning_distrec.sharding.placements import put_on_devices
-from lightning_distrec.sharding.plan import Plan, constraints_of, plan_together
-from lightning_distrec.sharding.plan_facts import PlanFacts
-from lightning_distrec.sharding.plan_report import bytes_by_rank, check_memory, print_plan
-from lightning_distrec.sharding.planned_tables import UpdateCost, planned_tables
-from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
-from lightning_distrec.sharding.written_plan import ranks_per_node
+from lightning_distrec.sharding.planning.kernels import cache_share
+from lightning_distrec.sharding.planning.placements import put_on_devices
+from lightning_distrec.sharding.planning.plan import Plan, constraints_of, plan_together
+from lightning_distrec.sharding.planning.plan_facts import PlanFacts
+from lightning_distrec.sharding.planning.plan_report import bytes_by_rank, check_memory, print_plan
+from lightning_distrec.sharding.planning.planned_tables import UpdateCost, planned_tables
+from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
+from lightning_distrec.sharding.planning.written_plan import ranks_per_node
 from lightning_distrec.strategies.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.plan_files import follow, wanted_plan
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings

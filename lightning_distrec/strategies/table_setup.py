@@ -32,11 +32,13 @@ from lightning_distrec.sharding.ids_check import IdsCheck
 from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup import ShardedLookup
 from lightning_distrec.sharding.outgoing import TableUse
-from lightning_distrec.sharding.plan import Plan
-from lightning_distrec.sharding.plan_facts import PlanFacts
-from lightning_distrec.sharding.plan_file import PLAN_FILE, plan_text
-from lightning_distrec.sharding.plan_page import write_page, write_pictures
-from lightning_distrec.sharding.plan_pictures import can_draw, draw_plan
+from lightning_distrec.sharding.planning.plan import Plan
+from lightning_distrec.sharding.planning.plan_facts import PlanFacts
+from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
+from lightning_distrec.sharding.planning.plan_page import write_page, write_pictures
+from lightning_distrec.sharding.planning.plan_pictures import can_draw, draw_plan
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.written_plan import WrittenPlan, written_plan
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
     refuse_foreign_shards,
@@ -44,8 +46,6 @@ from lightning_distrec.sharding.shard_tables import (
     sharded_tables_of,
 )
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.written_plan import WrittenPlan, written_plan
 from lightning_distrec.strategies.cluster_facts import find_facts
 from lightning_distrec.strategies.estimated_pooling import estimate_pooling
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings, decide, tables_to_shard

@@ -31,11 +31,11 @@ from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
-from lightning_distrec.sharding.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, TableOptions
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
-from lightning_distrec.sharding.table_options import EmbeddingUpdate, TableOptions
-from lightning_distrec.sharding.topology import Places
 from lightning_distrec.strategies.buffers import QuietBuffers
 from lightning_distrec.strategies.dense_part import follow_parameters
 from lightning_distrec.strategies.fsdp_options import FSDPOptions

@@ -15,7 +15,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the ranks
 
-from lightning_distrec.sharding.topology import Places  # noqa: E402
+from lightning_distrec.sharding.planning.topology import Places  # noqa: E402
 from tests.benchmarks import plan_quality_text as text  # noqa: E402
 from tests.benchmarks.performance_rounds import CannotMeasure  # noqa: E402
 from tests.benchmarks.performance_rows import machine  # noqa: E402

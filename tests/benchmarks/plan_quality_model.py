@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
 
 SIZES = {
     "clicks": (100_000, 64, 20),

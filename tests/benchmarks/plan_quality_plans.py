@@ -12,13 +12,12 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat import torchrec_quiet
-from lightning_distrec.sharding.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.choices import EVERY_RANK, Choice, choices_of, unlike
-from lightning_distrec.sharding.plan import Demand, allowed_types, constraints_of, sharders
-from lightning_distrec.sharding.planner import cost_of_plan, make_plan
-from lightning_distrec.sharding.tables import find_tables
-from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
-from lightning_distrec.sharding.written_plan import (
+from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice, choices_of, unlike
+from lightning_distrec.sharding.planning.plan import Demand, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.planning.planner import cost_of_plan, make_plan
+from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
+from lightning_distrec.sharding.planning.written_plan import (
     WrittenPlan,
     WrittenShard,
     WrittenTable,
@@ -27,6 +26,7 @@ from lightning_distrec.sharding.written_plan import (
     size_of,
     written_plan,
 )
+from lightning_distrec.sharding.tables import find_tables
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, make_tables, options
 
 MEMORY_BYTES = 4 * 2**30

@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.cluster.consensus import consensus_of_all_ranks
-from lightning_distrec.sharding.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.written_plan import WrittenPlan
+from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.written_plan import WrittenPlan
 from tests.benchmarks.performance_contenders import Clock, Turn
 from tests.benchmarks.performance_rounds import silence
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, LitTables, batches, options

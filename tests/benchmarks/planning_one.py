@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from lightning_distrec.sharding.plan_cost import TIME_PARTS
-from lightning_distrec.sharding.planned_tables import UpdateCost, planned_tables
-from lightning_distrec.sharding.planner import MadePlan, make_plan
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.traffic import TRAFFIC_KINDS, estimate_traffic
+from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
+from lightning_distrec.sharding.planning.planned_tables import UpdateCost, planned_tables
+from lightning_distrec.sharding.planning.planner import MadePlan, make_plan
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS, estimate_traffic
 from tests.benchmarks.planning_jobs import Job
 from tests.support.planned_tables import TableSet, default_critical_path
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_distrec.sharding.bandwidths import DEFAULTS
+from lightning_distrec.sharding.planning.bandwidths import DEFAULTS
 
 INTRA_NODE, CROSS_NODE, DEVICE = (DEFAULTS[name] for name in ("intra_node", "cross_node", "device_memory"))
 """torchrec's bandwidths, bytes a second of one rank."""

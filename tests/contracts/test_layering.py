@@ -80,6 +80,15 @@ def test_rooms_never_import_one_another():
     assert all(not MAY_IMPORT[room] & ROOMS for room in ROOMS)
 
 
+def test_plans_are_made_without_sharded_modules():
+    allowed = {"planning", "tables", "quantized_comms"}  # of the room
+    for file in (ROOT / PACKAGE / "sharding" / "planning").glob("*.py"):
+        for imported in imports_of(file, ROOT):
+            path = f"{imported.module}.{imported.name}".split(".")
+            if path[:2] == [PACKAGE, "sharding"]:
+                assert path[2] in allowed, f"{file.name}:{imported.line}"
+
+
 @pytest.fixture
 def house(tmp_path):
     """A small package of the same shape, in which every arrow is allowed."""

@@ -16,7 +16,7 @@ from lightning_distrec.checkpoint.describe import describe
 from lightning_distrec.checkpoint.verify import verify
 from lightning_distrec.commands import SAME, run
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.sharding.plan_file import load_plan
+from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.strategies.plan_files import VARIABLE
 from tests.support.click_model import (

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lightning_distrec.sharding.topology import Places
+from lightning_distrec.sharding.planning.topology import Places
 from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.performance_rounds import join_ranks
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths

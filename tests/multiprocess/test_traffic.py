@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
-from lightning_distrec.sharding.traffic import IDS, ROW_GRADIENTS, ROWS, WHOLE_GRADIENTS
+from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, WHOLE_GRADIENTS
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 

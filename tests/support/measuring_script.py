@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import consensus_of_all_ranks
-from lightning_distrec.sharding.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.topology import Places
+from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.planning.topology import Places
 
 
 def measure(rank: int, places: Places) -> None:

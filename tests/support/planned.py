@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_distrec.sharding.plan_cost import TIME_PARTS, PlanCost
-from lightning_distrec.sharding.plan_facts import PlanFacts
-from lightning_distrec.sharding.planned_tables import PlannedTable
+from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS, PlanCost
+from lightning_distrec.sharding.planning.plan_facts import PlanFacts
+from lightning_distrec.sharding.planning.planned_tables import PlannedTable
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.topology import Places
 
 CUTS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "data_parallel")
 

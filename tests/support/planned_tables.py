@@ -13,12 +13,12 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat import torchrec_quiet
-from lightning_distrec.sharding.bandwidths import asked_bandwidths
-from lightning_distrec.sharding.plan import Demand, allowed_types, constraints_of, sharders
-from lightning_distrec.sharding.planner import cost_of_plan
-from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
+from lightning_distrec.sharding.planning.plan import Demand, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.planning.planner import cost_of_plan
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
 
 Kind = Literal["uniform", "zipf", "giant", "tiny"]
 KINDS: tuple[Kind, ...] = ("uniform", "zipf", "giant", "tiny")

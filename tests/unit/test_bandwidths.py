@@ -5,7 +5,7 @@ from torchrec.distributed.planner import constants
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.sharding.bandwidths import (
+from lightning_distrec.sharding.planning.bandwidths import (
     DEFAULTS,
     NAMES,
     Bandwidth,
@@ -13,7 +13,7 @@ from lightning_distrec.sharding.bandwidths import (
     ChosenBandwidths,
     asked_bandwidths,
 )
-from lightning_distrec.sharding.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 
 ENVIRONMENT = {"INTRA_NODE_BANDWIDTH": "100GB/s", "CROSS_NODE_BANDWIDTH": "12500000000"}
 

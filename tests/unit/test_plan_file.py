@@ -16,15 +16,15 @@ from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import on_disk
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.plan import Demand, Plan
-from lightning_distrec.sharding.plan_file import load_plan, plan_text, save_plan
-from lightning_distrec.sharding.plan_fits import fitting_plan
-from lightning_distrec.sharding.planner import make_plan
-from lightning_distrec.sharding.planning_options import PlanningOptions
-from lightning_distrec.sharding.table_options import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.planning.plan import Demand, Plan
+from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
+from lightning_distrec.sharding.planning.plan_fits import fitting_plan
+from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.written_plan import WrittenPlan, differences, written_plan
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.written_plan import WrittenPlan, differences, written_plan
 from lightning_distrec.strategies.plan_files import VARIABLE, folder_of, wanted_plan
 from tests.support.planned_tables import topology_of
 

@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_distrec.sharding import plan_page, plan_pictures
-from lightning_distrec.sharding.plan_cost import PlanCost
-from lightning_distrec.sharding.plan_facts import PlanFacts
-from lightning_distrec.sharding.plan_page import NO_PICTURES, page, write_page, write_pictures
-from lightning_distrec.sharding.plan_pictures import draw_plan
-from lightning_distrec.sharding.plan_words import headline, memory_in_words, milliseconds_in_words, time_in_words
+from lightning_distrec.sharding.planning import plan_page, plan_pictures
+from lightning_distrec.sharding.planning.plan_cost import PlanCost
+from lightning_distrec.sharding.planning.plan_facts import PlanFacts
+from lightning_distrec.sharding.planning.plan_page import NO_PICTURES, page, write_page, write_pictures
+from lightning_distrec.sharding.planning.plan_pictures import draw_plan
+from lightning_distrec.sharding.planning.plan_words import (
+    headline,
+    memory_in_words,
+    milliseconds_in_words,
+    time_in_words,
+)
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.topology import Places
 from lightning_distrec.words import bytes_in_words
 from tests.support.planned import planned, planned_at_random
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_distrec.sharding.plan_file import load_plan, save_plan
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.written_plan import WrittenPlan
+from lightning_distrec.sharding.planning.plan_file import load_plan, save_plan
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.written_plan import WrittenPlan
 from tests.benchmarks.performance_text import GPU
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths, renamed_ranks, sampled
 from tests.benchmarks.plan_quality_text import (

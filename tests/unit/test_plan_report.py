@@ -12,13 +12,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.types import ParameterSharding
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.plan import Plan
-from lightning_distrec.sharding.plan_cost import PlanCost
-from lightning_distrec.sharding.plan_report import bytes_by_rank, print_plan, some_ranks_in_words
-from lightning_distrec.sharding.planned_tables import UpdateCost, held_bytes, planned_tables
+from lightning_distrec.sharding.planning.plan import Plan
+from lightning_distrec.sharding.planning.plan_cost import PlanCost
+from lightning_distrec.sharding.planning.plan_report import bytes_by_rank, print_plan, some_ranks_in_words
+from lightning_distrec.sharding.planning.planned_tables import UpdateCost, held_bytes, planned_tables
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.traffic import Traffic, estimate_traffic
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.traffic import Traffic, estimate_traffic
 
 
 def tables_of(number: int, rows: int = 64, dim: int = 8) -> list[Table]:

@@ -19,12 +19,12 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.choices import choices_of
-from lightning_distrec.sharding.placement import Placement, Room
-from lightning_distrec.sharding.plan import constraints_of, sharders
-from lightning_distrec.sharding.planner import MadePlan, cost_of_plan, make_plan
-from lightning_distrec.sharding.shortage import Shortage, try_all
-from lightning_distrec.sharding.table_options import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.planning.choices import choices_of
+from lightning_distrec.sharding.planning.placement import Placement, Room
+from lightning_distrec.sharding.planning.plan import constraints_of, sharders
+from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
+from lightning_distrec.sharding.planning.shortage import Shortage, try_all
+from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES, TableOptions
 from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.traffic import IDS, ROW_GRADIENTS, ROWS, WHOLE_GRADIENTS, estimate_traffic
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, WHOLE_GRADIENTS, estimate_traffic
 from tests.benchmarks.scale import write
 from tests.benchmarks.scale_checkpoints import read_checkpoints
 from tests.benchmarks.scale_formulas import FORMULAS, Grouped, Numbers, most_ids_for_links

@@ -15,14 +15,14 @@ from torchrec.distributed.utils import add_params_from_parameter_sharding
 import lightning_distrec
 from lightning_distrec import TableOptions, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.kernels import allowed_kernels, cache_share, refuse_other_storage
-from lightning_distrec.sharding.named_options import left_whole, options_by_table
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.plan import Demand, constraints_of
-from lightning_distrec.sharding.planner import make_plan
-from lightning_distrec.sharding.table_options import KERNELS
+from lightning_distrec.sharding.planning.kernels import allowed_kernels, cache_share, refuse_other_storage
+from lightning_distrec.sharding.planning.named_options import left_whole, options_by_table
+from lightning_distrec.sharding.planning.plan import Demand, constraints_of
+from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.table_options import KERNELS
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.sharding.topology import Places
 from tests.support.planned_tables import topology_of
 
 

@@ -13,13 +13,13 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import EnumerableShardingSpec
 
 from lightning_distrec.machine import cgroup_limits, host_memory_bytes
-from lightning_distrec.sharding.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.placements import put_on_devices
-from lightning_distrec.sharding.plan import Demand, sharders
-from lightning_distrec.sharding.planner import make_plan
-from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.planning.placements import put_on_devices
+from lightning_distrec.sharding.planning.plan import Demand, sharders
+from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
 from lightning_distrec.sharding.tables import find_tables
-from lightning_distrec.sharding.topology import Places, RankMemory, make_topology
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROWS, DIM, BATCH = 1000, 16, 512

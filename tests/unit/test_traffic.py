@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.traffic import (
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.traffic import (
     IDS,
     ROW_GRADIENTS,
     ROWS,
@@ -17,6 +16,7 @@ from lightning_distrec.sharding.traffic import (
     Traffic,
     estimate_traffic,
 )
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from tests.support.planned import planned, planned_at_random
 
 BATCH = 10

@@ -10,8 +10,8 @@ from torchrec.distributed.planner import Topology
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.machine import host_memory_bytes
-from lightning_distrec.sharding.bandwidths import ChosenBandwidths
-from lightning_distrec.sharding.reservation import Reservation
+from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths
+from lightning_distrec.sharding.planning.reservation import Reservation
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torchrec.distributed.types import EnumerableShardingSpec
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.plan import Plan
+from lightning_distrec.sharding.planning.plan import Plan
 from lightning_distrec.sharding.tables import Table
 
 

@@ -7,11 +7,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.plan_cost import PlanCost
-from lightning_distrec.sharding.planned_tables import PlannedTable, held_bytes
+from lightning_distrec.sharding.planning.plan_cost import PlanCost
+from lightning_distrec.sharding.planning.planned_tables import PlannedTable, held_bytes
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.traffic import Traffic, estimate_traffic
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.traffic import Traffic, estimate_traffic
 
 Origin = tuple[str, str, str]
 """What, its value, and where that came from."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_distrec.sharding.choices import EVERY_RANK, Choice
-from lightning_distrec.sharding.placement import Placement, Ranks, Room
+from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice
+from lightning_distrec.sharding.planning.placement import Placement, Ranks, Room
 
 WEIGHTS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (1.0, 0.5), (0.5, 1.0), (1.0, 0.1), (0.1, 1.0))
 """How device and host memory are added up, in search of a sum that is too large; any weights prove it."""

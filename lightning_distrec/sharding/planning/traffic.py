@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planned_tables import PlannedTable
+from lightning_distrec.sharding.planning.planned_tables import PlannedTable
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.topology import Places
 
 Vector = NDArray[np.float64]
 

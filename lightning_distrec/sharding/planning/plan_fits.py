@@ -4,11 +4,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.plan import Demand, allowed_types
-from lightning_distrec.sharding.shard_edges import why_not_placed
-from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.topology import Places
-from lightning_distrec.sharding.written_plan import (
+from lightning_distrec.sharding.planning.plan import Demand, allowed_types
+from lightning_distrec.sharding.planning.shard_edges import why_not_placed
+from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.written_plan import (
     WrittenPlan,
     WrittenShard,
     WrittenTable,
@@ -16,6 +15,7 @@ from lightning_distrec.sharding.written_plan import (
     size_differences,
     size_of,
 )
+from lightning_distrec.sharding.tables import Table
 from lightning_distrec.words import counted
 
 NUM_LISTED = 10

@@ -9,14 +9,14 @@ from torchrec.distributed.types import EnumerableShardingSpec
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import NoRoomError
-from lightning_distrec.sharding.plan import Plan
-from lightning_distrec.sharding.plan_cost import PlanCost
-from lightning_distrec.sharding.planned_tables import UpdateCost
+from lightning_distrec.sharding.planning.plan import Plan
+from lightning_distrec.sharding.planning.plan_cost import PlanCost
+from lightning_distrec.sharding.planning.planned_tables import UpdateCost
+from lightning_distrec.sharding.planning.reservation import Reservation
+from lightning_distrec.sharding.planning.topology import RankMemory
+from lightning_distrec.sharding.planning.traffic import Traffic
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.reservation import Reservation
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.topology import RankMemory
-from lightning_distrec.sharding.traffic import Traffic
 from lightning_distrec.words import bytes_in_words, counted, ranks_in_words
 
 NARROWEST_COLUMNS = 150

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.choices import EVERY_RANK, Choice
+from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice
 
 Ranks = NDArray[np.intp]
 """(S,): the rank of each shard of a choice."""

@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.plan_cost import TIME_PARTS
-from lightning_distrec.sharding.plan_facts import MemoryOfRanks, PlanFacts
-from lightning_distrec.sharding.plan_words import matrix_in_words, memory_in_words, sent_in_words, time_in_words
-from lightning_distrec.sharding.table_options import SHARDING_TYPES
-from lightning_distrec.sharding.traffic import TRAFFIC_KINDS
+from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
+from lightning_distrec.sharding.planning.plan_facts import MemoryOfRanks, PlanFacts
+from lightning_distrec.sharding.planning.plan_words import (
+    matrix_in_words,
+    memory_in_words,
+    sent_in_words,
+    time_in_words,
+)
+from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.words import bytes_in_words, counted
 
 MOST_BARS = 64

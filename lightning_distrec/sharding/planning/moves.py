@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.choices import EVERY_RANK
-from lightning_distrec.sharding.placement import Placement, Ranks
+from lightning_distrec.sharding.planning.choices import EVERY_RANK
+from lightning_distrec.sharding.planning.placement import Placement, Ranks
 
 STEEPNESS = 16
 """Power in which ranks' times are added up, to see progress while several ranks are equally slow."""

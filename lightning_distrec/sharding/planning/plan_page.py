@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.plan_facts import Origin, PlanFacts
-from lightning_distrec.sharding.plan_pictures import can_draw, draw_plan
-from lightning_distrec.sharding.plan_words import (
+from lightning_distrec.sharding.planning.plan_facts import Origin, PlanFacts
+from lightning_distrec.sharding.planning.plan_pictures import can_draw, draw_plan
+from lightning_distrec.sharding.planning.plan_words import (
     headline,
     memory_in_words,
     milliseconds_in_words,
     sent_in_words,
     time_in_words,
 )
-from lightning_distrec.sharding.planned_tables import PlannedTable
-from lightning_distrec.sharding.traffic import TRAFFIC_KINDS
+from lightning_distrec.sharding.planning.planned_tables import PlannedTable
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.words import bytes_in_words, ranks_in_words
 
 MOST_ROWS = 25

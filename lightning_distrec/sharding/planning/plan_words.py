@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.plan_facts import MemoryOfRanks, PlanFacts
+from lightning_distrec.sharding.planning.plan_facts import MemoryOfRanks, PlanFacts
 from lightning_distrec.words import bytes_in_words, counted
 
 

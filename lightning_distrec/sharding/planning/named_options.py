@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.sharding.table_options import TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.tables import Table
 
 Given = Mapping[str, TableOptions | Mapping[str, Any]]

@@ -7,9 +7,9 @@ import torch
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
 from lightning_distrec.errors import PlanError, did_you_mean
-from lightning_distrec.sharding.plan import Plan
+from lightning_distrec.sharding.planning.plan import Plan
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.topology import Places
 from lightning_distrec.words import counted, ranks_in_words
 
 

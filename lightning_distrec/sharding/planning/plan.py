@@ -15,10 +15,10 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterShar
 
 from lightning_distrec import errors
 from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.planning.table_options import KERNELS, SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.table_options import KERNELS, SHARDING_TYPES, TableOptions
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.topology import Places
 
 T = TypeVar("T")
 Plan = dict[str, ParameterSharding]

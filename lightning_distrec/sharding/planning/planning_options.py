@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.sharding.bandwidths import Bandwidths, check_bandwidths
-from lightning_distrec.sharding.reservation import check_reserve
+from lightning_distrec.sharding.planning.bandwidths import Bandwidths, check_bandwidths
+from lightning_distrec.sharding.planning.reservation import check_reserve
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ModuleSharder
 
 from lightning_distrec._compat import torchrec_quiet
-from lightning_distrec.sharding.plan import Plan
+from lightning_distrec.sharding.planning.plan import Plan
 from lightning_distrec.sharding.tables import Table
 
 Cells = tuple[tuple[int, int], ...]

@@ -9,12 +9,18 @@ from torchrec.distributed.sharding_plan import placement as place_name
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
 from lightning_distrec.errors import NoRoomError
-from lightning_distrec.sharding.choices import EVERY_RANK, Choice, capacities, choices_of, estimated, unlike
-from lightning_distrec.sharding.placement import Placement, Room
-from lightning_distrec.sharding.plan import Demand, Plan, check_sequence_widths, constraints_of, sharders
-from lightning_distrec.sharding.plan_cost import TIME_PARTS, PlanCost
-from lightning_distrec.sharding.search import search
-from lightning_distrec.sharding.shortage import Shortage, fits_alone, no_choice_fits, too_much_together, try_all
+from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice, capacities, choices_of, estimated, unlike
+from lightning_distrec.sharding.planning.placement import Placement, Room
+from lightning_distrec.sharding.planning.plan import Demand, Plan, check_sequence_widths, constraints_of, sharders
+from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS, PlanCost
+from lightning_distrec.sharding.planning.search import search
+from lightning_distrec.sharding.planning.shortage import (
+    Shortage,
+    fits_alone,
+    no_choice_fits,
+    too_much_together,
+    try_all,
+)
 from lightning_distrec.sharding.tables import Table
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_distrec.sharding.written_plan import WrittenShard, WrittenTable
+from lightning_distrec.sharding.planning.written_plan import WrittenShard, WrittenTable
 
 ROW_CUTS = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_CUTS = ("column_wise", "table_column_wise", "grid_shard")

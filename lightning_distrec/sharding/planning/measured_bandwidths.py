@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_distrec.sharding.bandwidths import Bandwidth
-from lightning_distrec.sharding.topology import Places
+from lightning_distrec.sharding.planning.bandwidths import Bandwidth
+from lightning_distrec.sharding.planning.topology import Places
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.table_options import KERNELS, TableOptions
+from lightning_distrec.sharding.planning.table_options import KERNELS, TableOptions
 from lightning_distrec.sharding.tables import Table
 
 ROWS_ON_HOST = ("fused_uvm", "fused_uvm_caching")

@@ -13,9 +13,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.choices import EVERY_RANK, Choice
-from lightning_distrec.sharding.moves import Effort, polish, thrown_about
-from lightning_distrec.sharding.placement import Placement, Room
+from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice
+from lightning_distrec.sharding.planning.moves import Effort, polish, thrown_about
+from lightning_distrec.sharding.planning.placement import Placement, Room
 
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """What all memory of a kind costs, in units of all time that the tables need."""

@@ -1,0 +1,1 @@
+"""Tables and topology in, a plan out; nothing here knows of sharded modules."""
