@@ -7,12 +7,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_distrec.sharding.planning.held_memory import check_memory
 from lightning_distrec.sharding.planning.kernels import cache_share
 from lightning_distrec.sharding.planning.placements import put_on_devices
 from lightning_distrec.sharding.planning.plan import Plan, constraints_of, plan_together
 from lightning_distrec.sharding.planning.plan_facts import PlanFacts
-from lightning_distrec.sharding.planning.plan_report import bytes_by_rank, check_memory, print_plan
-from lightning_distrec.sharding.planning.planned_tables import UpdateCost, planned_tables
+from lightning_distrec.sharding.planning.plan_report import print_plan
+from lightning_distrec.sharding.planning.planned_tables import PlannedTable, UpdateCost, planned_tables
 from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
 from lightning_distrec.sharding.planning.written_plan import ranks_per_node
 from lightning_distrec.strategies.cluster_facts import ClusterFacts
@@ -37,13 +38,8 @@ def plan_tables(
     put_on_devices(made.plan, facts.devices)
     if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
         return made, None
-    told, costs = facts_of_plan(look, settings, facts, made), _costs(look)
-    print_plan(
-        *(look.tables, made.plan, costs, bytes_by_rank(look.tables, made.plan, costs, facts.places.num_ranks)),
-        *(output_dtype, settings.comms, facts.in_words),
-        cost=made.cost,
-        traffic=told.traffic,
-    )
+    told = facts_of_plan(look, settings, facts, made)
+    print_plan(told, output_dtype, facts.in_words)
     return made, told
 
 
@@ -69,21 +65,21 @@ def cost_of(look: Decisions, plan: Plan, settings: TableSettings, facts: Cluster
 
 
 def _checked(look: Decisions, made: MadePlan, facts: ClusterFacts) -> MadePlan:
-    held = bytes_by_rank(look.tables, made.plan, _costs(look), facts.places.num_ranks)
-    check_memory(held, facts.memory, facts.reservation)
+    check_memory(_planned(look, made, facts), facts.memory, facts.reservation)
     return made
 
 
-def _costs(look: Decisions) -> dict[str, UpdateCost]:
-    return {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
+def _planned(look: Decisions, made: MadePlan, facts: ClusterFacts) -> list[PlannedTable]:
+    costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
+    constraints = constraints_of(look.tables, look.demands)
+    pooling = {table.full_name: tuple(constraints[table.name].pooling_factors) for table in look.tables}
+    return planned_tables(look.tables, made.plan, costs, facts.places.num_ranks, pooling)
 
 
 def facts_of_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts, made: MadePlan) -> PlanFacts:
     """Return what reports tell of a plan."""
-    constraints = constraints_of(look.tables, look.demands)
-    pooling = {table.full_name: tuple(constraints[table.name].pooling_factors) for table in look.tables}
     return PlanFacts(
-        tables=planned_tables(look.tables, made.plan, _costs(look), facts.places.num_ranks, pooling),
+        tables=_planned(look, made, facts),
         places=facts.places,
         batch_size=settings.batch_size_per_rank,
         comms=settings.comms,

@@ -18,7 +18,6 @@ from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_rank
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.bandwidths import NAMES
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.planning.plan_report import shards_by_rank
 from lightning_distrec.sharding.planning.topology import Places
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
@@ -209,7 +208,7 @@ class NotesRanks(ClickModel):
 
     def on_train_start(self) -> None:
         setup = self.trainer.strategy.table_setup
-        self.ranks = {t.name: sorted(shards_by_rank(t, setup.shards.plan, 2)) for t in setup.shards.tables}
+        self.ranks = {t.name: setup.shards.plan[t.full_name].ranks for t in setup.shards.tables}
 
 
 def _fit_with_memory(memory_by_rank: tuple[int, int]) -> str:

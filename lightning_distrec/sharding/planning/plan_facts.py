@@ -7,8 +7,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_distrec.sharding.planning.held_memory import held_bytes
 from lightning_distrec.sharding.planning.plan_cost import PlanCost
-from lightning_distrec.sharding.planning.planned_tables import PlannedTable, held_bytes
+from lightning_distrec.sharding.planning.planned_tables import PlannedTable
 from lightning_distrec.sharding.planning.topology import Places
 from lightning_distrec.sharding.planning.traffic import Traffic, estimate_traffic
 from lightning_distrec.sharding.quantized_comms import QuantizedComms

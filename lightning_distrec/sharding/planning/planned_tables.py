@@ -45,6 +45,8 @@ class PlannedTable:
     kernel: str
     update: str
     """The kind of its update."""
+    why: str = ""
+    """... and why it is that."""
     update_bytes_per_element: float = 0.0
     """What its update keeps beside every number: optimizer state, gradients."""
     update_bytes_per_row: float = 0.0
@@ -127,25 +129,10 @@ def _planned(
         cut=sharding.sharding_type,
         kernel=sharding.compute_kernel,
         update=update.kind,
+        why=update.why,
         update_bytes_per_element=update.bytes_per_element,
         update_bytes_per_row=update.bytes_per_row,
         ranks=ranks,
         shard_rows=sizes[:, 0],
         shard_columns=sizes[:, 1],
     )
-
-
-def held_bytes(tables: Iterable[PlannedTable], num_ranks: int, on_host: bool = False) -> NDArray[np.int64]:
-    """Return, (num_ranks,), what each rank holds for tables: rows, optimizer state, kept gradients, in bytes.
-
-    on_host: of the tables that a GPU reads from its host's memory, rather than of the others.
-    """
-    totals = np.zeros(num_ranks)
-    for table in tables:
-        if table.on_host == on_host:
-            elements = table.shard_rows * table.shard_columns
-            held = elements * (table.element_bytes + table.update_bytes_per_element)
-            totals += np.bincount(
-                table.ranks, held + table.shard_rows * table.update_bytes_per_row, minlength=num_ranks
-            )
-    return np.rint(totals).astype(np.int64)
