@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,12 +11,7 @@ from torchrec.distributed.planner import Topology
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.sharding.planning.bandwidths import Asked, ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.planning.reservation import (
-    Reservation,
-    chosen_reservation,
-    is_measured,
-    measured_reservation,
-)
+from lightning_distrec.sharding.planning.reservation import Reservation
 from lightning_distrec.sharding.planning.topology import (
     Places,
     RankMemory,
@@ -25,9 +19,9 @@ from lightning_distrec.sharding.planning.topology import (
     make_topology,
     memory_bytes_per_rank,
 )
+from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sizes import bandwidth_in_words
-from lightning_distrec.strategies.module_sizes import measure_module
-from lightning_distrec.strategies.reckoning import Job, dense_memory
+from lightning_distrec.strategies.reserved_memory import reserve
 from lightning_distrec.strategies.table_decisions import TableSettings
 from lightning_distrec.words import bytes_in_words
 
@@ -72,6 +66,7 @@ class ClusterFacts:
 def find_facts(
     trainer: Trainer,
     module: LightningModule,
+    tables: list[Table],
     settings: TableSettings,
     consensus: Consensus,
     device: torch.device,
@@ -84,18 +79,16 @@ def find_facts(
     Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank is not what it must be. PlanError: what is
     kept leaves no memory for tables.
     """
-    asked, reservation, mine = consensus.all_or_none(
-        "setup", lambda: _look(trainer, module, settings, device, places, consensus.rank, cuts_dense)
-    )
-    told = consensus.everyone((asked, reservation, mine, device))
-    asked, reservation, _, _ = told[0]
+    asked, mine = consensus.all_or_none("setup", lambda: _look(settings, device, places, consensus.rank))
+    reservation = reserve(trainer, module, tables, settings, consensus, device, places, cuts_dense)
+    told = consensus.everyone((asked, mine, device))
+    asked = told[0][0]
     assert asked is not None
-    assert reservation is not None
     for variable in asked.bare:
         rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are meant.")
     memory = RankMemory(
-        device_bytes=tuple(device_bytes for _, _, (device_bytes, _), _ in told),
-        host_bytes=tuple(host_bytes for _, _, (_, host_bytes), _ in told),
+        device_bytes=tuple(device_bytes for _, (device_bytes, _), _ in told),
+        host_bytes=tuple(host_bytes for _, (_, host_bytes), _ in told),
     )
     usable = memory.less(reservation)
     measured = measured_bandwidths(asked.wanted, places, device, consensus, asked.afresh)
@@ -103,7 +96,7 @@ def find_facts(
     return ClusterFacts(
         places=places,
         topology=make_topology(device, places, usable, bandwidths),
-        devices=tuple(of_rank for _, _, _, of_rank in told),
+        devices=tuple(of_rank for _, _, of_rank in told),
         memory=memory,
         memory_origin="found" if settings.memory_bytes_per_rank is None else "memory_bytes_per_rank",
         reservation=reservation,
@@ -113,38 +106,12 @@ def find_facts(
 
 
 def _look(
-    trainer: Trainer,
-    module: LightningModule,
-    settings: TableSettings,
-    device: torch.device,
-    places: Places,
-    rank: int,
-    cuts_dense: bool,
-) -> tuple[Asked | None, Reservation | None, tuple[int, int]]:
-    """Return what rank 0 has to say of bandwidths and the reservation, and what memory this rank has."""
+    settings: TableSettings, device: torch.device, places: Places, rank: int
+) -> tuple[Asked | None, tuple[int, int]]:
+    """Return what rank 0 has to say of bandwidths, and what memory this rank has, on its device and on its host."""
     here = places.ranks_by_node[places.node_of_rank[rank]]
     mine = memory_bytes_per_rank(device, here, settings.memory_bytes_per_rank), host_bytes_per_rank(device, here)
-    planning = settings.planning
-    # Weighing runs the user's configure_model on a copy, so every rank does it: it may have collectives.
-    weighed = weigh(trainer, module, settings, device, places, cuts_dense) if is_measured(planning.reserve) else None
-    if rank:
-        return None, None, mine
-    reservation = weighed or chosen_reservation(planning.reserve, os.environ)
-    return asked_bandwidths(planning.bandwidths, os.environ), reservation, mine
-
-
-def weigh(
-    trainer: Any,
-    module: LightningModule,
-    settings: TableSettings,
-    device: torch.device,
-    places: Places,
-    cuts_dense: bool,
-) -> Reservation:
-    """Return what is kept where it is to be measured. trainer: or what has its settings and `precision`."""
-    sizes = measure_module(module, trainer, device.type, settings.conversion)
-    job = Job(num_ranks=places.num_ranks, num_nodes=places.num_nodes, memory_bytes=0, precision=str(trainer.precision))
-    return measured_reservation(round(sum(dense_memory(sizes, job, cuts_dense).values())))
+    return None if rank else asked_bandwidths(settings.planning.bandwidths, os.environ), mine
 
 
 def names_of_bandwidths(places: Places, device: torch.device) -> tuple[str, ...]:

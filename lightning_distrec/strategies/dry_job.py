@@ -14,8 +14,9 @@ from lightning_distrec.sharding.planning.plan_facts import PlanFacts
 from lightning_distrec.sharding.planning.planner import MadePlan
 from lightning_distrec.sharding.planning.reservation import chosen_reservation, is_measured
 from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
-from lightning_distrec.strategies.cluster_facts import ClusterFacts, names_of_bandwidths, weigh
+from lightning_distrec.strategies.cluster_facts import ClusterFacts, names_of_bandwidths
 from lightning_distrec.strategies.dry_module import DryModule, default_type
+from lightning_distrec.strategies.reserved_memory import weigh
 from lightning_distrec.strategies.table_decisions import (
     Decisions,
     demands_of,

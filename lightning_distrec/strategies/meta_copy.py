@@ -18,7 +18,7 @@ def meta_copy(module: LightningModule) -> LightningModule:
     Weights that are shared are shared there too. Raises whatever the module's parts raise where they cannot be copied,
     or configured without a Trainer.
     """
-    known: dict[int, Any] = {id(trainer): None for trainer in [_trainer_of(module)] if trainer is not None}
+    known: dict[int, Any] = {id(trainer): None for trainer in [trainer_of(module)] if trainer is not None}
     for parameter in module.parameters():
         known[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
@@ -37,7 +37,8 @@ def optimizers_of(there: LightningModule) -> list[Optimizer]:
         return list(dict.fromkeys(_optimizers(there.configure_optimizers())))
 
 
-def _trainer_of(module: LightningModule) -> Any:
+def trainer_of(module: LightningModule) -> Any:
+    """Return the Trainer that the module is attached to, or None."""
     try:
         return module.trainer
     except RuntimeError:  # not attached

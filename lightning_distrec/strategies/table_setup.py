@@ -187,7 +187,7 @@ def set_up_tables(
         demands = estimate_pooling(trainer, module, look, settings.planning.estimate_pooling, consensus, device)
         look = replace(look, demands=demands)
         old_plan = present.plan if present is not None else {}
-        facts = find_facts(trainer, module, settings, consensus, device, places, cuts_dense)
+        facts = find_facts(trainer, module, look.tables, settings, consensus, device, places, cuts_dense)
         made, told = plan_tables(trainer, look, old_plan, settings, facts, output_dtype)
         held = present.hand_over(look.tables) if present is not None else {}
         setup = _shard(module, look, made.plan, settings, consensus, device, held, output_dtype)

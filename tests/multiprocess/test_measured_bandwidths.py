@@ -198,7 +198,8 @@ def _fit_twice(cache: Path) -> list[str]:
 
 def test_a_module_that_is_sharded_already_is_weighed_as_before(tmp_path: Path) -> None:
     first, second = run_on_ranks(_fit_twice, 2, tmp_path)[0]
-    assert f"{16 * (56 * 16 + 16) / 1024:.1f} KiB and 10% kept (measured)" in first  # and two of Adam's state
+    layers = 16 * (56 * 16 + 16)  # and two of Adam's state
+    assert f"{layers / 1024:.1f} KiB and 10% kept (measured without a batch)" in first
     assert second.partition(";")[0] == first.partition(";")[0]
     assert "(measured on 20" in second
 
@@ -241,7 +242,7 @@ def test_measuring_all_of_it_trains_and_says_so(tmp_path: Path) -> None:
     assert steps == 1
     layers = (56 * 16 + 16) * 4
     kept = f"{2 * layers / 1024:.1f} KiB and 10%"  # SGD keeps parameters and gradients
-    assert f"{kept} kept (measured)" in _line(text)
+    assert f"{kept} kept (measured without a batch)" in _line(text)
     assert re.search(r"host_memory .* GB/s, intra_node .*B/s \(measured\)", _line(text))
 
 

@@ -68,9 +68,11 @@ def test_a_variable_that_is_no_percentage_is_told(text: str) -> None:
 
 def test_measured_layers_are_kept_and_a_tenth_for_what_cannot_be_seen() -> None:
     assert is_measured(PlanningOptions(reserve="measure").reserve)
-    kept = measured_reservation(2**30)
+    kept = measured_reservation(2**30, None)
     assert kept.bytes_of(100 * 2**30) == 11 * 2**30
-    assert kept.in_words == "1.0 GiB and 10%"
+    assert (kept.in_words, kept.origin) == ("1.0 GiB and 10%", "measured without a batch")
+    kept = measured_reservation(2**30, 2**29)
+    assert (kept.in_words, kept.origin) == ("1.5 GiB and 10%", "measured with a batch")
 
 
 def test_what_is_kept_is_taken_off_every_rank() -> None:

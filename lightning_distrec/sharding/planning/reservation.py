@@ -10,7 +10,7 @@ from lightning_distrec.words import bytes_in_words
 
 DEFAULT_SHARE = 0.15
 UNSEEN_SHARE = 0.10
-"""What "measure" keeps beside the layers: activations and batches cannot be seen before the first step."""
+"""What "measure" keeps beside what it has measured: batches, and what a step takes for a moment."""
 MEASURE = "measure"
 VARIABLE = "STORAGE_RESERVE_PERCENT"
 PERCENT = re.compile(r"\s*([-+]?\d+(?:\.\d*)?)\s*%\s*")
@@ -58,9 +58,17 @@ def is_measured(given: str | None) -> bool:
     return given == MEASURE
 
 
-def measured_reservation(layers_bytes: int) -> Reservation:
-    """Return what is kept where the layers without tables take so much."""
-    return Reservation(share=UNSEEN_SHARE, fixed_bytes=layers_bytes, host_share=DEFAULT_SHARE, origin="measured")
+def measured_reservation(layers_bytes: int, activation_bytes: int | None) -> Reservation:
+    """Return what is kept where the layers without tables take so much.
+
+    activation_bytes: what a step keeps for its backward; None: not known.
+    """
+    return Reservation(
+        share=UNSEEN_SHARE,
+        fixed_bytes=layers_bytes + (activation_bytes or 0),
+        host_share=DEFAULT_SHARE,
+        origin="measured without a batch" if activation_bytes is None else "measured with a batch",
+    )
 
 
 def chosen_reservation(given: str | None, environment: Mapping[str, str]) -> Reservation:
