@@ -1,29 +1,23 @@
 """Two ranks on two machines: each in a network namespace of its own, joined by a link of limited rate.
 
-    python -m tests.benchmarks.performance_link FOLDER    what each rank runs; `on_limited_link` starts it
+    python -m tests.benchmarks.performance_link FOLDER RANK    what each rank runs; `on_limited_link` starts it
 
 Needs root, `ip` and `tc`.
 """
 
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.performance_rounds import CannotMeasure, Job, Times, join_ranks, take_turns
-from tests.support.two_machines import ADDRESSES, Machine, NoMachines, two_machines
+from tests.benchmarks.limited_link import job_of, run_on_link, save_result
+from tests.benchmarks.performance_rounds import Job, Times, join_ranks, take_turns
 
-PORT = 29500
 STEP_BYTES = 500_000
 """About what a step's largest exchange sends to the other rank."""
 
@@ -40,56 +34,20 @@ class OnLink:
 
 
 def on_limited_link(job: Job, mbit_per_second: int, timeout_seconds: float) -> OnLink:
-    """Run a job on two ranks that are joined by a link of this rate in each direction.
+    """Run a job on two ranks that are joined by a link of this rate in each direction; raises as `run_on_link`."""
 
-    Raises CannotMeasure: there can be no such link here. RuntimeError: a rank failed or was not done in time.
-    """
-    with ExitStack() as started, tempfile.TemporaryDirectory() as folder:
-        try:
-            machines = started.enter_context(two_machines(mbit_per_second))
-        except NoMachines as error:
-            raise CannotMeasure(str(error)) from error
-        torch.save(job, f"{folder}/job.pt")
-        ranks = []
-        for rank, machine in enumerate(machines):
-            output = started.enter_context(open(f"{folder}/{rank}.log", "w"))
-            ranks.append(_start(rank, machine, folder, output))
-            started.callback(_end, ranks[-1])
-        _wait(ranks, folder, timeout_seconds)
-        return torch.load(f"{folder}/result.pt", weights_only=False)
+    def variables(rank: int, _: str) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "TEST_NUM_RANKS": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "NODE_RANK": str(rank),
+        }
 
-
-def _start(rank: int, machine: Machine, folder: str, output: object) -> subprocess.Popen:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "TEST_NUM_RANKS": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "NODE_RANK": str(rank),
-        "MASTER_ADDR": ADDRESSES[0],
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": machine.device,
-    }
-    command = machine.command(sys.executable, "-m", "tests.benchmarks.performance_link", folder)
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-
-def _end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
-
-
-def _wait(ranks: list[subprocess.Popen], folder: str, timeout_seconds: float) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the ranks on the link were not done after {timeout_seconds:.0f} s")
-        time.sleep(0.2)
-    failed = [number for number, rank in enumerate(ranks) if rank.poll()]
-    if failed:
-        said = Path(f"{folder}/{failed[0]}.log").read_text()
-        raise RuntimeError(f"rank {failed[0]} on the link failed:\n{said}")
+    result: OnLink = run_on_link("tests.benchmarks.performance_link", job, mbit_per_second, timeout_seconds, variables)
+    return result
 
 
 def rates() -> tuple[float, float]:
@@ -123,9 +81,9 @@ def main() -> None:
     torch.set_num_threads(1)
     join_ranks()
     one_way, both_ways = rates()
-    result = OnLink(take_turns(torch.load(f"{folder}/job.pt", weights_only=False)), one_way, both_ways)
+    result = OnLink(take_turns(job_of(folder)), one_way, both_ways)
     if dist.get_rank() == 0:
-        torch.save(result, f"{folder}/result.pt")
+        save_result(result, folder)
 
 
 if __name__ == "__main__":
