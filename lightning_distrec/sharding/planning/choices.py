@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
-from torchrec.distributed.planner.types import Shard, ShardingOption
+from torchrec.distributed.planner.types import CollectiveType, Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ModuleSharder
 
@@ -94,7 +94,7 @@ def choices_of(
     found: list[list[Choice]] = [[] for _ in tables]
     for option, (number, sizes, offsets, which) in zip(options, made, strict=True):
         kept = update_bytes.get(tables[number].full_name, (0.0, 0.0))
-        found[number].append(_choice(option, sizes, offsets, which, topology.compute_device, kept))
+        found[number].append(_choice(option, sizes, offsets, which, topology, kept))
     return found
 
 
@@ -125,7 +125,7 @@ def estimated(
     _estimate(options, topology, batch_size, constraints, sharders)
     kept = [update_bytes.get(table.full_name, (0.0, 0.0)) for table in tables]
     return [
-        _choice(option, sizes, offsets, which, topology.compute_device, of_update)
+        _choice(option, sizes, offsets, which, topology, of_update)
         for option, (sizes, offsets, which), of_update in zip(options, made, kept, strict=True)
     ]
 
@@ -201,21 +201,25 @@ def _choice(
     sizes: Cells,
     offsets: Cells,
     which: NDArray[np.intp],
-    device: str,
+    topology: Topology,
     update_bytes: tuple[float, float],
 ) -> Choice:
     kept = [round(r * c * update_bytes[0] + r * update_bytes[1]) for r, c in (shard.size for shard in option.shards)]
-    device_bytes = [_on_device(shard.storage, device) for shard in option.shards]
-    host_bytes = [shard.storage.ddr if device == "cuda" else 0 for shard in option.shards]
+    on_gpu = topology.compute_device == "cuda"
+    device_bytes = [_on_device(shard.storage, topology.compute_device) for shard in option.shards]
+    host_bytes = [shard.storage.ddr if on_gpu else 0 for shard in option.shards]
     if option.compute_kernel.startswith("fused_uvm"):
         host_bytes = [a + b for a, b in zip(host_bytes, kept, strict=True)]
     else:
         device_bytes = [a + b for a, b in zip(device_bytes, kept, strict=True)]
-    # torchrec reckons for each block of rows as if all of the table's ids went there.
+    perfs = [shard.perf for shard in option.shards]
+    # torchrec reckons for each block of rows as if all of the table's ids went there ...
     blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
+    # ... and as if rows were summed that come one for each id.
+    sums = _sums_over_rows(topology) if option.sharding_type == "row_wise" and not option.is_pooled else 1.0
     parts = [
-        (p.fwd_compute, p.fwd_comms, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms / blocks)
-        for p in (shard.perf for shard in option.shards)
+        (p.fwd_compute, p.fwd_comms / sums, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms / blocks)
+        for p in perfs
     ]
     return Choice(
         option.sharding_type,
@@ -228,6 +232,17 @@ def _choice(
         np.asarray(host_bytes, dtype=np.int64),
         option.cache_params,
     )
+
+
+def _sums_over_rows(topology: Topology) -> float:
+    """Return how many times longer a reduce-scatter over all ranks takes than an all-to-all of as many bytes."""
+    speeds = [
+        topology.comms_bandwidths.get_bw(
+            local_world_size=topology.local_world_size, world_size=topology.world_size, collective_type=kind
+        )
+        for kind in (CollectiveType.ALL_TO_ALL, CollectiveType.REDUCE_SCATTER)
+    ]
+    return speeds[0] / speeds[1]
 
 
 def _on_device(storage: Any, device: str) -> int:

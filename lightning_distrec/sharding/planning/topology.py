@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import BasicCommsBandwidths
 
 from lightning_distrec._compat import torchrec_quiet
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.machine import host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths
+from lightning_distrec.sharding.planning.gloo_bandwidths import GlooBandwidths
 from lightning_distrec.sharding.planning.reservation import Reservation
 
 
@@ -136,6 +138,7 @@ def make_topology(device: torch.device, places: Places, memory: RankMemory, band
     then travels at the speed between nodes.
     """
     on_gpu = device.type == "cuda"
+    collectives = BasicCommsBandwidths if on_gpu else GlooBandwidths
     with torchrec_quiet():
         topology = Topology(
             world_size=places.num_ranks,
@@ -144,8 +147,10 @@ def make_topology(device: torch.device, places: Places, memory: RankMemory, band
             hbm_mem_bw=bandwidths.device_memory.bytes_per_millisecond,
             ddr_mem_bw=bandwidths.host_memory.bytes_per_millisecond,
             hbm_to_ddr_mem_bw=bandwidths.host_to_device.bytes_per_millisecond,
-            intra_host_bw=bandwidths.intra_node.bytes_per_millisecond,
-            inter_host_bw=bandwidths.cross_node.bytes_per_millisecond,
+            generalized_comms_bandwidths=collectives(
+                intra_host_bw=bandwidths.intra_node.bytes_per_millisecond,
+                inter_host_bw=bandwidths.cross_node.bytes_per_millisecond,
+            ),
         )
     # CustomTopologyData would be torchrec's word for unequal memory, but with it row-wise shards follow the memory.
     for rank, described in enumerate(topology.devices):

@@ -1,0 +1,69 @@
+"""gloo sends what planning takes it to send, counted on the loopback device."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.planner.types import CollectiveType
+
+from lightning_distrec.sharding.planning.gloo_bandwidths import GlooBandwidths
+from tests.support.ranks import run_on_ranks
+
+NUMBERS = 2**21
+"""Float32 numbers that each rank keeps: eight MiB drown what else travels on the device."""
+
+
+def _looped_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (line,) = (line for line in lines if line.strip().startswith("lo:"))
+    return int(line.split()[1])
+
+
+def _counted() -> dict[str, float]:
+    """Return by collective what all ranks together sent, in parts of what a rank keeps."""
+    dist.init_process_group("gloo")
+    num_ranks = dist.get_world_size()
+    own, whole = torch.ones(NUMBERS), torch.ones(num_ranks * NUMBERS)
+    other = torch.empty_like(whole)
+    calls: dict[str, Callable[[], object]] = {
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "all_gather": lambda: dist.all_gather(list(other.chunk(num_ranks)), own),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, whole),
+        "all_reduce": lambda: dist.all_reduce(whole),
+    }
+    found = {}
+    for name, call in calls.items():
+        dist.barrier()
+        before = _looped_bytes()
+        call()
+        dist.barrier()
+        found[name] = (_looped_bytes() - before) / own.nbytes
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_reduce_scatter_sends_what_an_all_reduce_does(num_ranks: int) -> None:
+    found = run_on_ranks(_counted, num_ranks)[0]
+    once = num_ranks * (num_ranks - 1)
+    assert found["all_to_all"] == pytest.approx(once, rel=0.1)
+    assert found["all_gather"] == pytest.approx(once, rel=0.1)
+    assert found["all_reduce"] == pytest.approx(2 * once, rel=0.1)
+    assert found["reduce_scatter"] == pytest.approx(2 * once, rel=0.1)
+
+
+def test_planning_takes_it_so() -> None:
+    speeds = GlooBandwidths(intra_host_bw=100.0, inter_host_bw=10.0)
+
+    def on(num_ranks: int, on_node: int, kind: CollectiveType) -> float:
+        return speeds.get_bw(local_world_size=on_node, world_size=num_ranks, collective_type=kind)
+
+    assert on(4, 4, CollectiveType.ALL_TO_ALL) == on(4, 4, CollectiveType.ALL_GATHER) == 100.0
+    assert on(4, 4, CollectiveType.REDUCE_SCATTER) == 50.0
+    assert on(8, 4, CollectiveType.REDUCE_SCATTER) == 5.0
+    # torchrec divides the bytes of a table by it; a ring sends 2 * 3 / 4 of them.
+    assert on(4, 4, CollectiveType.ALL_REDUCE) == pytest.approx(100 / 1.5)
+    assert on(8, 4, CollectiveType.ALL_REDUCE) == 40.0
+    assert on(1, 1, CollectiveType.ALL_REDUCE) == 100.0
