@@ -125,7 +125,7 @@ def _tables_and_rows(points: Points) -> Any:
         axes.minorticks_off()
         axes.set_xlabel(name, color=TEXT)
     where = f"{points.rows[0].job.num_ranks:,} ranks"
-    _finish(left, "ms, MiB", f"Time and bytes grow with tables ({where})", log=True)
+    _finish(left, "ms, MiB", f"Time and bytes of more tables ({where})", log=True)
     _finish(right, "ms, MiB, GB", f"Rows cost memory, and larger cuts ({where})", log=True)
     return figure
 
