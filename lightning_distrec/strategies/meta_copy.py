@@ -18,7 +18,7 @@ def meta_copy(module: LightningModule) -> LightningModule:
     Weights that are shared are shared there too. Raises whatever the module's parts raise where they cannot be copied,
     or configured without a Trainer.
     """
-    known: dict[int, Any] = {id(trainer): None for trainer in [trainer_of(module)] if trainer is not None}
+    known = without_trainer(module)
     for parameter in module.parameters():
         known[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
@@ -37,12 +37,12 @@ def optimizers_of(there: LightningModule) -> list[Optimizer]:
         return list(dict.fromkeys(_optimizers(there.configure_optimizers())))
 
 
-def trainer_of(module: LightningModule) -> Any:
-    """Return the Trainer that the module is attached to, or None."""
+def without_trainer(module: LightningModule) -> dict[int, Any]:
+    """Return what copy.deepcopy is to know beforehand, so that the copy has no Trainer."""
     try:
-        return module.trainer
+        return {id(module.trainer): None}
     except RuntimeError:  # not attached
-        return None
+        return {}
 
 
 def _optimizers(made: Any) -> Iterator[Optimizer]:

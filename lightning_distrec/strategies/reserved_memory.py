@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.sharding.planning.reservation import (
+    VARIABLE,
     Reservation,
     chosen_reservation,
     is_measured,
@@ -38,10 +39,9 @@ def reserve(
     cuts_dense: whether layers without tables are cut over the ranks. Raises ConfigError, on all ranks: the environment
     says what cannot be.
     """
-    given = consensus.everyone(settings.planning.reserve)[0]
+    given, variable = consensus.everyone((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
     if not is_measured(given):
-        said = consensus.all_or_none("setup", lambda: None if consensus.rank else chosen_reservation(given, os.environ))
-        return consensus.everyone(said)[0]  # type: ignore[return-value]
+        return chosen_reservation(given, {VARIABLE: variable})
     activation_bytes, why = sample_step(trainer, module, tables, consensus, device)
     if why and trainer.state.fn == TrainerFn.FITTING:
         rank_zero_info(f"torchrec_sharded: reserve='measure': activations are not reserved for: {why}.")

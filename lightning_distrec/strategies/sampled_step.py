@@ -17,7 +17,7 @@ from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged
 from lightning_distrec.sharding.jagged import with_ids
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.activations import measure_step
-from lightning_distrec.strategies.meta_copy import trainer_of
+from lightning_distrec.strategies.meta_copy import without_trainer
 
 
 def sample_step(
@@ -84,7 +84,7 @@ def _moved(trainer: Trainer, module: LightningModule, batch: Any, device: torch.
 
 def _with_small_tables(module: LightningModule, tables: list[Table]) -> LightningModule:
     """Return a copy of the module without its Trainer, in which every id finds the one row that its table has."""
-    known: dict[int, Any] = {id(trainer): None for trainer in [trainer_of(module)] if trainer is not None}
+    known = without_trainer(module)
     for table in tables:
         row = torch.zeros(1, table.config.embedding_dim, dtype=table.parameter.dtype)
         known[id(table.parameter)] = nn.Parameter(row, table.parameter.requires_grad)
