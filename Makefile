@@ -2,10 +2,10 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint clean
+.PHONY: help install train test test-all lint clean
 
 help:  ## list what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 install: .venv/bin/pip  ## install into .venv; TORCH=torch==X.Y.Z chooses the torch
 	@.venv/bin/python lightning_distrec/versions.py install
@@ -15,9 +15,15 @@ train: install  ## train the first recipe on this machine's CPU
 
 # Tests start several ranks on one machine. One thread each keeps them from fighting over the cores, and sums in one order.
 # Training needs no such line: Lightning divides the cores among the ranks by itself.
-test: export OMP_NUM_THREADS ?= 1
-test: install lint  ## check style and types, then run all tests
-	@.venv/bin/python -m pytest -q --durations=10
+# Ranks wait for each other: three tests at a time keep two cores busy.
+test test-all: export OMP_NUM_THREADS ?= 1
+PYTEST = .venv/bin/python -m pytest -q --numprocesses=$(WORKERS) --instafail --durations=10
+WORKERS ?= 3
+test: install lint  ## check style and types, then run the tests; WORKERS=N runs so many at a time
+	@$(PYTEST)
+
+test-all: install lint  ## the same with every case of tests that have many, which takes twice as long
+	@$(PYTEST) -m ""
 
 lint: install  ## check style (ruff) and types (mypy)
 	@.venv/bin/ruff check .

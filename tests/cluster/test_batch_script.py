@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
-
-pytestmark = pytest.mark.timeout(300)
 
 COMMAND = [sys.executable, "-m", "lightning_distrec.cli", "slurm"]
 CONFIG = """
@@ -27,7 +26,7 @@ def _write(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     (folder / "my run").mkdir(exist_ok=True)
     (config := folder / "my run" / "cpu.yaml").write_text(CONFIG)
     command = [*COMMAND, f"--config={config}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
 
 
 def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
@@ -37,7 +36,7 @@ def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"Written: {out}. Submit it with: sbatch {out}\n"
     job = slurm.sbatch(out.read_text(), env={"OMP_NUM_THREADS": "1"})
-    assert slurm.wait(job, timeout_seconds=120) == "COMPLETED", slurm.output(job)
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     printed = slurm.output(job)
     assert "Nothing stands in the way" in printed
     assert printed.count("2 ranks on 2 nodes, started by Slurm") == 2, "the doctor's and the training's"

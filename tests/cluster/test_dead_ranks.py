@@ -15,8 +15,6 @@ from tests.support.processes import processes_with
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.slurm import Slurm
 
-pytestmark = pytest.mark.timeout(120)
-
 NUM_RANKS = 3
 GONE = "rank 1 has ended in the middle of it all: its process is gone"
 STOPPED = "rank 1 has been stopped for 3 s"
@@ -103,6 +101,6 @@ def test_a_signal_to_one_rank_ends_all_within_five_seconds(tmp_path: Path) -> No
 def test_under_slurm_it_is_named_with_its_node(slurm: Slurm, tmp_path: Path) -> None:
     environment = ONE_THREAD | {"FAULTY_FOLDER": str(tmp_path)}
     script = [sys.executable, "-m", "tests.support.faulty_script", "kill in a step"]
-    done = slurm.srun(["-N2", "-n2"], script, env=environment, timeout_seconds=100)
+    done = slurm.srun(["-N2", "-n2"], script, env=environment)
     assert done.returncode
     assert "RankError: rank 1 on node2 has ended in the middle of it all" in done.stderr, done.stderr[-3000:]

@@ -10,15 +10,16 @@ import pytest
 
 from lightning_distrec.cluster.diagnosis import remarks_on
 from lightning_distrec.cluster.doctor import Findings, Link, Rank
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
-
-pytestmark = pytest.mark.timeout(300)
 
 DOCTOR = [sys.executable, "-m", "lightning_distrec.cli", "doctor"]
 
 
 def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
-    done = subprocess.run([*DOCTOR, f"--folder={tmp_path}"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [*DOCTOR, f"--folder={tmp_path}"], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "1 rank on 1 node, started by nobody" in done.stdout
     assert "torchrec" in done.stdout
@@ -27,7 +28,9 @@ def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "not there"
-    done = subprocess.run([*DOCTOR, f"--folder={missing}"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [*DOCTOR, f"--folder={missing}"], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.startswith(f"lightning-distrec: rank 0 cannot write into {missing}: ")
     assert len(done.stderr.splitlines()) == 1
@@ -35,7 +38,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
     arguments = ["--json", f"--folder={slurm.folder}"]
-    done = slurm.srun(["-N2", "-n3"], [*DOCTOR, *arguments], timeout_seconds=120)
+    done = slurm.srun(["-N2", "-n3"], [*DOCTOR, *arguments])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "node1"), (1, "node1"), (2, "node2")]
@@ -47,7 +50,7 @@ def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
 
 def test_ranks_that_do_not_meet_are_told(slurm: Slurm) -> None:
     command = f"[ $SLURM_PROCID = 1 ] || exec {' '.join(DOCTOR)} --timeout=3"
-    done = slurm.srun(["-N2", "-n2"], ["bash", "-c", command], timeout_seconds=120)
+    done = slurm.srun(["-N2", "-n2"], ["bash", "-c", command])
     assert done.returncode == 2
     assert "1 of 2 ranks arrived" in done.stderr
     assert "missing: rank 1 on node2: not within timeout_seconds=3." in done.stderr

@@ -10,7 +10,7 @@ from tests.support.debian import require
 from tests.support.launches import ended, start
 from tests.support.two_machines import NoMachines, two_machines
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 MBIT_PER_SECOND = 200
 RANKS_BY_NODE = ("2", "1")
@@ -29,7 +29,7 @@ def measured(folder: Path) -> list[dict[str, float]]:
                 "XDG_CACHE_HOME": str(folder),
             }
             started.append(start(*machine.command(*script), **job))
-        out, _ = ended(*started, timeout_seconds=90)
+        out, _ = ended(*started)
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.support.debian import require
 from tests.support.launches import SCRIPT, check, ended, free_port, results_of, start
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 
 def test_mpirun_says_which_ranks_there_are() -> None:

@@ -10,7 +10,7 @@ from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD, SHELL, Result, on_one_machine, results_of
 from tests.support.slurm import Slurm
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 
 def _went_on(results: list[Result], code: int) -> None:
@@ -37,8 +37,8 @@ def _options(slurm: Slurm, name: str, **more: Any) -> dict[str, str]:
 def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None:
     options = _options(slurm, "requeued") | {"LAUNCHED_SIGNALS": "SIGUSR1 SIGUSR1"}  # the second a second later
     job = slurm.sbatch(f"srun {SHELL}", ["-N2", "--ntasks-per-node=1"], env=options)
-    slurm.wait_for_output(job, "Requeued", timeout_seconds=60)
-    assert slurm.wait(job, timeout_seconds=90) == "COMPLETED", slurm.output(job)
+    slurm.wait_for_output(job, "Requeued")
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     printed = slurm.output(job)
     assert "Restoring states from the checkpoint path" in printed
     _went_on(results_of(printed), 75)
@@ -59,7 +59,7 @@ def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_ag
     step = f"srun -N2 -n2 env PATH=/nowhere {SHELL}"
     script = f"{step}; code=$?; echo code $code; [ $code = {code} ] && {step}"
     job = slurm.sbatch(script, ["-N2", "-n2"], env=options)
-    assert slurm.wait(job, timeout_seconds=120) == "COMPLETED", slurm.output(job)
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     printed = slurm.output(job)
     assert f"code {code}" in printed
     assert said in printed

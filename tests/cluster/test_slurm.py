@@ -14,7 +14,7 @@ from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD, SCRIPT, SHELL, check, results_of
 from tests.support.slurm import Slurm
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 IN_STEPS: dict[str, tuple[list[str], list[str], list[int]]] = {
     "-n4 on one node": (["-N1", "-n4"], SCRIPT, [4]),
@@ -30,23 +30,23 @@ IN_STEPS: dict[str, tuple[list[str], list[str], list[int]]] = {
 def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
     cpus = len(os.sched_getaffinity(0))
     for arguments, wanted in ((["-n1"], cpus), (["-n1", "-c1"], 1)):
-        done = slurm.srun(arguments, ["env", "-u", "OMP_NUM_THREADS", *SCRIPT], timeout_seconds=120)
+        done = slurm.srun(arguments, ["env", "-u", "OMP_NUM_THREADS", *SCRIPT])
         assert [result["threads"] for result in results_of(done.stdout)] == [wanted], done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("case", IN_STEPS)
 def test_a_step_is_counted_as_slurm_counts_it(slurm: Slurm, case: str) -> None:
     arguments, command, per_node = IN_STEPS[case]
-    done = slurm.srun(arguments, command, env=ONE_THREAD, timeout_seconds=120)
+    done = slurm.srun(arguments, command, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-3000:]
     results = results_of(done.stdout)
     check(results, per_node)
     assert {result["environment"] for result in results} == {"SlurmRanks"}
 
 
-def _batch(slurm: Slurm, script: str, arguments: list[str], timeout_seconds: float = 120, **more: str) -> str:
+def _batch(slurm: Slurm, script: str, arguments: list[str], **more: str) -> str:
     job = slurm.sbatch(script, arguments, env=ONE_THREAD | more)
-    state = slurm.wait(job, timeout_seconds=timeout_seconds)
+    state = slurm.wait(job)
     printed = slurm.output(job)
     assert state == "COMPLETED", printed
     return printed
@@ -69,19 +69,19 @@ def test_two_steps_at_the_same_time_never_meet(slurm: Slurm) -> None:
 def test_jobs_of_an_array_never_meet(slurm: Slurm) -> None:
     script = f"srun {SHELL} > array$SLURM_ARRAY_TASK_ID.out 2>&1"
     first = slurm.sbatch(script, ["-N1", "-n2", "--array=1-2"], env=ONE_THREAD)
-    assert slurm.wait(first, timeout_seconds=120) == "COMPLETED"
+    assert slurm.wait(first) == "COMPLETED"
     for task in (1, 2):
         check(results_of((slurm.folder / f"array{task}.out").read_text()), [2])
 
 
 def test_a_step_over_the_groups_of_a_heterogeneous_job_is_one_training(slurm: Slurm) -> None:
-    done = slurm.srun(["-n2", *SCRIPT, ":", "-n1"], SCRIPT, env=ONE_THREAD, timeout_seconds=120)
+    done = slurm.srun(["-n2", *SCRIPT, ":", "-n1"], SCRIPT, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-3000:]
     check(results_of(done.stdout), [2, 1])
 
 
 def test_an_allocation_and_srun(slurm: Slurm) -> None:
-    done = slurm.salloc(["-N2", "-n2"], ["srun", *SCRIPT], env=ONE_THREAD, timeout_seconds=120)
+    done = slurm.salloc(["-N2", "-n2"], ["srun", *SCRIPT], env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-3000:]
     check(results_of(done.stdout), [1, 1])
 
@@ -90,7 +90,7 @@ def test_ranks_in_an_order_of_the_users_own_meet_where_the_first_is(slurm: Slurm
     hostfile = slurm.folder / "hosts"
     hostfile.write_text("node2\nnode1\n")
     environment = ONE_THREAD | {"SLURM_HOSTFILE": str(hostfile)}
-    done = slurm.srun(["-N2", "-n2", "-m", "arbitrary"], SCRIPT, env=environment, timeout_seconds=120)
+    done = slurm.srun(["-N2", "-n2", "-m", "arbitrary"], SCRIPT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results = results_of(done.stdout)
     assert [(result["rank"], result["host"]) for result in results] == [(0, "node2"), (1, "node1")]

@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.debian import require
 from tests.support.launches import SCRIPT, check, ended, results_of, start
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.two_machines import Machine, NoMachines, two_machines
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.cluster
 
 JOB = {"WORLD_SIZE": "2", "MASTER_PORT": "29513"}
 
@@ -36,7 +37,7 @@ def test_the_interface_between_them_is_found(machines: tuple[Machine, Machine]) 
     # The machine's own name, by which gloo goes, leads nowhere there.
     job = JOB | {"MASTER_ADDR": machines[0].address}
     ranks = _start(machines, SCRIPT, job)
-    out, err = ended(*ranks, timeout_seconds=60)
+    out, err = ended(*ranks)
     check(results_of(out), [1, 1])
     assert f"by gloo over {machines[0].device}" in err + out
 
@@ -46,12 +47,12 @@ def test_a_machine_that_is_cut_off_is_named(machines: tuple[Machine, Machine], t
     script = [sys.executable, "-m", "tests.support.faulty_script", "wait in a step", '{"watchdog_seconds": 3}']
     ranks = _start(machines, script, job)
     try:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + LIMIT_SECONDS
         while not (tmp_path / "waits").exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         machines[1].cut_off()
-        said = [rank.communicate(timeout=40)[1] for rank in ranks]
+        said = [rank.communicate(timeout=LIMIT_SECONDS)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

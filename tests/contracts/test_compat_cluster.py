@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_distrec import _compat
+from tests.support.limits import LIMIT_SECONDS
 
 
 class Chosen(LightningEnvironment):
@@ -49,7 +50,9 @@ for strategy in ("torchrec_sharded", lightning_distrec.TorchRecShardedStrategy()
     print(Trainer(strategy=strategy, **{QUIET}).strategy.cluster_environment.launched.num_ranks)
 print(type(Trainer(strategy="ddp", **{QUIET}).strategy.cluster_environment).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS
+    )
     assert done.stdout.split() == ["5", "5", "LightningEnvironment"]
 
 

@@ -84,7 +84,7 @@ def _train_plain(model: Any) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def used() -> dict[str, Any]:
     """What rank 0 trained, by the use of its bags."""
-    return run_each_on_ranks({name: (_sharded, name) for name in USES}, 2, timeout_seconds=100)[0]
+    return run_each_on_ranks({name: (_sharded, name) for name in USES}, 2)[0]
 
 
 @pytest.mark.parametrize("name", USES)
@@ -279,7 +279,7 @@ def _ordered(on_ranks: tuple[int, ...], depth: int) -> tuple[list[float], dict[s
 def test_ranks_may_touch_rows_in_different_orders(depth: int) -> None:
     orders = {"none": (), "both": (0, 1), "one": (1,)}
     calls = {name: (_ordered, ranks, depth) for name, ranks in orders.items()}
-    for of_rank in run_each_on_ranks(calls, 2, timeout_seconds=30):
+    for of_rank in run_each_on_ranks(calls, 2):
         losses, state = of_rank["none"]
         for name in ("both", "one"):
             assert of_rank[name][0] == pytest.approx(losses, abs=1e-6), name

@@ -17,6 +17,7 @@ from lightning_distrec import AutoStrategy, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError
 from tests.support.advised_models import KINDS, batches
 from tests.support.embedding_models import loader, whole_state
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 from tests.support.variables import environment
@@ -169,7 +170,7 @@ def _fit_by_console(folder: Path, *arguments: str) -> str:
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

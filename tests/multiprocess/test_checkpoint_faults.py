@@ -202,7 +202,7 @@ def test_a_full_disk_of_one_rank_is_told_on_all_and_the_old_checkpoint_stays(tmp
     cases: list[Any] = [(who, what, steps) for who in (0, 1) for what in TOO_LARGE for steps in further]
     cases += [(0, "tensors", 60, Model, 1), (1, "the rest", 60, WithoutTables)]
     calls = {str(case): (_disk_full, str(tmp_path), is_async, *case) for case in cases}
-    ranks = run_each_on_ranks(calls, 2, timeout_seconds=60)
+    ranks = run_each_on_ranks(calls, 2)
     for case in cases:
         who, what, steps = case[:3]
         one, other = (of_rank[str(case)] for of_rank in ranks)
@@ -371,7 +371,7 @@ def _every_step(folder: str) -> dict[str, Any]:
 
 
 def test_at_most_one_checkpoint_is_being_written(tmp_path: Path) -> None:
-    for found in run_on_ranks(_every_step, 2, str(tmp_path), timeout_seconds=40):
+    for found in run_on_ranks(_every_step, 2, str(tmp_path)):
         assert not found["raised"]
         assert found["names"] == ["last.ckpt", "step=4.ckpt", "step=5.ckpt"]
         assert len(found["writes"]) == 10
@@ -583,7 +583,7 @@ def test_a_damaged_checkpoint_is_told_on_every_rank_before_training_starts(
     for name, (damage, _) in DAMAGES.items():
         paths[name] = str(shutil.copytree(complete, tmp_path / name))
         damage(Path(paths[name]))
-    ranks = run_on_ranks(_resume_each, 2, paths, start_from, timeout_seconds=60)
+    ranks = run_on_ranks(_resume_each, 2, paths, start_from)
     for found in ranks:
         assert found.pop("complete")[1] > 0
         for name, (said, steps) in found.items():
@@ -872,7 +872,7 @@ def _differs(scratch: str, is_async: bool) -> dict[str, Any]:
 
 def test_a_rank_whose_module_differs_neither_hangs_nor_spoils_the_checkpoint(tmp_path: Path) -> None:
     calls = {str(is_async): (_differs, str(tmp_path), is_async) for is_async in (False, True)}
-    ranks = run_each_on_ranks(calls, 2, timeout_seconds=40)
+    ranks = run_each_on_ranks(calls, 2)
     for kind in ("False", "True"):
         assert [of_rank[kind]["raised"] for of_rank in ranks] == ["", ""]
         state = _content(Path(ranks[0][kind]["path"]))[0]["state_dict"]
@@ -888,6 +888,6 @@ def _one_remembers(scratch: str, who: int, name: str) -> str:
 
 def test_what_only_one_rank_remembers_counts_where_it_is_rank_0(tmp_path: Path) -> None:
     calls = {str(who): (_one_remembers, str(tmp_path), who, "datetime") for who in (0, 1)}
-    for of_rank in run_each_on_ranks(calls, 2, timeout_seconds=40):
+    for of_rank in run_each_on_ranks(calls, 2):
         assert "checkpoint['callbacks']['Remembers']['held'], a datetime.datetime," in of_rank["0"]
         assert of_rank["1"] == ""  # as in Lightning, what rank 0 has is saved

@@ -27,6 +27,7 @@ from tests.support.click_model import NO_OUTPUT
 from tests.support.drawn_jobs import _table, a_job
 from tests.support.job_runs import JobModel, Outcome, make_batch, table_options
 from tests.support.jobs import FUSED, Collection, Feature, Job, Table, _Plain
+from tests.support.limits import at_most
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.saved import whole_checkpoint
 
@@ -183,8 +184,7 @@ def _outcomes(pairs: Sequence[tuple[int, Pair]], folder: str, goes_on: bool) -> 
         while todo:
             now, failed = todo[:AT_ONCE], ""
             try:
-                limit = 40 + (2 + num_ranks) * len(now)
-                run_on_ranks(_train_all, num_ranks, now, folder, goes_on, timeout_seconds=limit)
+                run_on_ranks(_train_all, num_ranks, now, folder, goes_on, timeout_seconds=at_most(len(now)))
             except RankFailed as error:
                 failed = str(error)
             done = [i for i, _ in now if Path(f"{folder}/{i} {goes_on}.pt").exists()]
@@ -264,7 +264,7 @@ def test_wrong_state_and_failed_ranks_are_told() -> None:
     assert "state mlp.0.weight is off by" in str(told.value)
 
 
-@pytest.mark.timeout(100 + 5 * PAIRS)
+@pytest.mark.timeout(at_most(10 * PAIRS))
 def test_any_job_goes_on_from_its_checkpoint_as_if_it_had_never_stopped() -> None:
     seen = check(pairs_of(PAIRS, SEED))
     print(", ".join(f"{count} {what}" for what, count in sorted(seen.items())))

@@ -90,7 +90,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What rank 0 trained in each run."""
-    return run_each_on_ranks(RUNS, 2, timeout_seconds=110)[0]
+    return run_each_on_ranks(RUNS, 2)[0]
 
 
 @pytest.mark.parametrize("algorithm", CLIPPING)

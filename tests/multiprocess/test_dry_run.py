@@ -128,7 +128,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     jobs = _jobs(tmp_path_factory.mktemp("jobs"))
     assert tuple(jobs) == NAMES
     fits = {name: (cli.run_lightning, ["fit", "--config", str(file)]) for name, file in jobs.items()}
-    run_each_on_ranks(fits, 2, timeout_seconds=200)
+    run_each_on_ranks(fits, 2)
     return jobs
 
 

@@ -102,7 +102,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Number of ranks; folder with "<kind> <cut>.ckpt"; their whole states."""
     folder = tmp_path_factory.mktemp("saved")
     calls = {f"{kind} {cut}": (_save, kind, cut, str(folder / f"{kind} {cut}.ckpt")) for kind, cut in _jobs()}
-    states = run_each_on_ranks(calls, request.param, timeout_seconds=100)[0]
+    states = run_each_on_ranks(calls, request.param)[0]
     return request.param, folder, states
 
 

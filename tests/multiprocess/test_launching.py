@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.variables import environment
 
 SCRIPT = "tests.support.dlrm_script"
@@ -18,7 +19,7 @@ def _run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
         env=environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") | more,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
 

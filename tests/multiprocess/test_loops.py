@@ -150,7 +150,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, Any]]:
     """What each rank found in each run."""
-    return run_each_on_ranks(RUNS, 2, timeout_seconds=110)
+    return run_each_on_ranks(RUNS, 2)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Lightning's loops over batches that are fetched ahead: every batch, number and hook as with pipeline={'depth': 1}."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.support import pipelined_faults as faults
+from tests.support.grids import usually
 from tests.support.pipelined_runs import Seen, differences
 from tests.support.pipelined_scenarios import SCENARIOS, UNEVEN
 from tests.support.ranks import run_on_ranks
@@ -12,6 +14,15 @@ from tests.support.ranks import run_on_ranks
 AS_DEPTH_1 = [name for name in SCENARIOS if name != "saved unsized"]
 RAISES = [name for name in UNEVEN if "error" in name]
 STOPS = [name for name in UNEVEN if "error" not in name]
+RARE = {"one epoch", "one batch", "two batches", "one unsized batch", "limit_train_batches", "limit_val_batches"}
+RARE |= {"max_steps", "val_check_interval int", "val_check_interval float", "check_val_every_n_epoch", "should_stop"}
+RARE |= {"overfit_batches", "fast_dev_run", "skips some", "batch size 1", "profiler", "one table lookup less"}
+RARE |= {"min_size", "max_size_cycle", "saved endless sized", "early stopping"}
+RARE |= {f"{kind} {mode} (1, 4, 2) (2, 1, 3)" for kind in ("sized", "unsized") for mode in ("stop", "error")}
+RARE |= {f"{kind} {mode} (3, 3) (0, 2)" for kind in ("sized", "unsized") for mode in ("stop", "error")}
+RARE |= {"sized stop (6, 4, 5) (2, 2)", "unsized stop (4, 4) (3, 1, 2)", "combined min_size", "combined max_size"}
+RARE |= {"sized error (6, 4, 5) (2, 2)", "unsized error (4, 4) (3, 1, 2)", "sized error (4, 0) (2, 2)"}
+"""Those that are near others."""
 
 
 def _runs(names: list[str], depths: tuple[int, ...]) -> dict[str, dict[int, Seen]]:
@@ -19,8 +30,13 @@ def _runs(names: list[str], depths: tuple[int, ...]) -> dict[str, dict[int, Seen
     return {name: {depth: everything[name](depth) for depth in depths} for name in names}
 
 
-def _parts(names: list[str], size: int) -> list[list[str]]:
-    return [names[start : start + size] for start in range(0, len(names), size)]
+def _parts(names: list[str], size: int) -> list[Any]:
+    """Return parameters of so many names each, the rare ones apart."""
+    usual, rare = ([name for name in names if (name in RARE) is is_rare] for is_rare in (False, True))
+    usual_parts, rare_parts = (
+        [some[start : start + size] for start in range(0, len(some), size)] for some in (usual, rare)
+    )
+    return usually(usual_parts, usual_parts + rare_parts)
 
 
 def assert_equal_to_depth_1(found: list[dict[str, dict[int, Seen]]]) -> None:
@@ -34,13 +50,13 @@ def assert_equal_to_depth_1(found: list[dict[str, dict[int, Seen]]]) -> None:
 
 @pytest.mark.parametrize("names", _parts(AS_DEPTH_1, 5), ids=lambda names: names[0])
 def test_loops_see_what_they_see_without_a_pipeline(names: list[str]) -> None:
-    assert_equal_to_depth_1(run_on_ranks(_runs, 2, names, (1, 3), timeout_seconds=110))
+    assert_equal_to_depth_1(run_on_ranks(_runs, 2, names, (1, 3)))
 
 
-@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("depth", usually([4], [2, 4]))
 def test_any_depth_sees_the_same_on_three_ranks(depth: int) -> None:
     names = ["val_check_interval unsized", "on_train_batch_start returns -1", "max_size_cycle unsized", "by hand"]
-    assert_equal_to_depth_1(run_on_ranks(_runs, 3, names, (1, depth), timeout_seconds=110))
+    assert_equal_to_depth_1(run_on_ranks(_runs, 3, names, (1, depth)))
 
 
 def test_ids_did_travel_ahead() -> None:
@@ -56,7 +72,7 @@ def test_ids_did_travel_ahead() -> None:
 @pytest.mark.parametrize("names", _parts(STOPS, 5), ids=lambda names: names[0])
 def test_uneven_inputs_end_where_they_end_without_a_pipeline(names: list[str]) -> None:
     # Where the batches end before the limit, more is known of the last one: that it is the last.
-    found = run_on_ranks(_runs, 3, names, (1, 3), timeout_seconds=110)
+    found = run_on_ranks(_runs, 3, names, (1, 3))
     for runs in found:
         for name, by_depth in runs.items():
             assert by_depth[3].trained == by_depth[1].trained, name
@@ -66,7 +82,7 @@ def test_uneven_inputs_end_where_they_end_without_a_pipeline(names: list[str]) -
 
 @pytest.mark.parametrize("names", _parts(RAISES, 5), ids=lambda names: names[0])
 def test_uneven_inputs_raise_what_they_raise_without_a_pipeline(names: list[str]) -> None:
-    for runs in run_on_ranks(_runs, 3, names, (1, 3), timeout_seconds=110):
+    for runs in run_on_ranks(_runs, 3, names, (1, 3)):
         for name, by_depth in runs.items():
             assert by_depth[1].raised.startswith("DataError"), name
             assert by_depth[3].raised == by_depth[1].raised, name
@@ -91,18 +107,19 @@ def _run(function: str, arguments: tuple[Any, ...], depth: int) -> Seen:
     return getattr(faults, function)(depth, *arguments)
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-@pytest.mark.parametrize("kind", ["sized", "unsized"])
+@pytest.mark.parametrize(
+    ("kind", "depth"), usually([("sized", 3), ("unsized", 2)], product(["sized", "unsized"], [2, 3]))
+)
 def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth: int) -> None:
-    first, failed = run_on_ranks(_run, 2, "loader_fails", (kind,), depth, timeout_seconds=30)
+    first, failed = run_on_ranks(_run, 2, "loader_fails", (kind,), depth)
     assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away"
     assert failed.raised == "OSError: the disk went away"
     assert len(first.trained) == len(failed.trained) == 3
 
 
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", usually([3], [2, 3]))
 def test_a_transfer_hook_that_fails_on_one_rank_is_named_on_the_others(depth: int) -> None:
-    first, failed = run_on_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth, timeout_seconds=30)
+    first, failed = run_on_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth)
     assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: ValueError: the user's code failed"
     assert failed.raised == "ValueError: the user's code failed"
     assert len(first.trained) == len(failed.trained) == 3
@@ -114,10 +131,10 @@ ONE_OF_SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("depth", usually([3], [2, 3, 4]))
 @pytest.mark.parametrize("function", ONE_OF_SEVERAL)
 def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(function: str, depth: int) -> None:
-    first, failed = run_on_ranks(_run, 2, function, (), depth, timeout_seconds=30)
+    first, failed = run_on_ranks(_run, 2, function, (), depth)
     count, said = ONE_OF_SEVERAL[function]
     assert first.raised == f"DataError: the dataloader of rank 1 failed at batch {count}: {said}"
     assert failed.raised == said
@@ -128,7 +145,7 @@ def _id_out_of_range() -> dict[int, Seen]:
 
 
 def test_an_id_out_of_range_is_told_on_every_rank_after_the_steps_before_it() -> None:
-    for found in run_on_ranks(_id_out_of_range, 2, timeout_seconds=60):
+    for found in run_on_ranks(_id_out_of_range, 2):
         for depth, seen in found.items():
             assert seen.raised.startswith("IdsError: "), depth
             assert seen.raised == found[1].raised, depth
@@ -139,11 +156,12 @@ def test_an_id_out_of_range_is_told_on_every_rank_after_the_steps_before_it() ->
 PLACES = ["before lookups", "after lookups", "batch start", "batch end", "validation"]
 
 
-@pytest.mark.parametrize("at", [0, 1, 3])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    ("where", "at"), usually([("before lookups", 0), *product(PLACES, [1])], product(PLACES, [0, 1, 3]))
+)
 def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(where: str, at: int) -> None:
     at = 500 + min(at, 2) if where == "validation" else at
-    first, failed = run_on_ranks(_run, 2, "fails", (where, at, (1,)), 3, timeout_seconds=30)
+    first, failed = run_on_ranks(_run, 2, "fails", (where, at, (1,)), 3)
     assert failed.raised == "ValueError: the user's code failed"
     assert first.raised  # a connection that was closed, or RankError
 
@@ -154,7 +172,7 @@ def _all_fail() -> dict[str, dict[int, Seen]]:
 
 
 def test_fitting_again_after_an_exception_on_all_ranks_is_as_without_a_pipeline() -> None:
-    assert_equal_to_depth_1(run_on_ranks(_all_fail, 2, timeout_seconds=110))
+    assert_equal_to_depth_1(run_on_ranks(_all_fail, 2))
 
 
 def _interrupted() -> str:
@@ -166,4 +184,4 @@ def _interrupted() -> str:
 
 
 def test_a_keyboard_interrupt_on_all_ranks_ends_them() -> None:
-    assert run_on_ranks(_interrupted, 2, timeout_seconds=30) == ["exit 1", "exit 1"]
+    assert run_on_ranks(_interrupted, 2) == ["exit 1", "exit 1"]

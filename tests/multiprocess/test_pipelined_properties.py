@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import at_most
 from tests.support.pipelined_jobs import LoopJob, jobs_of
 from tests.support.pipelined_runs import Seen, differences
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
@@ -59,7 +60,7 @@ def check(jobs: list[LoopJob]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             failed = ""
             try:
-                run_on_ranks(_compare_all, todo[0].num_ranks, todo, folder, timeout_seconds=30 + 6 * len(todo))
+                run_on_ranks(_compare_all, todo[0].num_ranks, todo, folder, timeout_seconds=at_most(len(todo)))
             except RankFailed as error:
                 failed = str(error)
             for index, job in enumerate(todo):
@@ -83,7 +84,7 @@ def test_a_difference_and_a_rank_that_fails_are_told() -> None:
     assert _problem_of(right, Seen(raised="DataError: a"), Seen(raised="DataError: b"))
 
 
-@pytest.mark.timeout(100 + 12 * LOOPS)
+@pytest.mark.timeout(at_most(10 * LOOPS))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_any_fit_is_the_same_at_any_depth(num_ranks: int) -> None:
     check(jobs_of(num_ranks, LOOPS, SEED))

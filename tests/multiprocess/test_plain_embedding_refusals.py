@@ -232,7 +232,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, Any]]:
     """What each rank raised in each run."""
-    return run_each_on_ranks(RUNS, 2, timeout_seconds=110)
+    return run_each_on_ranks(RUNS, 2)
 
 
 @pytest.mark.parametrize("case", REFUSED)

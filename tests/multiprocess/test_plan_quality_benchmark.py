@@ -21,7 +21,7 @@ def measure(folder: str) -> Measured:
 
 
 def test_every_plan_takes_its_turns_and_planners_plans_are_among_them(tmp_path: Path) -> None:
-    found: Measured = run_on_ranks(measure, 2, str(tmp_path), timeout_seconds=90)[0]
+    found: Measured = run_on_ranks(measure, 2, str(tmp_path))[0]
     assert len(found.plans) == JOB.num_plans
     assert all([len(steps) for steps in tried.rounds] == [JOB.turn.counted] for tried in found.plans.values())
     assert set(PLANNERS) <= set(found.same)

@@ -18,6 +18,7 @@ import torch
 from tests.support.drawn_jobs import jobs_of
 from tests.support.job_runs import Outcome, start, train_sharded, train_unsharded
 from tests.support.jobs import Collection, Feature, Job, Table
+from tests.support.limits import at_most
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
 JOBS = int(os.environ.get("DISTREC_PROPERTY_JOBS", "20"))
@@ -43,7 +44,7 @@ def outcomes_of(jobs: list[Job]) -> list[Outcome]:
         with tempfile.TemporaryDirectory() as folder:
             failed = ""
             try:
-                run_on_ranks(_train_all, todo[0].num_ranks, todo, folder, timeout_seconds=30 + 3 * len(todo))
+                run_on_ranks(_train_all, todo[0].num_ranks, todo, folder, timeout_seconds=at_most(len(todo)))
             except RankFailed as error:
                 failed = str(error)
             done = len(list(Path(folder).glob("*.pt")))
@@ -114,7 +115,7 @@ def test_wrong_weights_and_failed_ranks_are_told() -> None:
         check([job, broken])
 
 
-@pytest.mark.timeout(100 + 5 * JOBS)
+@pytest.mark.timeout(at_most(10 * JOBS))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_any_job_trains_to_the_weights_of_one_unsharded_process(num_ranks: int) -> None:
     seen = check(jobs_of(num_ranks, JOBS, SEED))

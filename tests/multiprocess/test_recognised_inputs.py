@@ -65,12 +65,10 @@ CHANGING: dict[str, Case] = {
 }
 
 
-def _agree(
-    cases: dict[str, Case], function: Any = compare, timeout_seconds: float = 60.0
-) -> dict[str, list[dict[str, Any]]]:
+def _agree(cases: dict[str, Case], function: Any = compare) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank found in each case; every one is as it is without look-ahead."""
     calls = {name: (function, *case) for name, case in cases.items()}
-    of_ranks = run_each_on_ranks(calls, 2, timeout_seconds=timeout_seconds)
+    of_ranks = run_each_on_ranks(calls, 2)
     found = {name: [of_rank[name] for of_rank in of_ranks] for name in cases}
     for name, results in found.items():
         for result in results:
@@ -191,7 +189,7 @@ def test_gradients_used_at_the_beginning_of_a_step_reach_its_lookups() -> None:
 
 
 def test_a_rank_may_look_at_its_rows_earlier_than_others() -> None:
-    _agree({"rank 0 looks": (models.LooksOnRankZero, "SGD", TABLE_WISE)}, timeout_seconds=30)
+    _agree({"rank 0 looks": (models.LooksOnRankZero, "SGD", TABLE_WISE)})
 
 
 def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
@@ -232,7 +230,7 @@ BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
 @pytest.mark.parametrize("rows", ["row_wise", "table_wise"])
 def test_all_ranks_hear_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -> None:
     how, ranks, said_there, said_elsewhere = BREAKS[name]
-    of_ranks = run_on_ranks(models.go_wrong, 2, how, ranks, rows, timeout_seconds=30)
+    of_ranks = run_on_ranks(models.go_wrong, 2, how, ranks, rows)
     for rank, (kind, message, seconds, step) in enumerate(of_ranks):
         assert step == 2
         assert seconds < 15
@@ -245,5 +243,5 @@ def test_all_ranks_hear_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -
 
 
 def test_another_entry_is_looked_up_without_look_ahead() -> None:
-    of_ranks = run_on_ranks(models.go_wrong, 2, "another entry", (0, 1), "row_wise", 1, timeout_seconds=30)
+    of_ranks = run_on_ranks(models.go_wrong, 2, "another entry", (0, 1), "row_wise", 1)
     assert [message for _, message, _, _ in of_ranks] == ["nothing was raised"] * 2

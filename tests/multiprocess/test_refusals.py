@@ -104,7 +104,7 @@ def _refused_all() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def refusals() -> list[dict[str, str]]:
     """What each rank raised, by case."""
-    return run_on_ranks(_refused_all, 2, timeout_seconds=110)
+    return run_on_ranks(_refused_all, 2)
 
 
 @pytest.mark.parametrize("name", MESSAGES)

@@ -1,8 +1,8 @@
 """A run that goes on from a checkpoint, on any ranks and any plan, is the run that never stopped."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import join_batches, seeded
+from tests.support.grids import usually
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.resuming import (
     GLOBAL_BATCH,
@@ -270,34 +271,54 @@ PLATEAUS = {
 }
 
 
-def live_in_turn(lives: Mapping[str, Life]) -> Any:
-    """Return a fixture: what became of the lives."""
+GROUPS = {
+    "plans": PLANS,
+    "optimizers": OPTIMIZERS,
+    "modules": MODULES,
+    "loops": LOOPS,
+    "files": FILES | PLATEAUS,
+}
+USUAL = {
+    "plans": ["from 2"],
+    "optimizers": ["SGD", "RowWiseAdagrad", "Adam", "groups and rates in steps", "two by hand, SparseAdam"],
+    "modules": ["EmbeddingCollection", "nn.Embedding", "weights", "frozen, Adam", "built on meta"],
+    "loops": [
+        "middle of an epoch",
+        "middle, written behind the steps",
+        "validated in the middle",
+        "accumulation and clipping",
+        "16-mixed",
+        "stops early",
+        "random, middle",
+        "moving average, middle",
+        "stochastic average, within",
+    ],
+    "files": ["one file, Adagrad", "stock, RowWiseAdagrad", *PLATEAUS],
+}
 
-    @pytest.fixture(scope="module")
-    def lived() -> dict[str, Lived]:
-        return live(lives)
 
-    return lived
-
-
-plans = live_in_turn(PLANS)
-optimizers = live_in_turn(OPTIMIZERS)
-modules = live_in_turn(MODULES)
-half = len(LOOPS) // 2
-loops, further_loops = (live_in_turn(dict(part)) for part in (list(LOOPS.items())[:half], list(LOOPS.items())[half:]))
-files = live_in_turn(FILES | PLATEAUS)
+@cache
+def lived(group: str, usual: bool = True) -> dict[str, Lived]:
+    """Return what became of the usual lives of a group, or of the others. The same ranks live them one by one."""
+    return live({name: life for name, life in GROUPS[group].items() if (name in USUAL[group]) is usual})
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_any_number_of_ranks_goes_on_with_any_plan(plans: dict[str, Lived], name: str) -> None:
-    assert problems_of(PLANS[name], plans[name]) == []
+def problems(group: str, name: str) -> list[str]:
+    """Return what is wrong with a life."""
+    return problems_of(GROUPS[group][name], lived(group, name in USUAL[group])[name])
 
 
-def test_every_cut_and_update_was_followed_by_every_other(plans: dict[str, Lived]) -> None:
+@pytest.mark.parametrize("name", usually(USUAL["plans"], PLANS))
+def test_any_number_of_ranks_goes_on_with_any_plan(name: str) -> None:
+    assert problems("plans", name) == []
+
+
+@pytest.mark.thorough
+def test_every_cut_and_update_was_followed_by_every_other() -> None:
     cuts, updates = set(), set()
-    for lived in plans.values():
-        for then in lived.then:
-            for table, before in lived.first[0].plan.items():
+    for life in (lived("plans") | lived("plans", usual=False)).values():
+        for then in life.then:
+            for table, before in life.first[0].plan.items():
                 (cut, update), (next_cut, next_update) = before.split(), then[0].plan[table].split()
                 cuts.add((cut, next_cut))
                 updates.add((update, next_update))
@@ -305,30 +326,29 @@ def test_every_cut_and_update_was_followed_by_every_other(plans: dict[str, Lived
     assert updates == set(product(UPDATES, repeat=2))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_go_on_with_their_state(optimizers: dict[str, Lived], name: str) -> None:
-    assert problems_of(OPTIMIZERS[name], optimizers[name]) == []
+@pytest.mark.parametrize("name", usually(USUAL["optimizers"], OPTIMIZERS))
+def test_optimizers_go_on_with_their_state(name: str) -> None:
+    assert problems("optimizers", name) == []
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_of_every_kind_go_on(modules: dict[str, Lived], name: str) -> None:
-    assert problems_of(MODULES[name], modules[name]) == []
+@pytest.mark.parametrize("name", usually(USUAL["modules"], MODULES))
+def test_modules_of_every_kind_go_on(name: str) -> None:
+    assert problems("modules", name) == []
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_go_on_where_they_were(request: pytest.FixtureRequest, name: str) -> None:
-    lived = request.getfixturevalue("loops" if name in list(LOOPS)[:half] else "further_loops")
-    assert problems_of(LOOPS[name], lived[name]) == []
+@pytest.mark.parametrize("name", usually(USUAL["loops"], LOOPS))
+def test_loops_go_on_where_they_were(name: str) -> None:
+    assert problems("loops", name) == []
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_plain_files_go_on_sharded_and_under_lightnings_own_strategy(files: dict[str, Lived], name: str) -> None:
-    assert problems_of(FILES[name], files[name]) == []
+@pytest.mark.parametrize("name", usually(USUAL["files"][:2], FILES))
+def test_plain_files_go_on_sharded_and_under_lightnings_own_strategy(name: str) -> None:
+    assert problems("files", name) == []
 
 
-def test_a_plateau_is_counted_as_under_lightnings_own_strategy(files: dict[str, Lived]) -> None:
+def test_a_plateau_is_counted_as_under_lightnings_own_strategy() -> None:
     # Which leaves out the epoch in which a run goes on, so that it is not the run that never stopped.
-    sharded, stock = files["sharded"], files["stock"]
+    sharded, stock = lived("files")["sharded"], lived("files")["stock"]
     assert sharded.first[0].rates == stock.first[0].rates
     for then in sharded.then:
         assert then[0].rates == stock.then[0][0].rates
@@ -579,7 +599,12 @@ CHANGED = {
         Run(optimizer=ROW_WISE), 2, ((2, {"model": Grown, **changed(RW, grow_tables=True)}),)
     ),
 }
-changes = live_in_turn(CHANGED)
+
+
+@pytest.fixture(scope="module")
+def changes() -> dict[str, Lived]:
+    """What became of them."""
+    return live(CHANGED)
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -695,7 +720,12 @@ GOES_ON = {
     ),
 }
 GROUPS_ADDED = Life(Run(model=LearnsInPart, more=thawed, save=LATER, epochs=4), 2, (ALIKE,))
-gone_on = live_in_turn(GOES_ON | {"groups added": GROUPS_ADDED})
+
+
+@pytest.fixture(scope="module")
+def gone_on() -> dict[str, Lived]:
+    """What became of them."""
+    return live(GOES_ON | {"groups added": GROUPS_ADDED})
 
 
 def test_another_optimizer_begins_anew_and_says_so(gone_on: dict[str, Lived]) -> None:

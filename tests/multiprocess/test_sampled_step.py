@@ -144,7 +144,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
     """Rank -> case -> what came of it."""
-    return run_each_on_ranks(CALLS, 2, timeout_seconds=90)
+    return run_each_on_ranks(CALLS, 2)
 
 
 def _by_the_module_itself(rank: int) -> int:

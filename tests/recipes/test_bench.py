@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,14 +26,13 @@ def bench(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "out" / "results.json").read_text()), done.stdout
 
 
-@pytest.mark.timeout(300)
 def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     recipe = "recipes/next_character/cpu.yaml"
     found, text = bench(tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2")
@@ -49,7 +49,6 @@ def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.timeout(300)
 def test_a_strategy_that_refuses_the_module_is_a_row_that_says_why(tmp_path: Path) -> None:
     model = {
         "class_path": "tests.support.advised_models.WithTable",

@@ -12,6 +12,7 @@ from lightning_distrec import TorchRecShardedStrategy
 from recipes.movielens_dlrm.data import MovieLensDataModule
 from recipes.movielens_dlrm.model import ClickModel
 from tests.support.click_model import NO_OUTPUT
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.ranks import run_on_ranks
 from tests.support.variables import environment
 
@@ -37,7 +38,7 @@ def _train(sharded: bool, data_dir: str) -> dict[str, Any]:
 
 
 def test_sharded_and_unsharded_runs_reach_the_same_validation_auroc(data_dir: str) -> None:
-    sharded, unsharded = (run_on_ranks(_train, 2, how, data_dir, timeout_seconds=100)[0] for how in (True, False))
+    sharded, unsharded = (run_on_ranks(_train, 2, how, data_dir)[0] for how in (True, False))
     assert sharded["val_auroc"] == pytest.approx(unsharded["val_auroc"], abs=0.002)
     assert sharded["val_log_loss"] == pytest.approx(unsharded["val_log_loss"], abs=0.002)
     print(f"validation AUROC: sharded {sharded['val_auroc']:.6f}, unsharded {unsharded['val_auroc']:.6f}")
@@ -59,7 +60,7 @@ def test_cpu_yaml_trains_and_says_what_it_did(data_dir: str, tmp_path: Path) -> 
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -79,7 +80,7 @@ def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert done.returncode == 1

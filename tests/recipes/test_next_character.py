@@ -78,10 +78,9 @@ def test_what_an_argument_cannot_be() -> None:
         ManualDataModule(length=0)
 
 
-@pytest.mark.timeout(300)
 def test_cpu_yaml_learns_more_than_pairs_of_characters_tell(tmp_path: Path) -> None:
     arguments = ["--config", "recipes/next_character/cpu.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"]
-    done = fit_by_console(*arguments, timeout_seconds=280)
+    done = fit_by_console(*arguments)
     assert "2 ranks on 1 node" in done.stderr
     folder = tmp_path / "next_character" / "version_0"
     with (folder / "metrics.csv").open(newline="") as rows:

@@ -96,7 +96,7 @@ def test_a_run_has_the_strategy_of_the_fragment(name: str, tmp_path: Path) -> No
         *("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
         "--trainer.callbacks+=tests.support.telling.TellsStrategy",
     ]
-    done = fit_by_console(*arguments, timeout_seconds=100)
+    done = fit_by_console(*arguments)
     assert done.stdout.count(f"trained by {CLASSES[name]}") == 2
     saved = yaml.safe_load((tmp_path / "next_character" / "version_0" / "config.yaml").read_text())
     assert saved["trainer"]["strategy"] == name

@@ -4,12 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def fit_by_console(*arguments: str, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
+def fit_by_console(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `lightning-distrec fit` in the repository's root, which must succeed; returns what it printed."""
     done = subprocess.run(
         [str(Path(sys.executable).parent / "lightning-distrec"), "fit", *arguments],
@@ -17,7 +18,7 @@ def fit_by_console(*arguments: str, timeout_seconds: float) -> subprocess.Comple
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=timeout_seconds,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.launched_script import NUM_SAMPLES, RESULT, train
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.variables import environment
 
@@ -30,7 +31,7 @@ def start(*command: str, **more: str) -> "subprocess.Popen[str]":
     )
 
 
-def ended(*processes: "subprocess.Popen[str]", timeout_seconds: float = 120) -> tuple[str, str]:
+def ended(*processes: "subprocess.Popen[str]", timeout_seconds: float = LIMIT_SECONDS) -> tuple[str, str]:
     """Wait for processes, all of which have to succeed, and return what they printed: output, errors."""
     try:
         printed = [process.communicate(timeout=timeout_seconds) for process in processes]

@@ -1,6 +1,7 @@
 """Runs a function on several real gloo ranks of this machine, each a process of its own."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import socket
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tests.support.limits import LIMIT_SECONDS
+
 PRELOAD = ["lightning.pytorch", "torchmetrics", "torchrec.distributed.planner", "lightning_distrec.strategies.torchrec"]
 
 
@@ -21,7 +24,9 @@ class RankFailed(AssertionError):
     """A rank raised, died or took too long; the message holds its traceback."""
 
 
-def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+def run_on_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = LIMIT_SECONDS
+) -> list[Any]:
     """Return what `function(*args)` returns on each of `num_ranks` ranks, in rank order.
 
     function: importable by name (a module's top level). The ranks see the environment that Lightning's launcher would
@@ -52,7 +57,7 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
 
 
 def run_each_on_ranks(
-    calls: dict[str, tuple[Any, ...]], num_ranks: int, timeout_seconds: float = 60.0
+    calls: dict[str, tuple[Any, ...]], num_ranks: int, timeout_seconds: float = LIMIT_SECONDS
 ) -> list[dict[str, Any]]:
     """Return what each call returns on each rank, made one after the other by the same ranks, which costs one start.
 
@@ -114,6 +119,8 @@ def _run(
 ) -> None:
     with open(f"{folder}/{rank}.stderr", "w") as stderr:
         os.dup2(stderr.fileno(), 2)
+    # What was imported before the fork is not looked through for garbage by each rank: that would copy its memory.
+    gc.freeze()
     stack = open(f"{folder}/{rank}.stack", "w")  # noqa: SIM115  open until the process ends
     faulthandler.enable(stack)
     faulthandler.register(10, stack)

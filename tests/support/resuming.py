@@ -434,7 +434,7 @@ class Lived:
     then: list[list[Outcome]]
 
 
-def live(lives: Mapping[str, Life], timeout_seconds: float = 100.0) -> dict[str, Lived]:
+def live(lives: Mapping[str, Life]) -> dict[str, Lived]:
     """Return what became of each life; all runs on as many ranks are made by the same ones, one after the other."""
     first = {(name, -1): (life.num_ranks, life.first) for name, life in lives.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -443,20 +443,20 @@ def live(lives: Mapping[str, Life], timeout_seconds: float = 100.0) -> dict[str,
             for name, life in lives.items()
             for i, (num_ranks, changes) in enumerate(life.then)
         }
-        found = _on_their_ranks(first, folder, timeout_seconds) | _on_their_ranks(then, folder, timeout_seconds)
+        found = _on_their_ranks(first, folder) | _on_their_ranks(then, folder)
     return {
         name: Lived(found[name, -1], [found[name, i] for i in range(len(life.then))]) for name, life in lives.items()
     }
 
 
 def _on_their_ranks(
-    runs: Mapping[tuple[str, int], tuple[int, Run]], folder: str, timeout_seconds: float
+    runs: Mapping[tuple[str, int], tuple[int, Run]], folder: str
 ) -> dict[tuple[str, int], list[Outcome]]:
     found: dict[tuple[str, int], list[Outcome]] = {}
     for num_ranks in sorted({num_ranks for num_ranks, _ in runs.values()}):
         mine = {key: run for key, (wanted, run) in runs.items() if wanted == num_ranks}
         named = {f"{name} {i}": (run, f"{folder}/{name} {i}") for (name, i), run in mine.items()}
-        of_ranks = run_on_ranks(train_each, num_ranks, named, timeout_seconds=timeout_seconds)
+        of_ranks = run_on_ranks(train_each, num_ranks, named)
         found |= {(name, i): [of_rank[f"{name} {i}"] for of_rank in of_ranks] for name, i in mine}
     return found
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.debian import require
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.variables import environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol")
@@ -143,10 +144,10 @@ class Slurm:
     def cancel_all(self) -> None:
         """Cancel all jobs, kill what they have started, and wait until they are gone."""
         self.cancel("--user=root")
-        self._until(self._has_no_jobs, "all jobs to be gone", 30)
+        self._until(self._has_no_jobs, "all jobs to be gone", LIMIT_SECONDS)
 
     def run(
-        self, *command: str, env: Mapping[str, str] | None = None, timeout_seconds: float = 60
+        self, *command: str, env: Mapping[str, str] | None = None, timeout_seconds: float = LIMIT_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """Run any command as a user of this Slurm would; its exit code is the caller's affair. env: added variables.
 
@@ -164,7 +165,7 @@ class Slurm:
                 f"waited {timeout_seconds} s for {' '.join(command)}\n{out}\n--- stderr\n{err}{self.logs()}"
             )
             with contextlib.suppress(SlurmFailed):
-                self._spawn(("scancel", "--user=root"), {}).wait(30)
+                self._spawn(("scancel", "--user=root"), {}).wait(LIMIT_SECONDS)
             raise failure from None
         self._processes.remove(process)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
@@ -178,12 +179,12 @@ class Slurm:
         """Return a job's state, such as PENDING, RUNNING or COMPLETED."""
         return re.findall(r"JobState=(\w+)", self.scontrol("show", "job", str(job)))[0]
 
-    def wait(self, job: int, states: Sequence[str] = ENDED, timeout_seconds: float = 60) -> str:
+    def wait(self, job: int, states: Sequence[str] = ENDED, timeout_seconds: float = LIMIT_SECONDS) -> str:
         """Wait until a job has ended, or is in one of `states`, and return its state."""
         self._until(lambda: self.state(job) in states, f"job {job} to be {'/'.join(states)}", timeout_seconds, job)
         return self.state(job)
 
-    def wait_for_output(self, job: int, text: str, timeout_seconds: float = 60) -> None:
+    def wait_for_output(self, job: int, text: str, timeout_seconds: float = LIMIT_SECONDS) -> None:
         """Wait until a job of `sbatch` has printed `text`."""
         self._until(lambda: text in self.output(job), f"job {job} to print {text!r}", timeout_seconds, job)
 
@@ -198,7 +199,7 @@ class Slurm:
         return "".join(f"\n--- log of {name}\n" + "\n".join(lines) for name, lines in sorted(tails.items()))
 
     def _checked(self, *command: str, env: Mapping[str, str] | None = None) -> str:
-        done = self.run(*command, env=env, timeout_seconds=30)
+        done = self.run(*command, env=env)
         if done.returncode:
             raise SlurmFailed(f"{' '.join(command)}: {done.stderr}{self.logs()}")
         return done.stdout

@@ -13,6 +13,7 @@ import yaml
 
 from lightning_distrec import cli
 from tests.support.advised_models import Ids
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +124,7 @@ def test_the_recipe_is_advised_upon_from_the_console() -> None:
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
