@@ -3,7 +3,8 @@
 import pytest
 
 from tests.support.debian import require
-from tests.support.launches import SCRIPT, check, ended, free_port, results_of, start
+from tests.support.launches import SCRIPT, check, ended, results_of, start
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.cluster
 

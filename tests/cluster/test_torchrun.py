@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from tests.support.launches import SCRIPT, check, ended, free_port, results_of, start
+from tests.support.launches import SCRIPT, check, ended, results_of, start
 from tests.support.limits import at_most
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.cluster
 

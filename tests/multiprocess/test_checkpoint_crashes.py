@@ -36,7 +36,8 @@ from lightning_distrec.cluster.process_exit import _leave
 from lightning_distrec.parts import Part, Parted
 from tests.support.limits import LIMIT_SECONDS, at_most
 from tests.support.lone_rank import LoneRank
-from tests.support.ranks import PRELOAD, _free_port, _run, rank_and_num_ranks, run_on_ranks
+from tests.support.ports import free_port
+from tests.support.ranks import PRELOAD, _run, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
 SECONDS_OF_KILLS = 15.0
@@ -196,7 +197,7 @@ class Kills:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         (scratch := self.folder.parent / "scratch").mkdir(exist_ok=True)
-        port, arguments = _free_port(), (str(self.folder), self.is_async)
+        port, arguments = free_port(), (str(self.folder), self.is_async)
         ranks = [
             context.Process(target=_run, args=(_train, arguments, rank, 2, port, str(scratch))) for rank in range(2)
         ]
@@ -281,7 +282,7 @@ def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_
     (folder := tmp_path / "run").mkdir()
     command = [sys.executable, "-m", "tests.multiprocess.test_checkpoint_crashes", str(folder), str(int(is_async))]
     common = {"WORLD_SIZE": "2", "TEST_NUM_RANKS": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     said = [open(tmp_path / f"{rank}.said", "w+") for rank in range(2)]  # noqa: SIM115  the processes write into them
     ranks = [
         subprocess.Popen(

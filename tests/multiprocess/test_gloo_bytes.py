@@ -12,7 +12,7 @@ from lightning_distrec.sharding.planning.gloo_bandwidths import GlooBandwidths
 from tests.support.ranks import run_on_ranks
 
 NUMBERS = 2**21
-"""Float32 numbers that each rank keeps: eight MiB drown what else travels on the device."""
+"""Float32 numbers that each rank keeps: eight MiB."""
 
 
 def _looped_bytes() -> int:
@@ -22,7 +22,10 @@ def _looped_bytes() -> int:
 
 
 def _counted() -> dict[str, float]:
-    """Return by collective what all ranks together sent, in parts of what a rank keeps."""
+    """Return by collective what all ranks together sent, in parts of what a rank keeps: the least of three times.
+
+    Other tests send on the same device.
+    """
     dist.init_process_group("gloo")
     num_ranks = dist.get_world_size()
     own, whole = torch.ones(NUMBERS), torch.ones(num_ranks * NUMBERS)
@@ -35,12 +38,15 @@ def _counted() -> dict[str, float]:
     }
     found = {}
     for name, call in calls.items():
-        dist.barrier()
-        before = _looped_bytes()
-        call()
-        dist.barrier()
-        found[name] = (_looped_bytes() - before) / own.nbytes
-        dist.barrier()
+        times = []
+        for _ in range(3):
+            dist.barrier()
+            before = _looped_bytes()
+            call()
+            dist.barrier()
+            times.append((_looped_bytes() - before) / own.nbytes)
+            dist.barrier()
+        found[name] = min(times)
     return found
 
 

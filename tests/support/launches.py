@@ -1,7 +1,6 @@
 """`launched_script` started by any launcher, and what its ranks then say of themselves against one machine's ranks."""
 
 import json
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -41,12 +40,6 @@ def ended(*processes: "subprocess.Popen[str]", timeout_seconds: float = LIMIT_SE
     out, err = ("".join(texts) for texts in zip(*printed, strict=True))
     assert [process.returncode for process in processes] == [0] * len(processes), err[-3000:]
     return out, err
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def results_of(printed: str) -> list[Result]:

@@ -4,7 +4,6 @@ import faulthandler
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.ports import free_port
 
 PRELOAD = ["lightning.pytorch", "torchmetrics", "torchrec.distributed.planner", "lightning_distrec.strategies.torchrec"]
 
@@ -37,7 +37,7 @@ def run_on_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(target=_run, args=(function, args, rank, num_ranks, port, folder))
             for rank in range(num_ranks)
@@ -152,9 +152,3 @@ def _leave_group() -> None:
     from lightning_distrec.cluster.process_exit import _leave
 
     _leave()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,6 +19,7 @@ import pytest
 from tests.support import processes
 from tests.support.debian import require
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.ports import free_ports
 from tests.support.variables import environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol")
@@ -226,12 +227,8 @@ class Slurm:
         return self.run("sinfo", "-hN", "-o%T").stdout == "idle\nidle\n"
 
     def _write_config(self) -> None:
-        probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-        ports = [probe.getsockname()[1] for probe in probes]
-        for probe in probes:
-            probe.close()
         host = socket.gethostname().partition(".")[0]
-        text = CONFIG.format(folder=self.folder, host=host, ports=ports, cpus=self._cpus)
+        text = CONFIG.format(folder=self.folder, host=host, ports=free_ports(3), cpus=self._cpus)
         for name, value in self._settings.items():
             text = re.sub(rf"^{name}=.*\n", "", text, flags=re.MULTILINE) + f"{name}={value}\n"
         (self.folder / "slurm.conf").write_text(text)

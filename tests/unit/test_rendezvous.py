@@ -11,16 +11,13 @@ import pytest
 from lightning_distrec.cluster import rendezvous
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.errors import RendezvousError
+from tests.support.ports import free_ports
 
 
 @pytest.fixture
 def point() -> MeetingPoint:
     """A meeting point with three ports that were free a moment ago."""
-    probes = [socket.create_server(("", 0)) for _ in range(3)]
-    ports = tuple(probe.getsockname()[1] for probe in probes)
-    for probe in probes:
-        probe.close()
-    return MeetingPoint("127.0.0.1", ports, "job 1.0")
+    return MeetingPoint("127.0.0.1", tuple(free_ports(3)), "job 1.0")
 
 
 @pytest.fixture(autouse=True)
