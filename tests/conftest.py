@@ -1,15 +1,20 @@
-"""Which tests share a process: those of a file, which share what its fixtures made, and all of tests/cluster."""
+"""Which tests share a process where pytest-xdist has several: those of a file, and all of tests/cluster."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-CLUSTER = Path(__file__).parent / "cluster"
+
+class FilesTogether(LoadScopeScheduling):
+    """A file's tests share what its fixtures made. There is one Slurm, and one pair of two machines' addresses."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "tests/cluster" if file.startswith("tests/cluster/") else file
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Name the group of each test for pytest-xdist. There is one Slurm, and one pair of addresses of two machines."""
-    for item in items:
-        group = "cluster" if CLUSTER in item.path.parents else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
+    """Hand tests out so."""
+    return FilesTogether(config, log)
