@@ -75,7 +75,7 @@ class Communication(Callback):
         self._stop()
         self._fit, self._since_log, self._evaluating = Traffic(), Traffic(), False
         self._log_times.start()
-        if not dist.is_available() or not dist.is_initialized():
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         local = environ.get("LOCAL_WORLD_SIZE", "")
         self._ranks_on_node = int(local) if local.isdecimal() and int(local) else None

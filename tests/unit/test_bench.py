@@ -120,13 +120,13 @@ def test_the_reason_is_the_error_that_a_run_ended_with(said: str, why: str) -> N
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "hangs"
-    script.write_text("#!/bin/sh\nsleep 100\n")
+    script.write_text("#!/bin/sh\nsleep 1000\n")
     script.chmod(0o700)
     monkeypatch.setattr(runs.sys, "executable", str(script))
     began = time.monotonic()
     hurried = Wanted(configs=(), steps=1, warmup_steps=0, timeout_seconds=0.5)
     assert runs.run(ONE, hurried).why_not == "it was not done after 0.5 s"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize(

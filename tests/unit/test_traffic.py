@@ -125,11 +125,11 @@ def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(cut: str, places: Pl
 
 def test_thousands_of_ranks_take_no_time_per_pair() -> None:
     facts = planned_at_random(1000, Places.equal(4096, 8), seed=0)
-    begin = time.perf_counter()
+    begin = time.process_time()
     traffic = facts.traffic
     assert traffic.sent().shape == traffic.across_nodes().shape == (4096,)
     assert traffic.between_nodes().shape == (512, 512)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_a_cut_whose_exchanges_are_not_known_is_refused() -> None:
