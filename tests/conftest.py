@@ -1,8 +1,10 @@
-"""Which tests share a process where pytest-xdist has several: those of a file, and all of tests/cluster."""
+"""Which tests share a process where pytest-xdist has several, and what one file leaves to the next: nothing."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
 
@@ -18,3 +20,11 @@ class FilesTogether(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
     """Hand tests out so."""
     return FilesTogether(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_no_group() -> Iterator[None]:
+    """Trainers of one rank leave a process group in the tests' own process, which the next file must not find."""
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

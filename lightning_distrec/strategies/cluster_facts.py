@@ -4,11 +4,9 @@ import os
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
-from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.sharding.planning.bandwidths import Asked, ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
 from lightning_distrec.sharding.planning.reservation import Reservation
@@ -23,6 +21,7 @@ from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sizes import bandwidth_in_words
 from lightning_distrec.strategies.reserved_memory import reserve
 from lightning_distrec.strategies.table_decisions import TableSettings
+from lightning_distrec.strategies.table_run import TableRun
 from lightning_distrec.words import bytes_in_words
 
 
@@ -63,24 +62,15 @@ class ClusterFacts:
         return rows + [(name, bandwidth_in_words(one.bytes_per_second), one.origin) for name, one in found]
 
 
-def find_facts(
-    trainer: Trainer,
-    module: LightningModule,
-    tables: list[Table],
-    settings: TableSettings,
-    consensus: Consensus,
-    device: torch.device,
-    places: Places,
-    cuts_dense: bool,
-) -> ClusterFacts:
+def find_facts(run: TableRun, tables: list[Table]) -> ClusterFacts:
     """Collective. Return what the planner is told, on every rank; bandwidths are measured if that was asked for.
 
-    What the environment says is what rank 0's says. cuts_dense: whether layers without tables are cut over the ranks.
-    Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank is not what it must be. PlanError: what is
-    kept leaves no memory for tables.
+    What the environment says is what rank 0's says. Raises ConfigError, on all ranks: a variable or
+    memory_bytes_per_rank is not what it must be. PlanError: what is kept leaves no memory for tables.
     """
+    settings, consensus, device, places = run.settings, run.consensus, run.device, run.places
     asked, mine = consensus.all_or_none("setup", lambda: _look(settings, device, places, consensus.rank))
-    reservation = reserve(trainer, module, tables, settings, consensus, device, places, cuts_dense)
+    reservation = reserve(run, tables)
     told = consensus.everyone((asked, mine, device))
     asked = told[0][0]
     assert asked is not None

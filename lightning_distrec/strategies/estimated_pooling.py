@@ -10,42 +10,36 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_distrec._compat import train_dataloaders
-from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
 from lightning_distrec.sharding.planning.plan import Demand
 from lightning_distrec.sharding.planning.pooling import IdCounts
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.table_decisions import Decisions
+from lightning_distrec.strategies.table_run import TableRun
 
 MOST_NAMED = 4
 """How many tables the line about what was counted names."""
 
 
-def estimate_pooling(
-    trainer: Trainer,
-    module: LightningModule,
-    look: Decisions,
-    num_batches: int,
-    consensus: Consensus,
-    device: torch.device,
-) -> dict[str, Demand]:
+def estimate_pooling(run: TableRun, look: Decisions) -> dict[str, Demand]:
     """Collective. Return the tables' demands by full name, with ids per example counted in batches of all ranks.
 
-    num_batches: of each training dataloader on each rank; 0: none. A pooling_factor that was given stays. What cannot
-    be looked at is said, and the tables are planned as if nobody had asked.
+    As many batches of each training dataloader on each rank as `planning.estimate_pooling` says. A pooling_factor that
+    was given stays. What cannot be looked at is said, and the tables are planned as if nobody had asked.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
+    if run.trainer.state.fn != TrainerFn.FITTING:
         return look.demands
-    mine = _count(trainer, module, num_batches, device) if num_batches else (IdCounts.none(), 0, [])
+    num_batches = run.settings.planning.estimate_pooling
+    mine = _count(run.trainer, run.module, num_batches, run.device) if num_batches else (IdCounts.none(), 0, [])
     counts, total, notes = IdCounts.none(), 0, []
-    for rank, (theirs, seen, said) in enumerate(consensus.everyone(mine)):
+    for rank, (theirs, seen, said) in enumerate(run.consensus.everyone(mine)):
         counts.add(theirs)
         total += seen
         notes += [f"rank {rank}: {note}" for note in said]
     wanted = [table for table in look.tables if look.demands[table.full_name].options.pooling_factor is None]
     found = {table.full_name: counts.factors_of(table) for table in wanted}
     if total or notes:
-        _say(wanted, found, total, consensus.num_ranks, notes)
+        _say(wanted, found, total, run.consensus.num_ranks, notes)
     return {
         name: demand if found.get(name) is None else replace(demand, pooling_factors=found[name])
         for name, demand in look.demands.items()

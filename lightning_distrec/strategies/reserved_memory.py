@@ -4,11 +4,10 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.sharding.planning.reservation import (
     VARIABLE,
     Reservation,
@@ -22,32 +21,24 @@ from lightning_distrec.strategies.module_sizes import measure_module
 from lightning_distrec.strategies.reckoning import Job, dense_memory
 from lightning_distrec.strategies.sampled_step import sample_step
 from lightning_distrec.strategies.table_decisions import TableSettings
+from lightning_distrec.strategies.table_run import TableRun
 
 
-def reserve(
-    trainer: Trainer,
-    module: LightningModule,
-    tables: list[Table],
-    settings: TableSettings,
-    consensus: Consensus,
-    device: torch.device,
-    places: Places,
-    cuts_dense: bool,
-) -> Reservation:
+def reserve(run: TableRun, tables: list[Table]) -> Reservation:
     """Collective. Return what is kept of every rank, as rank 0 is told, and as its environment says.
 
-    cuts_dense: whether layers without tables are cut over the ranks. Raises ConfigError, on all ranks: the environment
-    says what cannot be.
+    Raises ConfigError, on all ranks: the environment says what cannot be.
     """
+    trainer, module, settings, consensus = run.trainer, run.module, run.settings, run.consensus
     given, variable = consensus.everyone((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
     if not is_measured(given):
         return chosen_reservation(given, {VARIABLE: variable})
-    activation_bytes, why = sample_step(trainer, module, tables, consensus, device)
+    activation_bytes, why = sample_step(trainer, module, tables, consensus, run.device)
     if why and trainer.state.fn == TrainerFn.FITTING:
         rank_zero_info(f"torchrec_sharded: reserve='measure': activations are not reserved for: {why}.")
     # Weighing runs the user's configure_model on a copy, so every rank does it: it may have collectives.
     weighed = consensus.all_or_none(
-        "setup", lambda: weigh(trainer, module, settings, device, places, cuts_dense, activation_bytes)
+        "setup", lambda: weigh(trainer, module, settings, run.device, run.places, run.cuts_dense, activation_bytes)
     )
     return consensus.everyone(weighed)[0]
 

@@ -3,8 +3,6 @@
 import os
 from dataclasses import replace
 
-import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_distrec.sharding.planning.held_memory import check_memory
@@ -19,27 +17,24 @@ from lightning_distrec.sharding.planning.written_plan import ranks_per_node
 from lightning_distrec.strategies.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.plan_files import follow, wanted_plan
 from lightning_distrec.strategies.table_decisions import Decisions, TableSettings
+from lightning_distrec.strategies.table_run import TableRun
 
 
 def plan_tables(
-    trainer: Trainer,
-    look: Decisions,
-    old_plan: Plan,
-    settings: TableSettings,
-    facts: ClusterFacts,
-    output_dtype: torch.dtype | None,
+    run: TableRun, look: Decisions, old_plan: Plan, facts: ClusterFacts
 ) -> tuple[MadePlan, PlanFacts | None]:
     """Collective. Return the plan, and on rank 0 of a fit, which prints it, what reports tell of it.
 
-    old_plan: of an earlier run of the module; {} for none. output_dtype: the type of looked up rows; None for the
-    kernels' own. Raises PlanError, on all ranks: tables do not fit, or not where a file puts them.
+    old_plan: of an earlier run of the module; {} for none. Raises PlanError, on all ranks: tables do not fit, or not
+    where a file puts them.
     """
+    trainer, settings = run.trainer, run.settings
     made = plan_together(lambda: plan_or_follow(look, old_plan, settings, facts))
     put_on_devices(made.plan, facts.devices)
     if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
         return made, None
     told = facts_of_plan(look, settings, facts, made)
-    print_plan(told, output_dtype, facts.in_words)
+    print_plan(told, run.output_dtype, facts.in_words)
     return made, told
 
 

@@ -50,11 +50,13 @@ from lightning_distrec.strategies.precision import (
     agree_on_overflows,
     output_dtype,
 )
+from lightning_distrec.strategies.set_up_tables import set_up_tables
 from lightning_distrec.strategies.sharded_hooks import ShardedHooks
 from lightning_distrec.strategies.sharded_module import ShardedModule
 from lightning_distrec.strategies.stopping import StopOptions
 from lightning_distrec.strategies.table_decisions import TableSettings
-from lightning_distrec.strategies.table_setup import TableSetup, set_up_tables
+from lightning_distrec.strategies.table_run import TableRun
+from lightning_distrec.strategies.table_setup import TableSetup
 from lightning_distrec.strategies.together import warn
 
 
@@ -226,16 +228,17 @@ class TorchRecShardedStrategy(ShardedHooks):
             refuse_sharded(module, "torchrec_sharded with dense='ddp'")
         else:
             self._sharded.begin(module)
-        self._tables = set_up_tables(
-            trainer,
-            module,
-            self._settings,
-            self._consensus,
-            self.root_device,
-            self._places,
-            output_dtype(str(trainer.precision)),
+        run = TableRun(
+            trainer=trainer,
+            module=module,
+            settings=self._settings,
+            consensus=self._consensus,
+            device=self.root_device,
+            places=self._places,
+            output_dtype=output_dtype(str(trainer.precision)),
             cuts_dense=self.cuts_dense,
         )
+        self._tables = set_up_tables(run)
         if self._tables is None and self._sharded is not None:
             raise ConfigError(
                 "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "

@@ -16,6 +16,7 @@ def test_mpirun_says_which_ranks_there_are() -> None:
     assert "started by mpirun" in err + out
 
 
+@pytest.mark.thorough
 def test_a_pytorchjob_is_one_rank_for_each_pod() -> None:
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     out, _ = ended(*(start(*SCRIPT, RANK=str(rank), **job) for rank in range(2)))

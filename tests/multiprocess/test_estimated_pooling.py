@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec.errors import DataError
-from lightning_distrec.strategies import estimated_pooling, table_setup
+from lightning_distrec.strategies import estimated_pooling, set_up_tables
 from tests.support.click_model import FEATURES, ClickModel, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -98,7 +98,7 @@ def fit(
         found.update({name: demand.pooling_factors for name, demand in demands.items()})
         return demands
 
-    table_setup.estimate_pooling, estimated_pooling.rank_zero_info = noted, said.append  # type: ignore[assignment]
+    set_up_tables.estimate_pooling, estimated_pooling.rank_zero_info = noted, said.append  # type: ignore[assignment]
     random.seed(2)
     np.random.seed(2)
     trained = seeded(model)
