@@ -177,10 +177,14 @@ def _fit_by_console(folder: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_console_script_takes_it_by_name_and_by_class(tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_the_console_script_takes_it_by_name(tmp_path: Path) -> None:
     said = _fit_by_console(tmp_path / "name", "--config", "recipes/strategies/distrec_auto.yaml")
     assert said.count("trained by TunedDDPStrategy") == 2
     assert said.count("distrec_auto: ddp_tuned, because all of the module, 1.8 MiB, is within 80% of a rank's") == 1
+
+
+def test_the_console_script_takes_it_by_class(tmp_path: Path) -> None:
     by_class = tmp_path / "auto.yaml"
     chosen = {"class_path": "lightning_distrec.AutoStrategy", "init_args": {"memory_bytes_per_rank": 2_000_000}}
     by_class.write_text(yaml.safe_dump({"trainer": {"strategy": chosen}}))

@@ -21,7 +21,7 @@ from tests.support.jobs import Collection, Feature, Job, Table
 from tests.support.limits import at_most
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
-JOBS = int(os.environ.get("DISTREC_PROPERTY_JOBS", "20"))
+JOBS = int(os.environ.get("DISTREC_PROPERTY_JOBS", "12"))
 SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
 AT_ONCE = 12
 """Jobs that run one after the other in the same ranks."""
