@@ -22,7 +22,7 @@ WORKERS ?= 3
 test: install lint  ## check style and types, then run the tests; WORKERS=N runs so many at a time
 	@$(PYTEST)
 
-test-all: install lint  ## the same with every case of tests that have many, which takes twice as long
+test-all: install lint  ## the same with every case of tests that have many
 	@$(PYTEST) -m ""
 
 lint: install  ## check style (ruff) and types (mypy)
