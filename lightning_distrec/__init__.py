@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_distrec._compat import choose_environments
+from lightning_distrec._compat.lightning import choose_environments
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_distrec.strategies.auto import AutoStrategy
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
-    from lightning_distrec.strategies.fsdp_options import FSDPOptions
+    from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
@@ -56,7 +56,7 @@ _HOMES = {
     "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
-    "FSDPOptions": "lightning_distrec.strategies.fsdp_options",
+    "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "PlanningOptions": "lightning_distrec.sharding.planning.planning_options",

@@ -6,7 +6,7 @@ DistRecError
 ├── UnsupportedError   a Trainer setting or callback that cannot be exact over sharded tables
 ├── ShardingError      a module or table cannot be sharded
 │   ├── PlanError            no plan suits the tables, or a plan does not suit the run
-│   │   └── NoRoomError          ... because they need more memory than there is
+│   │   └── InfeasiblePlanError          ... because they need more memory than there is
 │   └── RowsElsewhereError   a sharded table's weight was read as if it were whole
 ├── OptimizerError     an optimizer's update cannot be carried over to a table
 ├── IdsError           an id is outside of its table
@@ -45,7 +45,7 @@ class PlanError(ShardingError):
     """No placement of the tables fits what was said of them, or a plan does not suit the run."""
 
 
-class NoRoomError(PlanError):
+class InfeasiblePlanError(PlanError):
     """The tables need more memory than the ranks have."""
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from lightning_distrec.bench.rounds import Result, efficiency
-from lightning_distrec.words import bytes_in_words, counted
+from lightning_distrec.units import format_bytes, quantity
 
 NO_PICTURE = "no picture was drawn: matplotlib is not installed. Install it (pip install matplotlib), and run it again."
 
@@ -18,7 +18,7 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
     """Print a row for every strategy and number of devices."""
     rounds = max(len(result.runs) for result in results)
     text = TextTable(
-        title=f"Medians of {counted(steps, 'step')}, {counted(rounds, 'round')} in turns",
+        title=f"Medians of {quantity(steps, 'step')}, {quantity(rounds, 'round')} in turns",
         title_justify="left",
         caption="In brackets: the fastest and the slowest round. Memory on a CPU is the process's, libraries included.",
         caption_justify="left",
@@ -37,7 +37,7 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
             _with_range(result),
             "-" if result.samples_per_second is None else f"{result.samples_per_second:,.0f}",
             "-" if share is None else f"{share:.0%}",
-            bytes_in_words(result.peak_bytes),
+            format_bytes(result.peak_bytes),
         )
     console.print(text)
     for result in results:

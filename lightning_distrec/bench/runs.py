@@ -49,7 +49,7 @@ def run(case: Case, wanted: Wanted) -> Run:
     """Run the recipe under one strategy: so many steps, without validation, checkpoints, loggers and callbacks."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_distrec.cli", *arguments(case, wanted, folder)],
+            [sys.executable, "-m", "lightning_distrec.cli.main", *arguments(case, wanted, folder)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_distrec._compat import ddp_of_whole_tables, watch_collectives
+from lightning_distrec._compat.torch import watch_collectives
+from lightning_distrec._compat.torchrec import ddp_of_whole_tables
 from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
     EXCHANGES,

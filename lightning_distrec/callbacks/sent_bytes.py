@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_distrec._compat import in_backward
+from lightning_distrec._compat.torch import in_backward
 
 IDS = "ids"
 ROWS = "rows"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_distrec._compat import batches_that_stepped
+from lightning_distrec._compat.lightning import batches_that_stepped
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import TRAVELS, Span, listen
 

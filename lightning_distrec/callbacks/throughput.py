@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_distrec._compat import show_in_progress_bar
+from lightning_distrec._compat.lightning import show_in_progress_bar
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
 from lightning_distrec.errors import ConfigError, did_you_mean
 

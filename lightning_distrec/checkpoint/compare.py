@@ -17,8 +17,8 @@ from lightning_distrec.checkpoint.describe import Description, description_of
 from lightning_distrec.checkpoint.load import as_whole
 from lightning_distrec.checkpoint.skeleton import mapped
 from lightning_distrec.checkpoint.whole import plain_optimizer_state
-from lightning_distrec.parts import Whole
-from lightning_distrec.words import ranks_in_words
+from lightning_distrec.chunks import Whole
+from lightning_distrec.units import format_ranks
 
 NUM_LISTED = 40
 """How many differences of one kind are printed."""
@@ -102,7 +102,7 @@ def _facts(a: Description, b: Description) -> list[Difference]:
 
 
 def _cut_in_words(of_table: Mapping[str, Any]) -> str:
-    return f"{of_table.get('cut')}, {of_table.get('kernel')}, ranks {ranks_in_words(of_table.get('ranks', []))}"
+    return f"{of_table.get('cut')}, {of_table.get('kernel')}, ranks {format_ranks(of_table.get('ranks', []))}"
 
 
 def _comparable(a: Contents, b: Contents) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,8 +16,8 @@ from lightning_distrec.checkpoint.load import as_whole, handle_of, load
 from lightning_distrec.checkpoint.save import STATE_FILE
 from lightning_distrec.checkpoint.skeleton import mapped, put_back, read_plain
 from lightning_distrec.checkpoint.storage import StoredTensors
+from lightning_distrec.chunks import Part, Whole, chunks
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Part, Whole, chunks
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from rich.table import Table as TextTable
 
 from lightning_distrec.checkpoint.contents import Contents, num_bytes, read_contents, tensors_of
 from lightning_distrec.checkpoint.save import PLAN_FILE
+from lightning_distrec.chunks import Whole
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Whole
-from lightning_distrec.words import counted, ranks_in_words
+from lightning_distrec.units import format_ranks, quantity
 
 NUM_LISTED = 20
 """How many tensors are listed unless all are asked for."""
@@ -153,7 +153,7 @@ def print_description(found: Description, console: Console, show_all: bool) -> N
     facts = {
         "epoch": found.epoch,
         "step": found.step,
-        "written by": None if found.num_ranks is None else counted(found.num_ranks, "rank"),
+        "written by": None if found.num_ranks is None else quantity(found.num_ranks, "rank"),
         "with": ", ".join(filter(None, [found.versions, found.lightning and f"lightning {found.lightning}"])) or None,
         "plan": f"{PLAN_FILE}, for planning={{'plan_file': {found.path!r}}}" if found.plan_file else None,
     }
@@ -164,10 +164,10 @@ def print_description(found: Description, console: Console, show_all: bool) -> N
     console.print(_table(listed, with_plan=any(tensor.cut for tensor in listed)))
     if rest := found.tensors[len(listed) :]:
         size = decimal(sum(tensor.num_bytes for tensor in rest))
-        console.print(f"and {counted(len(rest), 'smaller tensor')}, {size} in all; --all lists them")
+        console.print(f"and {quantity(len(rest), 'smaller tensor')}, {size} in all; --all lists them")
     for number, state_of in enumerate(found.optimizers):
         of = f", {state_of.optimizer}" if state_of.optimizer else ""
-        tensors = counted(state_of.num_tensors, "tensor")
+        tensors = quantity(state_of.num_tensors, "tensor")
         console.print(f"optimizer {number}{of}: {tensors}, {decimal(state_of.num_bytes)}", soft_wrap=True)
 
 
@@ -180,6 +180,6 @@ def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
         text.add_column(heading, no_wrap=True)
     for tensor in tensors:
         shape = " x ".join(f"{size:,}" for size in tensor.shape) or "one number"
-        plan = (tensor.cut or "", tensor.kernel or "", ranks_in_words(tensor.ranks or [])) if with_plan else ()
+        plan = (tensor.cut or "", tensor.kernel or "", format_ranks(tensor.ranks or [])) if with_plan else ()
         text.add_row(tensor.name, shape, tensor.dtype, decimal(tensor.num_bytes), *plan)
     return text

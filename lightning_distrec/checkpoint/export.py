@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_distrec.atomic_files import onto_disk
 from lightning_distrec.checkpoint.contents import num_bytes, read_contents, tensors_of
 from lightning_distrec.checkpoint.safetensors_file import write_safetensors
 from lightning_distrec.checkpoint.torch_file import write_torch_file
 from lightning_distrec.checkpoint.whole import plain_optimizer_state
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.on_disk import onto_disk
 
 SUFFIXES = {".pt": "a state_dict", ".safetensors": "a state_dict", ".ckpt": "a Lightning checkpoint"}
 """What a file's name says of what will be in it."""

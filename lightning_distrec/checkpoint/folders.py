@@ -16,8 +16,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from lightning_distrec.atomic_files import onto_disk, write_file
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.on_disk import onto_disk, write_file
 
 MARKER = "complete.json"
 FORMAT = 1

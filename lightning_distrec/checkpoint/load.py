@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distrec.checkpoint.folders import read_marker
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
-from lightning_distrec.checkpoint.shares import read_as
+from lightning_distrec.checkpoint.shards import read_as
 from lightning_distrec.checkpoint.skeleton import put_back, read_plain
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
+from lightning_distrec.chunks import Part, Whole, fill_from
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Part, Whole, fill_from
 
 SAFETENSORS = ".safetensors"
 

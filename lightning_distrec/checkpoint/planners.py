@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import override
 
-from lightning_distrec.parts import Part, Parted, chunks, narrowed, overlap
+from lightning_distrec.chunks import ChunkedTensor, Part, chunks, narrowed, overlap
 
 
 class WritePlanner(SavePlanner):
     """Writes this rank's parts of tensors. tensors: name -> parts, the same names on every rank."""
 
-    def __init__(self, tensors: Mapping[str, Parted]) -> None:
+    def __init__(self, tensors: Mapping[str, ChunkedTensor]) -> None:
         self._tensors = tensors
         self._chunks: dict[MetadataIndex, Tensor] = {}
         self._buffer: Tensor | None = None
@@ -41,7 +41,7 @@ class WritePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         return SavePlan([item for name, parted in self._tensors.items() for item in self._items(name, parted)])
 
-    def _items(self, name: str, parted: Parted) -> list[WriteItem]:
+    def _items(self, name: str, parted: ChunkedTensor) -> list[WriteItem]:
         items = []
         for part in parted.parts:
             if not part.tensor.numel():

@@ -14,8 +14,8 @@ import torch
 
 from lightning_distrec.checkpoint.contents import bytes_of, num_bytes, pieces
 from lightning_distrec.checkpoint.load import as_whole
+from lightning_distrec.chunks import Whole
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Whole
 
 TYPES = {
     torch.uint64: "U64",

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from lightning_distrec.atomic_files import write_file
 from lightning_distrec.checkpoint.folders import Unfinished, clean_up, remove
 from lightning_distrec.checkpoint.skeleton import large_tensors, take_out, to_bytes
 from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors
+from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.on_disk import write_file
-from lightning_distrec.parts import Parted
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Snapshot:
     state: bytes | None
     """Content of STATE_FILE; rank 0's."""
     of_rank: bytes
-    tensors: Mapping[str, Parted]
+    tensors: Mapping[str, ChunkedTensor]
     marker: dict[str, Any]
     further: Mapping[str, bytes] = field(default_factory=dict)
     """Name -> content of files that loading does not need; rank 0's."""

@@ -16,9 +16,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from lightning_distrec.checkpoint.shares import parts_of, share_of
+from lightning_distrec.checkpoint.shards import parts_of, share_of
+from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Parted
 
 INLINE_BYTES = 16 * 2**10
 """Tensors up to this size stay in the file with the plain values."""
@@ -39,13 +39,13 @@ def large_tensors(value: Any) -> list[tuple[str, tuple[int, ...], str]]:
     return found
 
 
-def take_out(value: Any, on_all: Container[str], rank: int, num_ranks: int) -> tuple[Any, dict[str, Parted]]:
+def take_out(value: Any, on_all: Container[str], rank: int, num_ranks: int) -> tuple[Any, dict[str, ChunkedTensor]]:
     """Return a copy of nested dicts and lists without their large tensors, and those by name: their path in it.
 
     on_all: paths of the large tensors that every rank holds whole; they are shared out among the ranks for writing.
     What only some ranks hold stays in the copy.
     """
-    tensors: dict[str, Parted] = {}
+    tensors: dict[str, ChunkedTensor] = {}
 
     def taken(item: Any, path: str) -> Any:
         parted = parts_of(item)

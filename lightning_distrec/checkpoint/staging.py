@@ -5,13 +5,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_distrec.parts import Part, Parted
+from lightning_distrec.chunks import ChunkedTensor, Part
 
 
-def copy_to_host(tensors: Mapping[str, Parted]) -> dict[str, Parted]:
+def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
     """Return copies on the host of this rank's parts; from GPUs, all of them are under way at once."""
     copies = {
-        name: Parted(parted.shape, parted.dtype, [Part(part.offsets, _copy(part.tensor)) for part in parted.parts])
+        name: ChunkedTensor(
+            parted.shape, parted.dtype, [Part(part.offsets, _copy(part.tensor)) for part in parted.parts]
+        )
         for name, parted in tensors.items()
     }
     for device in {part.tensor.device for parted in tensors.values() for part in parted.parts}:

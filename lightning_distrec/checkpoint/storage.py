@@ -18,16 +18,22 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Met
 from torch.distributed.checkpoint.metadata import StorageMeta
 from typing_extensions import override
 
-from lightning_distrec._compat import DCP_METADATA_NAMES, PythonUnpickler, dcp_places, is_torch_constant, metadata_kinds
+from lightning_distrec._compat.checkpoint import (
+    DCP_METADATA_NAMES,
+    PythonUnpickler,
+    dcp_places,
+    is_torch_constant,
+    metadata_kinds,
+)
 from lightning_distrec.checkpoint.planners import ReadPlanner, WritePlanner
+from lightning_distrec.chunks import Box, ChunkedTensor, Part, overlap
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Box, Part, Parted, overlap
 
 METADATA_FILE = ".metadata"
 METADATA_KINDS = metadata_kinds()
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Parted], group: Any, final: Path) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path) -> None:
     """Collective over `group`, or alone where it is None. Write the tensors' parts into `folder`, and fsync them.
 
     tensors: the same names on every rank. final: the checkpoint's path, for messages.

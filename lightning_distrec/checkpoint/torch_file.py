@@ -17,8 +17,8 @@ from torch import Tensor
 from lightning_distrec.checkpoint.contents import bytes_of, num_bytes, pieces, tensors_of
 from lightning_distrec.checkpoint.load import as_whole
 from lightning_distrec.checkpoint.skeleton import mapped
+from lightning_distrec.chunks import Whole
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Whole
 
 _HEADER = struct.Struct("<26xHH")
 """What stands before a record of a zip archive: the lengths of its name and of its extra field, which follow."""

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_distrec.checkpoint.save import Ranks
-from lightning_distrec.checkpoint.shares import parts_of
+from lightning_distrec.checkpoint.shards import parts_of
 from lightning_distrec.checkpoint.skeleton import mapped
+from lightning_distrec.chunks import Box, ChunkedTensor, chunks, narrowed
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.parts import Box, Parted, chunks, narrowed
 
 
 def gather_whole(state: Any, ranks: Ranks) -> Any:
@@ -21,7 +21,7 @@ def gather_whole(state: Any, ranks: Ranks) -> Any:
     device holds more than its own parts and a chunk.
     Raises CheckpointError on every rank: rank 0 has not enough free memory for them.
     """
-    found: list[Parted] = []
+    found: list[ChunkedTensor] = []
 
     def collected(value: Any, path: str) -> Any:
         parted = parts_of(value)
@@ -36,12 +36,12 @@ def gather_whole(state: Any, ranks: Ranks) -> Any:
     whole = {id(parted): _send_to_first(parted, [of[i] for of in boxes], ranks.rank) for i, parted in enumerate(found)}
 
     def put(value: Any, path: str) -> Any:
-        return whole[id(value)] if isinstance(value, Parted) else mapped(value, path, put)
+        return whole[id(value)] if isinstance(value, ChunkedTensor) else mapped(value, path, put)
 
     return put(state, "")
 
 
-def _send_to_first(parted: Parted, boxes: list[list[Box]], rank: int) -> Tensor:
+def _send_to_first(parted: ChunkedTensor, boxes: list[list[Box]], rank: int) -> Tensor:
     """Collective. Return the whole tensor on rank 0, on the host; an empty one on the others."""
     whole = torch.empty(parted.shape if rank == 0 else 0, dtype=parted.dtype)
     zero = (0,) * len(parted.shape)
@@ -68,7 +68,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _check_memory(tensors: list[Parted], rank: int) -> None:
+def _check_memory(tensors: list[ChunkedTensor], rank: int) -> None:
     needed = sum(torch.Size(parted.shape).numel() * parted.dtype.itemsize for parted in tensors)
     if rank == 0 and needed > (free := _free_host_bytes()):
         raise CheckpointError(

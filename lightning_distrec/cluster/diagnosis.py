@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from lightning_distrec.cluster.doctor import SHARED_MEMORY, Findings, Link, Rank
-from lightning_distrec.words import counted, few_of, ranks_in_words
+from lightning_distrec.units import format_ranks, quantity, shortened
 
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_MEMORY = 1 << 30
@@ -102,7 +102,7 @@ def as_json(found: Findings, remarks: list[Remark]) -> dict[str, Any]:
 
 def print_diagnosis(found: Findings, remarks: list[Remark], console: Console) -> None:
     """Print the ranks by node, the links, and the verdict."""
-    total = f"{counted(len(found.ranks), 'rank')} on {counted(found.num_nodes, 'node')}"
+    total = f"{quantity(len(found.ranks), 'rank')} on {quantity(found.num_nodes, 'node')}"
     console.print(f"{total}, started by {found.started_by}")
     console.print(f"with {found.ranks[0].versions}, Python {found.ranks[0].python}")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -113,7 +113,7 @@ def print_diagnosis(found: Findings, remarks: list[Remark], console: Console) ->
         one = here[0]
         table.add_row(
             one.host,
-            ranks_in_words([rank.rank for rank in here]),
+            format_ranks([rank.rank for rank in here]),
             str(max(len(rank.devices) for rank in here)),
             str(one.cpus),
             decimal(one.memory_bytes),
@@ -136,7 +136,7 @@ def _words(links: list[Link], across: bool) -> str:
     where = "across nodes" if across else "within a node"
     return (
         f"{where}: at least {_speed(slowest)} (ranks {slowest.one} and {slowest.other}), at most "
-        f"{latency * 1e6:.0f} us, by gloo, {counted(len(links), 'link')} measured"
+        f"{latency * 1e6:.0f} us, by gloo, {quantity(len(links), 'link')} measured"
     )
 
 
@@ -145,4 +145,4 @@ def _speed(link: Link) -> str:
 
 
 def _named(ranks: Iterable[Rank]) -> str:
-    return few_of([f"rank {rank.rank} on {rank.host}" for rank in ranks], 4)
+    return shortened([f"rank {rank.rank} on {rank.host}" for rank in ranks], 4)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_distrec.cluster.environment import find_launched
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
-from lightning_distrec.machine import host_memory_bytes
+from lightning_distrec.host_memory import host_memory_bytes
 from lightning_distrec.versions import find_installed, problem_with
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from weakref import WeakMethod
 
 import torch.distributed as dist
 
-from lightning_distrec._compat import store_of_ranks
+from lightning_distrec._compat.torch import store_of_ranks
 from lightning_distrec.cluster.consensus import forget_consensus
 
 FAREWELL_SECONDS = 10.0

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_distrec.errors import RendezvousError
-from lightning_distrec.words import few_of
+from lightning_distrec.units import shortened
 
 SAY_AFTER_SECONDS = 10.0
 """What a rank waits for is said after this time, and again each time that it has doubled."""
@@ -217,4 +217,4 @@ def _words(ports: tuple[int, ...]) -> str:
 
 def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
     """Return ranks by number and machine, the first few of them."""
-    return few_of([f"rank {rank} on {nodes[rank]}" if nodes else f"rank {rank}" for rank in ranks], 8)
+    return shortened([f"rank {rank} on {nodes[rank]}" if nodes else f"rank {rank}" for rank in ranks], 8)

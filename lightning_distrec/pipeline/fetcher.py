@@ -13,10 +13,10 @@ import torch
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec._compat import DataFetcher, combining_mode, keep_loader_states, loader_states
+from lightning_distrec._compat.lightning import DataFetcher, combining_mode, keep_loader_states, loader_states
 from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, End, EvenLoader, next_of
-from lightning_distrec.pipeline.in_flight import Flight
-from lightning_distrec.pipeline.look_ahead import LookAhead
+from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
+from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 
 
 class Handed:
@@ -26,7 +26,7 @@ class Handed:
         self.batch = batch
 
 
-class LookAheadFetcher(DataFetcher):
+class PrefetchFetcher(DataFetcher):
     """Holds `look_ahead.depth` batches, the one of this step among them.
 
     kind: what the steps are called: "training", "validation", ...
@@ -34,14 +34,14 @@ class LookAheadFetcher(DataFetcher):
     """
 
     def __init__(
-        self, kind: str, look_ahead: LookAhead, end: End, make_ready: Callable[[Flight, Any, int], None]
+        self, kind: str, look_ahead: SparsePipeline, end: End, make_ready: Callable[[InFlightBatch, Any, int], None]
     ) -> None:
         super().__init__()
         self._kind = kind
         self._look_ahead = look_ahead
         self._end = end
         self._make_ready = make_ready
-        self._queue: deque[Flight] = deque()
+        self._queue: deque[InFlightBatch] = deque()
         self._count = 0
         self._num_drawn = 0
         self._more = True
@@ -50,7 +50,7 @@ class LookAheadFetcher(DataFetcher):
         self._loader_states: Any = None
 
     @override
-    def __iter__(self) -> "LookAheadFetcher":
+    def __iter__(self) -> "PrefetchFetcher":
         self.drop()
         with self._ends_agreed_here():
             super().__iter__()
@@ -100,7 +100,7 @@ class LookAheadFetcher(DataFetcher):
         self._look_ahead.arm(flight, list(self._queue))
         return Handed(flight.batch), *flight.handed_out
 
-    def _next_flight(self) -> Flight:
+    def _next_flight(self) -> InFlightBatch:
         with spans.span(spans.FETCH):
             self._fill(1)
         if not self._queue:
@@ -127,7 +127,7 @@ class LookAheadFetcher(DataFetcher):
             self._queue.append(flight)
             self._look_ahead.prepare(flight)
 
-    def _has_more_after(self, flight: Flight) -> bool:
+    def _has_more_after(self, flight: InFlightBatch) -> bool:
         """Whether to draw another one; collective where loaders agree when they are drawn from.
 
         None is drawn that has no step: a stream would go on behind it in the next epoch.
@@ -138,14 +138,14 @@ class LookAheadFetcher(DataFetcher):
         state = self._look_ahead.ranks.start_least(flight.state).wait()[0] if self._draws_together else flight.state
         return state == HAS_BATCH
 
-    def _draw(self) -> Flight:
+    def _draw(self) -> InFlightBatch:
         assert self.iterator is not None
         with torch.inference_mode(False):  # inside, writes in place are not counted
             return self._drawn(*next_of(self.iterator))
 
-    def _drawn(self, state: int, drawn: Any, failure: Exception | None) -> Flight:
+    def _drawn(self, state: int, drawn: Any, failure: Exception | None) -> InFlightBatch:
         batch, batch_idx, dataloader_idx = drawn if state == HAS_BATCH else (None, 0, 0)
-        flight = Flight(f"{self._kind} {dataloader_idx}", state, failure)
+        flight = InFlightBatch(f"{self._kind} {dataloader_idx}", state, failure)
         flight.handed_out = (batch_idx, dataloader_idx)
         flight.loader_states = loader_states(self.combined_loader)
         if state == HAS_BATCH:

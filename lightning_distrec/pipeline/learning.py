@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_distrec.pipeline.message import Ranks
+from lightning_distrec.pipeline.control_message import Ranks
 from lightning_distrec.pipeline.provenance import Call, Leaves, Source
 
 

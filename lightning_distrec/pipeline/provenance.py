@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec._compat import JAGGED_TENSOR_PARTS, jagged_parts, version_of
+from lightning_distrec._compat.torch import version_of
+from lightning_distrec._compat.torchrec import JAGGED_TENSOR_PARTS, jagged_parts
 from lightning_distrec.pipeline.regular import Regular, regular_like
 
 Step = tuple[str, Any]

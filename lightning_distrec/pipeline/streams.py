@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_distrec._compat import pin_memory
+from lightning_distrec._compat.torch import pin_memory
 from lightning_distrec.pipeline.provenance import tensors_in
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_distrec._compat import has_gradient_hooks
+from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
-from lightning_distrec.sharding.stand_ins import FEATURE, StandIn
+from lightning_distrec.sharding.proxies import FEATURE, ShardedProxy
 
 Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 Convert = Literal["auto", "all", "none"]
@@ -61,7 +61,7 @@ class PlainEmbeddings:
         """Return a collection around the embedding's own weight, or why it stays whole, or None: nobody asked."""
         self._seen.append(path)
         which = self._conversion.which
-        if isinstance(plain, StandIn) or which == "none":
+        if isinstance(plain, ShardedProxy) or which == "none":
             return None
         named = not isinstance(which, str)
         if named and not self._paths[id(plain)] & set(which):

@@ -11,16 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
 
-from lightning_distrec._compat import (
+from lightning_distrec._compat.fbgemm import fbgemm_kernels
+from lightning_distrec._compat.torchrec import (
     attach_fused_optimizer,
     detach_fused_optimizer,
-    fbgemm_kernels,
     forget_rows,
     forget_whole_tables,
     torchrec_quiet,
 )
+from lightning_distrec.chunks import Part
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.parts import Part
+from lightning_distrec.sharding.data_parallel_tables import make_freezable
 from lightning_distrec.sharding.initial_weights import (
     Piece,
     copy_from_whole,
@@ -30,11 +31,10 @@ from lightning_distrec.sharding.initial_weights import (
     table_weights,
 )
 from lightning_distrec.sharding.planning.plan import Plan, sharder_of
+from lightning_distrec.sharding.proxies import ShardedProxy, stand_in
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import Shard, give_gradients, shards_of
-from lightning_distrec.sharding.stand_ins import StandIn, stand_in
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.whole_tables import make_freezable
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
 """Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group; tables
@@ -49,7 +49,7 @@ class ShardedTables:
         self.plan = plan
         self.sharded = sharded
         """Path of a collection, or of a plain embedding -> torchrec's sharded module."""
-        self.in_tree: dict[str, StandIn] = {}
+        self.in_tree: dict[str, ShardedProxy] = {}
         """Path -> what stands there in the module tree while the tables are sharded."""
         self.shards: dict[str, list[Shard]] = {}
         """Full name of a table -> this rank's part of it; one empty shard where it has none."""
@@ -340,7 +340,7 @@ def refuse_foreign_shards(root: nn.Module) -> None:
     present = sharded_tables_of(root)
     known = set(present.in_tree.values()) if present is not None else set()
     for path, module in root.named_modules():
-        if isinstance(module, (StandIn, ShardedModule)) and module not in known:
+        if isinstance(module, (ShardedProxy, ShardedModule)) and module not in known:
             raise ShardingError(
                 f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
                 "or load that one's checkpoint into the unsharded collections of this one."
@@ -375,7 +375,7 @@ def _note_places(shards: list[Shard], pieces: list[Piece]) -> None:
             shard.row, shard.column = piece.row, piece.column
 
 
-def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[Shard]]) -> StandIn:
+def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[Shard]]) -> ShardedProxy:
     prefix = f"{tables[0].collection}."
     keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
     weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}

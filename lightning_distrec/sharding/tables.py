@@ -13,10 +13,10 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 
-from lightning_distrec._compat import has_gradient_hooks
+from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
-from lightning_distrec.sharding.stand_ins import StandIn
+from lightning_distrec.sharding.proxies import ShardedProxy
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
@@ -94,7 +94,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     for path, child in module.named_modules():
         if any(path.startswith(prefix) for prefix in skipped):
             continue
-        if isinstance(child, StandIn):
+        if isinstance(child, ShardedProxy):
             skipped.append(f"{path}.")
         elif isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             taken = plain.take(path, child)

@@ -9,23 +9,23 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_distrec._compat import replace_strategy
+from lightning_distrec._compat.lightning import replace_strategy
+from lightning_distrec.advice.advise import advise
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
-from lightning_distrec.strategies.advise import advise
 from lightning_distrec.strategies.ddp import TunedDDPStrategy
+from lightning_distrec.strategies.estimates.estimate import FSDP, TORCHREC, TORCHREC_FSDP, Job
 from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
 from lightning_distrec.strategies.options import chosen
-from lightning_distrec.strategies.precision import MatmulPrecision
-from lightning_distrec.strategies.ranks import CountedRanks
-from lightning_distrec.strategies.reckoning import FSDP, TORCHREC, TORCHREC_FSDP, Job
-from lightning_distrec.strategies.stopping import StopOptions
-from lightning_distrec.strategies.together import RanksTogether
+from lightning_distrec.strategies.run.launched_ranks import RanksFromLauncher
+from lightning_distrec.strategies.run.precision import MatmulPrecision
+from lightning_distrec.strategies.run.stopping import StopOptions
+from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 
-class AutoStrategy(CountedRanks):
+class AutoStrategy(RanksFromLauncher):
     """Takes ddp_tuned, fsdp_tuned or torchrec_sharded, whichever suits the module, when the first run begins.
 
     Rank 0 reckons the memory that each needs, as `lightning-distrec advise` does without a batch: torchrec_sharded
@@ -115,7 +115,7 @@ class AutoStrategy(CountedRanks):
         advice = advise(module, job, trainer, device.type)
         return advice.chosen, advice.reason
 
-    def _make(self, name: str) -> RanksTogether:
+    def _make(self, name: str) -> DistRecStrategy:
         if name in (TORCHREC, TORCHREC_FSDP):
             from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
@@ -123,7 +123,7 @@ class AutoStrategy(CountedRanks):
             return TorchRecShardedStrategy(dense=dense, memory_bytes_per_rank=self._memory_bytes, **self._shared)
         return TunedFSDPStrategy(**self._shared) if name == FSDP else TunedDDPStrategy(**self._shared)
 
-    def _hand_over(self, trainer: Trainer, strategy: RanksTogether) -> None:
+    def _hand_over(self, trainer: Trainer, strategy: DistRecStrategy) -> None:
         """Let `strategy` be the Trainer's, with the module and with all that this one was given."""
         module = self.lightning_module
         assert module is not None

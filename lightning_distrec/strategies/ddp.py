@@ -17,22 +17,19 @@ from typing_extensions import override
 
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.optimizers.owners import Owners, refuse_to_share_out, share_out
+from lightning_distrec.optimizers.zero_partition import ZeroPartition, refuse_to_share_out, share_out
 from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
 from lightning_distrec.pipeline.joined_batches import JoinedLoader, joined
-from lightning_distrec.strategies.autotune import Autotune, candidates, fingerprint, remember, remembered
-from lightning_distrec.strategies.buffers import QuietBuffers
-from lightning_distrec.strategies.fsdp_refusals import refuse_sharded
-from lightning_distrec.strategies.gradient_exchange import (
+from lightning_distrec.strategies.data_parallel.autotune import Autotune, candidates, fingerprint, remember, remembered
+from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
     ExchangeSetting,
     check_exchange,
     exchange_as,
     refuse_gradients,
 )
-from lightning_distrec.strategies.joining import Joining, check_joining, refuse_to_join
-from lightning_distrec.strategies.precision import MatmulPrecision
-from lightning_distrec.strategies.sparse_gradients import (
+from lightning_distrec.strategies.data_parallel.join import Joining, check_joining, refuse_to_join
+from lightning_distrec.strategies.data_parallel.sparse_gradients import (
     AUTO_BYTES,
     TRIAL_STEPS,
     SparseGrads,
@@ -41,13 +38,16 @@ from lightning_distrec.strategies.sparse_gradients import (
     said_of,
     sparse_weights,
 )
-from lightning_distrec.strategies.stopping import StopOptions
-from lightning_distrec.strategies.together import RanksTogether
+from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
+from lightning_distrec.strategies.run.buffers import QuietBuffers
+from lightning_distrec.strategies.run.precision import MatmulPrecision
+from lightning_distrec.strategies.run.stopping import StopOptions
+from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 JOIN_OR = (*UNEVEN_INPUTS, "join")
 
 
-class TunedDDPStrategy(RanksTogether):
+class TunedDDPStrategy(DistRecStrategy):
     """Trains an unchanged LightningModule as Lightning's "ddp" does, with the same numbers, and faster where it can.
 
     Gradients are views into DDP's buckets, and buffers that never change are not broadcast at every step. Checkpoints,
@@ -162,7 +162,7 @@ class TunedDDPStrategy(RanksTogether):
         sparse = sparse_weights(module)
         for optimizer in self.optimizers:
             refuse_to_share_out(optimizer, sparse)
-        owners = Owners(self.world_size)
+        owners = ZeroPartition(self.world_size)
         self._undo = [share_out(optimizer, owners, self.global_rank) for optimizer in self.optimizers]
         self.share_out_state(owners.of)
 

@@ -8,16 +8,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_distrec._compat import tell_device, wrapped_optimizers
+from lightning_distrec._compat.lightning import tell_device, wrapped_optimizers
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
-from lightning_distrec.strategies.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fsdp_refusals import refuse_optimizers
-from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
-from lightning_distrec.strategies.precision import GlobalClipping, MatmulPrecision
-from lightning_distrec.strategies.sharded_hooks import ShardedHooks
-from lightning_distrec.strategies.sharded_module import ShardedModule
-from lightning_distrec.strategies.stopping import StopOptions
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.hooks import ShardedHooks
+from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizers
+from lightning_distrec.strategies.fully_sharded.sharded_module import ShardedModule
+from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
+from lightning_distrec.strategies.run.precision import GlobalClipping, MatmulPrecision
+from lightning_distrec.strategies.run.stopping import StopOptions
 
 
 class TunedFSDPStrategy(ShardedHooks):

@@ -15,49 +15,45 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec._compat import (
-    ignore_in_ddp,
-    move_optimizers_to_device,
-    send_module_states,
-    wrapped_optimizers,
-)
+from lightning_distrec._compat.lightning import move_optimizers_to_device, wrapped_optimizers
+from lightning_distrec._compat.torch import ignore_in_ddp, send_module_states
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.pipeline.even_batches import End, UnevenInputs
 from lightning_distrec.pipeline.fetcher import Handed
-from lightning_distrec.pipeline.look_ahead import Count
 from lightning_distrec.pipeline.options import PipelineOptions
-from lightning_distrec.sharding.ids_check import CheckIds, check_check_ids
+from lightning_distrec.pipeline.sparse_pipeline import Count
+from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, TableOptions
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
-from lightning_distrec.strategies.buffers import QuietBuffers
-from lightning_distrec.strategies.dense_part import follow_parameters
-from lightning_distrec.strategies.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fsdp_refusals import refuse_sharded, refuse_to_cut
-from lightning_distrec.strategies.lightning_callbacks import adapt_callbacks
+from lightning_distrec.strategies.fully_sharded.dense_layers import follow_parameters
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.hooks import ShardedHooks
+from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded, refuse_to_cut
+from lightning_distrec.strategies.fully_sharded.sharded_module import ShardedModule
 from lightning_distrec.strategies.options import chosen
-from lightning_distrec.strategies.pipelining import Pipelining
-from lightning_distrec.strategies.plan_files import save_beside_logs
-from lightning_distrec.strategies.precision import (
+from lightning_distrec.strategies.run.buffers import QuietBuffers
+from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
+from lightning_distrec.strategies.run.precision import (
     GlobalClipping,
     MatmulPrecision,
     agree_on_overflows,
     output_dtype,
 )
-from lightning_distrec.strategies.set_up_tables import set_up_tables
-from lightning_distrec.strategies.sharded_hooks import ShardedHooks
-from lightning_distrec.strategies.sharded_module import ShardedModule
-from lightning_distrec.strategies.stopping import StopOptions
-from lightning_distrec.strategies.table_decisions import TableSettings
-from lightning_distrec.strategies.table_run import TableRun
-from lightning_distrec.strategies.table_setup import TableSetup
-from lightning_distrec.strategies.together import warn
+from lightning_distrec.strategies.run.stopping import StopOptions
+from lightning_distrec.strategies.run.strategy import warn
+from lightning_distrec.strategies.tables.decisions import TableSettings
+from lightning_distrec.strategies.tables.pipelining import Pipelining
+from lightning_distrec.strategies.tables.plan_files import save_beside_logs
+from lightning_distrec.strategies.tables.set_up import set_up_tables
+from lightning_distrec.strategies.tables.table_run import TableRun
+from lightning_distrec.strategies.tables.table_setup import TableSetup
 
 
 class TorchRecShardedStrategy(ShardedHooks):
@@ -165,7 +161,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, Count] = {}
-        self._places = Places.of_nodes(1)
+        self._places = NodeLayout.of_nodes(1)
         self._tables: TableSetup | None = None
         self._clipping = GlobalClipping()
         super().__init__(
@@ -207,7 +203,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         super().setup_environment()
         assert self._consensus is not None
         told = self._consensus.everyone((self.node_rank, self.num_local_ranks))
-        self._places = Places.gathered(told)
+        self._places = NodeLayout.gathered(told)
         on_nodes = [here for _, here in told]
         if self._sharded is not None:
             self._sharded.meet(self.root_device, on_nodes, self._waits)

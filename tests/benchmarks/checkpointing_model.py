@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_distrec.checkpoint.contents import pieces, read_contents, tensors_of
-from lightning_distrec.parts import Whole
+from lightning_distrec.chunks import Whole
 from tests.benchmarks.performance_model import DIM, LEARNING_RATE, NUM_TABLES, Batches, as_dict, make_net, table_bytes
 
 ROWS, QUICK_ROWS = 2**19, 49 * 2**9

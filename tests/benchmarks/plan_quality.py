@@ -15,7 +15,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the ranks
 
-from lightning_distrec.sharding.planning.topology import Places  # noqa: E402
+from lightning_distrec.sharding.planning.topology import NodeLayout  # noqa: E402
 from tests.benchmarks import plan_quality_text as text  # noqa: E402
 from tests.benchmarks.performance_rounds import CannotMeasure  # noqa: E402
 from tests.benchmarks.performance_rows import machine  # noqa: E402
@@ -40,9 +40,9 @@ def main() -> int:
     began, load = time.monotonic(), [os.getloadavg()[0]]
     results: dict[tuple[int, int], Measured] = {}
     notes, wrong = [], False
-    job = Job(Places.of_nodes(1, 1), num_plans, rounds)
+    job = Job(NodeLayout.of_nodes(1, 1), num_plans, rounds)
     for num_ranks in options.ranks:
-        job = Job(Places.of_nodes(num_ranks // 2, num_ranks // 2), num_plans, rounds)
+        job = Job(NodeLayout.of_nodes(num_ranks // 2, num_ranks // 2), num_plans, rounds)
         for rate in options.rates:
             try:
                 results[num_ranks, rate] = on_limited_link(job, rate, TIMEOUT_SECONDS)

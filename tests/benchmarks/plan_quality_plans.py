@@ -11,12 +11,12 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
-from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec._compat.torchrec import torchrec_quiet
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice, choices_of, unlike
-from lightning_distrec.sharding.planning.plan import Demand, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of, sharders
 from lightning_distrec.sharding.planning.planner import cost_of_plan, make_plan
-from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
+from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK, EstimatedOption, choices_of, unlike
+from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
 from lightning_distrec.sharding.planning.written_plan import (
     WrittenPlan,
     WrittenShard,
@@ -39,19 +39,21 @@ Key = tuple[tuple[str, tuple[int, ...]], ...]
 class Space:
     """All plans of the model's tables on some ranks."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: NodeLayout) -> None:
         self.places = places
         tree = nn.Module()
         tree.ebc = make_tables(torch.device("meta"))
         self.tree, self.tables = tree, find_tables(tree).tables
         of_table = options()
-        self.demands: Mapping[str, Demand] = {
-            table.full_name: Demand(allowed_types(table, of_table[table.name], places, ""), False, of_table[table.name])
+        self.demands: Mapping[str, TableConstraints] = {
+            table.full_name: TableConstraints(
+                allowed_types(table, of_table[table.name], places, ""), False, of_table[table.name]
+            )
             for table in self.tables
         }
         constraints = constraints_of(self.tables, self.demands)
         topology = self.topology(default_bandwidths())
-        self.choices: list[list[Choice]] = [
+        self.choices: list[list[EstimatedOption]] = [
             unlike(of) for of in choices_of(self.tables, constraints, topology, BATCH_SIZE, sharders(), {})
         ]
 
@@ -131,7 +133,7 @@ class Space:
         )
         return WrittenTable(size_of(self.tables[number]), choice.cut, choice.kernel, shards)
 
-    def _places_of(self, choice: Choice) -> Iterator[tuple[int, ...]]:
+    def _places_of(self, choice: EstimatedOption) -> Iterator[tuple[int, ...]]:
         """Yield the ranks on which a choice's shards can be; of like shards' places, each one once."""
         ranks, on_node = range(self.places.num_ranks), self.places.ranks_on_node
         nodes = [tuple(ranks[start : start + on_node]) for start in range(0, len(ranks), on_node)]
@@ -146,7 +148,7 @@ class Space:
             yield from itertools.combinations_with_replacement(ranks, len(choice.which))
 
 
-def renamed_ranks(places: Places) -> Iterator[tuple[int, ...]]:
+def renamed_ranks(places: NodeLayout) -> Iterator[tuple[int, ...]]:
     """Yield rank -> rank for each way to number nodes, and the ranks of a node, anew."""
     on_node = places.ranks_on_node
     nodes = [range(start, start + on_node) for start in range(0, places.num_ranks, on_node)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lightning_distrec.sizes import bandwidth_in_words
+from lightning_distrec.units import format_bandwidth
 from tests.benchmarks.checkpointing_text import BEFORE
 from tests.benchmarks.page import NONE, table
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, SIZES
@@ -110,7 +110,7 @@ def cuts_table(results: Results) -> str:
 
 def believed(measured: Measured) -> str:
     """Return the bandwidth that was measured over the link."""
-    return bandwidth_in_words(measured.bandwidths.cross_node.bytes_per_second)
+    return format_bandwidth(measured.bandwidths.cross_node.bytes_per_second)
 
 
 def section(results: Results, notes: Sequence[str], job: Job, *, machine: str, when: str) -> str:

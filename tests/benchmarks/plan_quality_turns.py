@@ -21,7 +21,7 @@ from lightning_distrec.cluster.consensus import consensus_of_all_ranks
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan
 from tests.benchmarks.performance_contenders import Clock, Turn
 from tests.benchmarks.performance_rounds import silence
@@ -37,7 +37,7 @@ TORCHRECS, TORCHRECS_DEFAULT = "torchrec's, measured bandwidths", "torchrec's"
 class Job:
     """What is timed, and how often."""
 
-    places: Places
+    places: NodeLayout
     num_plans: int = 26
     rounds: int = 4
     turn: Turn = field(default_factory=lambda: Turn(first=4, counted=7, last=3))
@@ -124,7 +124,7 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(' ', '_')}.json"
 
 
-def _measured(places: Places) -> ChosenBandwidths:
+def _measured(places: NodeLayout) -> ChosenBandwidths:
     """Collective. Return what a fit with bandwidths="measure" then finds remembered."""
     ranks = consensus_of_all_ranks(60.0)[0]
     asked = asked_bandwidths("measure", {})

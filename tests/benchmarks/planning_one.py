@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
 from lightning_distrec.sharding.planning.planned_tables import UpdateCost, planned_tables
 from lightning_distrec.sharding.planning.planner import MadePlan, make_plan
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS, estimate_traffic
 from tests.benchmarks.planning_jobs import Job
 from tests.support.planned_tables import TableSet, default_critical_path
@@ -87,7 +87,7 @@ def _facts(made: MadePlan, given: TableSet, job: Job) -> dict[str, Any]:
     update = UpdateCost("fused", "", 0.0, 0.0)
     pooling = {name: (given.demands[name].options.pooling_factor or 1.0,) for name in names}
     tables = planned_tables(given.tables, made.plan, dict.fromkeys(names, update), job.num_ranks, pooling)
-    traffic = estimate_traffic(tables, Places.equal(job.num_ranks, job.ranks_on_node), given.batch_size)
+    traffic = estimate_traffic(tables, NodeLayout.equal(job.num_ranks, job.ranks_on_node), given.batch_size)
     slowest = made.cost.milliseconds[made.cost.milliseconds_by_rank.argmax()]
     return {
         "row_bytes": sum(table.num_bytes for table in tables),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_distrec.strategies.sparse_gradients import ALL_BYTES, averaging
+from lightning_distrec.strategies.data_parallel.sparse_gradients import ALL_BYTES, averaging
 from tests.support.ranks import run_on_ranks
 
 SHAPES = ((100, 64, 1024), (1000, 64, 8192), (10_000, 64, 1024), (10_000, 64, 8192), (10_000, 64, 65_536))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.cli import main
+from lightning_distrec.cli.main import main
 from tests.support.slurm import Slurm
 
 CONFIG = """

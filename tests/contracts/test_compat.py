@@ -1,4 +1,4 @@
-"""One contract for every private upstream name that _compat.py uses: it is there, and does what we need of it."""
+"""One contract for every private upstream name that _compat uses: it is there, and does what we need of it."""
 
 import ast
 import inspect
@@ -18,16 +18,23 @@ from torch.nn.utils import clip_grad_norm_
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 
-from lightning_distrec import _compat
+from lightning_distrec._compat import deprecations as _deprecations
+from lightning_distrec._compat import fbgemm as _fbgemm
+from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import torch as _torch
+from lightning_distrec._compat import torchrec as _torchrec
 from tests.support.click_model import ClickModel, bag_configs, seeded, train_sharded
 from tests.support.ranks import run_on_ranks
+
+COMPAT = Path(__file__).parents[2] / "lightning_distrec" / "_compat"
 
 
 def test_every_function_of_compat_has_a_contract_here() -> None:
     names = [
-        name
-        for name, value in vars(_compat).items()
-        if inspect.isfunction(value) and value.__module__ == _compat.__name__ and not name.startswith("_")
+        node.name
+        for file in COMPAT.glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     ]
     here = "".join(file.read_text() for file in sorted(Path(__file__).parent.glob("test_compat*.py")))
     used = {node.attr for node in ast.walk(ast.parse(here)) if isinstance(node, ast.Attribute)}
@@ -50,7 +57,7 @@ class TwoOptimizers(pl.LightningModule):
 
 
 def test_init_optimizers_and_schedulers_returns_plain_optimizers_in_order() -> None:
-    optimizers, schedulers = _compat.init_optimizers_and_schedulers(TwoOptimizers())
+    optimizers, schedulers = _lightning.init_optimizers_and_schedulers(TwoOptimizers())
     assert [type(optimizer) for optimizer in optimizers] == [torch.optim.SGD, torch.optim.Adam]
     assert [type(config.scheduler) for config in schedulers] == [torch.optim.lr_scheduler.StepLR]
 
@@ -60,7 +67,7 @@ def test_move_optimizers_to_device_moves_their_state() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     weight.sum().backward()
     optimizer.step()
-    _compat.move_optimizers_to_device([optimizer], torch.device("meta"))
+    _lightning.move_optimizers_to_device([optimizer], torch.device("meta"))
     assert optimizer.state[weight]["momentum_buffer"].is_meta
 
 
@@ -83,9 +90,9 @@ def _ignored_by_ddp() -> tuple[list[float], list[float], float]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     sent = WithRankWeights(rank)
-    _compat.send_module_states(sent, ["own.weight"])
+    _torch.send_module_states(sent, ["own.weight"])
     module = WithRankWeights(rank)
-    _compat.ignore_in_ddp(module, ["own.weight"])
+    _torch.ignore_in_ddp(module, ["own.weight"])
     wrapped = DistributedDataParallel(module)
     wrapped(torch.full((1, 1), 1.0 + rank)).sum().backward()
     return (
@@ -107,25 +114,25 @@ def test_average_model_and_set_average_model_are_where_the_callbacks_keep_it() -
     model = nn.Linear(1, 1)
     for callback in (WeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)):
         assert "self._average_model = " in inspect.getsource(type(callback).setup)
-        assert _compat.average_model(callback) is None
-        _compat.set_average_model(callback, model)
-        assert _compat.average_model(callback) is model
+        assert _lightning.average_model(callback) is None
+        _lightning.set_average_model(callback, model)
+        assert _lightning.average_model(callback) is model
 
 
 def test_unscales_in_step_knows_torchs_fused_optimizers() -> None:
     weight = nn.Parameter(torch.zeros(1))
-    assert not _compat.unscales_in_step(torch.optim.Adam([weight]))
-    assert _compat.unscales_in_step(torch.optim.Adam([weight], fused=True))
+    assert not _lightning.unscales_in_step(torch.optim.Adam([weight]))
+    assert _lightning.unscales_in_step(torch.optim.Adam([weight], fused=True))
 
 
 def test_share_hooks_runs_and_removes_them_on_both() -> None:
     called: list[str] = []
     original, module = nn.Linear(1, 1), nn.Linear(1, 1)
     before = original.register_forward_pre_hook(lambda *_: called.append("before"))
-    _compat.share_hooks(original, module)
+    _torch.share_hooks(original, module)
     original.register_forward_hook(lambda *_: called.append("after"))
     original.register_full_backward_hook(lambda *_: called.append("backward"))
-    _compat.share_hooks(original, module)
+    _torch.share_hooks(original, module)
     module(torch.ones(1, 1, requires_grad=True)).sum().backward()
     before.remove()
     module(torch.ones(1, 1))
@@ -136,14 +143,14 @@ def test_has_gradient_hooks_sees_both_kinds() -> None:
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     weights[1].register_hook(lambda gradient: None)
     weights[2].register_post_accumulate_grad_hook(lambda weight: None)
-    assert [_compat.has_gradient_hooks(weight) for weight in weights] == [False, True, True]
-    assert [_compat.has_gradient_hooks(weight, but=1) for weight in weights] == [False, True, False]
+    assert [_torch.has_gradient_hooks(weight) for weight in weights] == [False, True, True]
+    assert [_torch.has_gradient_hooks(weight, but=1) for weight in weights] == [False, True, False]
 
 
 def test_watch_total_norm_sees_what_clip_grad_norm_takes_and_can_be_undone() -> None:
     weight, seen = nn.Parameter(torch.zeros(2)), []
     weight.grad = torch.full((2,), 3.0)
-    undo = _compat.watch_total_norm(seen.extend)
+    undo = _torch.watch_total_norm(seen.extend)
     assert clip_grad_norm_([weight], 1.0) == pytest.approx(3.0 * 2**0.5)
     assert seen[0] is weight.grad
     undo()
@@ -157,18 +164,18 @@ def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:
     source = inspect.getsource(ShardedEmbeddingBagCollection.create_grouped_sharding_infos)
     collection = EmbeddingBagCollection(tables=bag_configs())
     parameter = next(collection.parameters())
-    _compat.attach_fused_optimizer(parameter, {"learning_rate": 0.5}, "0.1")
+    _torchrec.attach_fused_optimizer(parameter, {"learning_rate": 0.5}, "0.1")
     for name in ("_optimizer_classes", "_optimizer_kwargs"):
         assert hasattr(parameter, name)
         assert name in source
-    _compat.detach_fused_optimizer(parameter)
+    _torchrec.detach_fused_optimizer(parameter)
     assert not hasattr(parameter, "_optimizer_kwargs")
 
 
 def test_forget_rows_leaves_a_collection_of_the_same_shape_on_meta() -> None:
     collection = EmbeddingBagCollection(tables=bag_configs())
     shapes = {name: p.shape for name, p in collection.named_parameters()}
-    _compat.forget_rows(collection)
+    _torchrec.forget_rows(collection)
     assert {name: p.shape for name, p in collection.named_parameters()} == shapes
     assert all(p.is_meta for p in collection.parameters())
     assert collection.device.type == "meta"
@@ -183,16 +190,16 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
     def look() -> None:
         sharded: Any = model.trainer.strategy.table_setup.shards.sharded["ebc"]
         assert isinstance(sharded, ShardedModule)
-        kernels = _compat.fbgemm_kernels(sharded)
+        kernels = _fbgemm.fbgemm_kernels(sharded)
         found["kernels"] = len(kernels)
         found["divides"] = sharded._has_mean_pooling_callback
         before = int(kernels[0].iter), int(kernels[0].iter_cpu)
-        with _compat.fbgemm_iterations_kept(kernels):
+        with _fbgemm.fbgemm_iterations_kept(kernels):
             kernels[0].iter.add_(5)
             kernels[0].iter_cpu.add_(5)
         found["kept"] = (int(kernels[0].iter), int(kernels[0].iter_cpu)) == before
         sharded._has_mean_pooling_callback = True
-        _compat.leave_mean_to_us(sharded)
+        _torchrec.leave_mean_to_us(sharded)
         found["left to us"] = sharded._has_mean_pooling_callback is False
 
     model.on_train_start = look  # type: ignore[method-assign]
@@ -208,7 +215,7 @@ def test_fbgemm_kernels_their_counters_and_the_mean_are_where_we_look() -> None:
 def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _compat.hide_upstream_deprecations()
+        _deprecations.hide_upstream_deprecations()
         warnings.warn(
             "Please use DTensor instead and we are deprecating ShardedTensor.", DeprecationWarning, stacklevel=1
         )
@@ -222,7 +229,7 @@ def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
 def test_torchrec_quiet_is_needed_and_restores_the_levels(caplog: pytest.LogCaptureFixture) -> None:
     from torchrec.distributed.planner import Topology
 
-    with _compat.torchrec_quiet():
+    with _torchrec.torchrec_quiet():
         Topology(world_size=2, compute_device="cpu")
     assert "the job will fail" not in caplog.text
     assert logging.getLogger("torchrec").level == logging.NOTSET
@@ -238,11 +245,11 @@ class CountsSteps(pl.LightningModule):
         self.bar: list[Any] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        _compat.show_in_progress_bar(self.trainer, "speed", f"{batch_idx}x")
+        _lightning.show_in_progress_bar(self.trainer, "speed", f"{batch_idx}x")
         return self.layer(batch).sum()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append(_compat.batches_that_stepped(self.trainer))
+        self.steps.append(_lightning.batches_that_stepped(self.trainer))
         self.bar.append(self.trainer.progress_bar_metrics["speed"])
 
     def configure_optimizers(self) -> Any:
@@ -259,7 +266,7 @@ def test_replace_strategy_hands_over_all_that_the_trainer_was_given() -> None:
         accelerator="cpu", devices=3, num_nodes=2, strategy="ddp", plugins=[files, precision], **options
     )
     before, after = trainer.strategy, DDPStrategy()
-    _compat.replace_strategy(trainer, after)
+    _lightning.replace_strategy(trainer, after)
     assert trainer.strategy is after
     assert after.accelerator is before.accelerator
     assert after.cluster_environment is before.cluster_environment
@@ -284,12 +291,12 @@ def test_batches_that_stepped_and_the_progress_bar_are_what_lightning_uses() -> 
 def test_in_backward_is_true_in_backward_only() -> None:
     seen: list[bool] = []
     weight = nn.Parameter(torch.zeros(2))
-    weight.register_hook(lambda gradient: seen.append(_compat.in_backward()))
+    weight.register_hook(lambda gradient: seen.append(_torch.in_backward()))
     loss = weight.sum()
-    assert not _compat.in_backward()
+    assert not _torch.in_backward()
     loss.backward()
     assert seen == [True]
-    assert not _compat.in_backward()
+    assert not _torch.in_backward()
 
 
 def test_watch_collectives_sees_calls_by_torchrec_and_can_be_undone() -> None:
@@ -297,7 +304,7 @@ def test_watch_collectives_sees_calls_by_torchrec_and_can_be_undone() -> None:
 
     original = torch.distributed.all_to_all_single
     seen: list[Any] = []
-    undo = _compat.watch_collectives(("all_to_all_single", "no_such_function"), lambda *told: seen.append(told))
+    undo = _torch.watch_collectives(("all_to_all_single", "no_such_function"), lambda *told: seen.append(told))
     for module in (comm_ops, dist_data):
         assert module.dist.all_to_all_single is not original
         assert "dist.all_to_all_single(" in inspect.getsource(module)
@@ -316,7 +323,7 @@ def _ddps_around_whole_tables() -> int:
     found: list[Any] = []
 
     def look() -> None:
-        found.extend(_compat.ddp_of_whole_tables(model.trainer.strategy.table_setup.shards.sharded["ebc"]))
+        found.extend(_torchrec.ddp_of_whole_tables(model.trainer.strategy.table_setup.shards.sharded["ebc"]))
 
     model.on_train_start = look  # type: ignore[method-assign]
     train_sharded(model, 1, {"sharding_types": ["data_parallel"]})
@@ -333,6 +340,6 @@ def test_rows_of_a_sparse_gradient_are_there_as_often_as_they_were_looked_up() -
     table = torch.nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([3, 1, 3])).sum().backward()
     assert table.weight.grad is not None
-    rows, values = _compat.rows_and_values(table.weight.grad)
+    rows, values = _torch.rows_and_values(table.weight.grad)
     assert rows.tolist() == [3, 1, 3]
     assert values.tolist() == [[1.0, 1.0]] * 3

@@ -13,9 +13,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from lightning_distrec import _compat
+from lightning_distrec._compat import checkpoint as _checkpoint
+from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, read_metadata, write_tensors
-from lightning_distrec.parts import Part, Parted
+from lightning_distrec.chunks import ChunkedTensor, Part
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -46,11 +47,11 @@ def _names_in(pickled: bytes) -> set[tuple[str, str]]:
 def _write(folder: str) -> None:
     rank, num_ranks = rank_and_num_ranks()
     tensors = {
-        str(dtype): Parted((4 * num_ranks, 3), dtype, [Part((4 * rank, 0), torch.zeros(4, 3).to(dtype))])
+        str(dtype): ChunkedTensor((4 * num_ranks, 3), dtype, [Part((4 * rank, 0), torch.zeros(4, 3).to(dtype))])
         for dtype in (torch.float32, torch.bfloat16, torch.int64)
     }
-    tensors["on the last rank"] = Parted((2,), torch.bool, [Part((0,), torch.ones(2) > 0)] if rank else [])
-    tensors["empty"] = Parted((0, 3), torch.float32, [])
+    tensors["on the last rank"] = ChunkedTensor((2,), torch.bool, [Part((0,), torch.ones(2) > 0)] if rank else [])
+    tensors["empty"] = ChunkedTensor((0, 3), torch.float32, [])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
     write_tensors(Path(folder), tensors, torch.distributed.group.WORLD, Path("x.ckpt"))
 
@@ -58,14 +59,14 @@ def _write(folder: str) -> None:
 def test_dcp_metadata_names_are_all_that_metadata_ask_for_and_no_more(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
     asked = _names_in((tmp_path / METADATA_FILE).read_bytes())
-    assert {pair for pair in asked if not _compat.is_torch_constant(*pair)} == _compat.DCP_METADATA_NAMES
+    assert {pair for pair in asked if not _checkpoint.is_torch_constant(*pair)} == _checkpoint.DCP_METADATA_NAMES
     assert {name for module, name in asked if module == "torch"} == {"Size", "float32", "bfloat16", "int64", "bool"}
 
 
 @pytest.mark.parametrize("dtype", SAVED, ids=str)
 def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = (torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(4, 3)
-    write_tensors(tmp_path, {"x": Parted((4, 3), dtype, [Part((0, 0), tensor)])}, None, tmp_path)
+    write_tensors(tmp_path, {"x": ChunkedTensor((4, 3), dtype, [Part((0, 0), tensor)])}, None, tmp_path)
     tensors, found = StoredTensors(tmp_path), torch.zeros_like(tensor)
     assert tensors.entry("x").properties.dtype == dtype
     tensors.read({"x": [Part((0, 0), found)]})
@@ -73,20 +74,20 @@ def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path,
 
 
 def test_is_torch_constant_says_yes_to_types_of_numbers_only() -> None:
-    assert all(_compat.is_torch_constant("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES)
-    said = {name for name in dir(torch) if _compat.is_torch_constant("torch", name)}
+    assert all(_checkpoint.is_torch_constant("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES)
+    said = {name for name in dir(torch) if _checkpoint.is_torch_constant("torch", name)}
     assert {getattr(torch, name) for name in said} == set(DTYPES)
     for name in ("Size", "ops", "load", "os", "os.system", "hub.load", "float32.__class__", "strided", "device", ""):
-        assert not _compat.is_torch_constant("torch", name)
-    assert not _compat.is_torch_constant("torch.nn", "float32")
-    assert not _compat.is_torch_constant("os", "system")
+        assert not _checkpoint.is_torch_constant("torch", name)
+    assert not _checkpoint.is_torch_constant("torch.nn", "float32")
+    assert not _checkpoint.is_torch_constant("os", "system")
 
 
 def test_python_unpickler_asks_its_methods_for_what_a_pickle_names_and_changes() -> None:
     asked: list[Any] = []
 
-    class Asks(_compat.PythonUnpickler):
-        dispatch = dict(_compat.PythonUnpickler.dispatch)
+    class Asks(_checkpoint.PythonUnpickler):
+        dispatch = dict(_checkpoint.PythonUnpickler.dispatch)
 
         def find_class(self, module: str, name: str) -> Any:
             asked.append((module, name))
@@ -113,7 +114,7 @@ def test_dcp_places_tells_where_every_chunk_lies(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
     with open(tmp_path / METADATA_FILE, "rb") as file:
         metadata = read_metadata(file)
-    places = list(_compat.dcp_places(metadata))
+    places = list(_checkpoint.dcp_places(metadata))
     found = sorted({(name, file) for name, file, _, _ in places})
     both = [(f"torch.{dtype}", f"__{rank}_0.distcp") for dtype in ("bfloat16", "float32", "int64") for rank in (0, 1)]
     assert found == sorted([*both, ("on the last rank", "__1_0.distcp")])
@@ -121,13 +122,13 @@ def test_dcp_places_tells_where_every_chunk_lies(tmp_path: Path) -> None:
     for file in {file for _, file in found}:
         lengths = sum(length for _, other, _, length in places if other == file)
         assert lengths == (tmp_path / file).stat().st_size
-    assert list(_compat.dcp_places(Metadata({}))) == []
+    assert list(_checkpoint.dcp_places(Metadata({}))) == []
 
 
 @pytest.mark.parametrize("info", [None, "x", ("x", 0, 1), _StorageInfo(7, 0, 1), _StorageInfo(None, 0, 1)])  # type: ignore[arg-type]
 def test_dcp_places_says_when_a_place_is_told_in_another_way(info: Any) -> None:
     with pytest.raises(ValueError, match="'.*' is said to lie in "):
-        list(_compat.dcp_places(Metadata({}, storage_data={MetadataIndex("x"): info})))
+        list(_checkpoint.dcp_places(Metadata({}, storage_data={MetadataIndex("x"): info})))
 
 
 def test_the_place_of_a_chunk_is_told_by_what_the_reader_uses_of_it() -> None:
@@ -164,14 +165,14 @@ def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None
     ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
     kernel(ids, offsets).sum().backward()
     assert (int(kernel.iter), int(kernel.iter_cpu)) == (1, 1)
-    _compat.set_fbgemm_iterations(kernel, 41)
+    _fbgemm.set_fbgemm_iterations(kernel, 41)
     kernel(ids, offsets).sum().backward()
     assert (int(kernel.iter), int(kernel.iter_cpu)) == (42, 42)
 
 
 def test_metadata_kinds_are_the_classes_whose_objects_get_a_state() -> None:
-    kinds = {kind.__name__ for kind in _compat.metadata_kinds()}
+    kinds = {kind.__name__ for kind in _checkpoint.metadata_kinds()}
     # Neither the enum nor torch.Size, whose objects are shared, nor the function.
     plain = {"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"}
     assert kinds == plain | {"_StorageInfo"}
-    assert callable(_compat.PythonUnpickler.dispatch[pickle.BUILD[0]])
+    assert callable(_checkpoint.PythonUnpickler.dispatch[pickle.BUILD[0]])

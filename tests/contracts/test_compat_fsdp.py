@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from lightning_distrec import _compat
+from lightning_distrec._compat import fully_shard as _fully_shard
+from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import torch as _torch
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
 
@@ -44,33 +46,33 @@ def _on_a_rank() -> dict[str, Any]:
     fully_shard(net, mesh=mesh)
     net(torch.ones(2, 5))
     net.reshard()
-    state = _compat.without_fully_shard(dict(vars(net)))
-    plain = _compat.class_before_fully_shard(net)
+    state = _fully_shard.without_fully_shard(dict(vars(net)))
+    plain = _fully_shard.class_before_fully_shard(net)
     alone: nn.Module = plain.__new__(plain)
     alone.__setstate__({key: value for key, value in state.items() if key != "_modules"} | {"_modules": {}})
     hooks = list(alone._forward_pre_hooks.values())
     high = copy.deepcopy(net.high)
     num_before = len(high._state_dict_pre_hooks), len(high._load_state_dict_pre_hooks)
-    _compat.drop_state_dict_hooks(high)
-    _compat.apply_to_tensors(net, lambda tensor: tensor * 0)
+    _fully_shard.drop_state_dict_hooks(high)
+    _torch.apply_to_tensors(net, lambda tensor: tensor * 0)
     net(torch.ones(2, 5)).sum().backward()
     net.set_requires_gradient_sync(False)
     net(torch.ones(2, 5)).sum().backward()
-    (sharded, gathered), *_ = _compat.gathered_of(net.low)
-    unsent = _compat.whole_of(gathered).grad
-    _compat.forget_unsent(gathered)
-    writes = _compat.writes_to(gathered)
+    (sharded, gathered), *_ = _fully_shard.gathered_of(net.low)
+    unsent = _fully_shard.whole_of(gathered).grad
+    _fully_shard.forget_unsent(gathered)
+    writes = _fully_shard.writes_to(gathered)
     net(torch.ones(2, 5))
-    gathering = _compat.writes_to(gathered) - writes
+    gathering = _fully_shard.writes_to(gathered) - writes
     net.low.unshard()
     with torch.no_grad():
-        _compat.whole_of(gathered).add_(1)
-    _compat.clean_up_after_failure(net)
+        _fully_shard.whole_of(gathered).add_(1)
+    _fully_shard.clean_up_after_failure(net)
     return {
-        "gathered": (sharded is net.low.weight, tuple(_compat.whole_of(gathered).shape)),
-        "unsent": (unsent is not None, _compat.whole_of(gathered).grad is None),
-        "writes": (gathering, _compat.writes_to(gathered) - writes),
-        "offsets": _compat.offsets_of(cut),
+        "gathered": (sharded is net.low.weight, tuple(_fully_shard.whole_of(gathered).shape)),
+        "unsent": (unsent is not None, _fully_shard.whole_of(gathered).grad is None),
+        "writes": (gathering, _fully_shard.writes_to(gathered) - writes),
+        "offsets": _torch.offsets_of(cut),
         "local": cut.to_local(),
         "class": plain.__name__,
         "is cut": isinstance(net, FSDPModule) and not isinstance(alone, FSDPModule),
@@ -115,13 +117,13 @@ def test_apply_to_tensors_keeps_a_sharded_module_in_step(found: list[dict[str, A
 
 def test_is_view_tells_views() -> None:
     memory = torch.ones(2, 2, requires_grad=True) * 2
-    assert _compat.is_view(memory.view(4))
-    assert not _compat.is_view(memory)
+    assert _torch.is_view(memory.view(4))
+    assert not _torch.is_view(memory)
 
 
 def test_tell_device_is_what_a_lightning_module_says() -> None:
     module = LightningModule()
-    _compat.tell_device(module, torch.device("meta"), "a mesh")
+    _lightning.tell_device(module, torch.device("meta"), "a mesh")
     assert module.device.type == "meta"
     assert module.device_mesh == "a mesh"
 
@@ -145,5 +147,5 @@ def test_writes_to_counts_writes_and_not_gathering(found: list[dict[str, Any]]) 
 def test_wrapped_optimizers_are_those_that_manual_optimization_sees() -> None:
     strategy = SingleDeviceStrategy()
     strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]
-    (wrapped,) = _compat.wrapped_optimizers(strategy)
+    (wrapped,) = _lightning.wrapped_optimizers(strategy)
     assert wrapped.optimizer is strategy.optimizers[0]

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from lightning_distrec import _compat
+from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import torch as _torch
+from lightning_distrec._compat import torchrec as _torchrec
 from tests.support.click_model import FEATURES, NO_OUTPUT, ClickModel, make_batch, seeded, train_sharded
 from tests.support.ranks import run_on_ranks
 
@@ -66,15 +68,15 @@ def loader() -> Loader:
 
 def test_keep_loader_states_decides_what_a_checkpoint_holds() -> None:
     combined = CombinedLoader(loader(), "max_size_cycle")
-    assert _compat.combining_mode(combined) == "max_size_cycle"
+    assert _lightning.combining_mode(combined) == "max_size_cycle"
     next(iter(combined))
-    assert _compat.loader_states(combined) == [{"given": 1}]
+    assert _lightning.loader_states(combined) == [{"given": 1}]
     trainer = make_trainer()
     trainer.fit_loop._combined_loader = combined
-    _compat.keep_loader_states(combined, lambda: [{"given": 7}])
+    _lightning.keep_loader_states(combined, lambda: [{"given": 7}])
     assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 7}]
-    assert _compat.loader_states(combined) == [{"given": 1}]
-    _compat.keep_loader_states(combined, None)
+    assert _lightning.loader_states(combined) == [{"given": 1}]
+    _lightning.keep_loader_states(combined, None)
     assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 1}]
 
 
@@ -89,7 +91,7 @@ def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itse
 
     class Looks(pl.Callback):
         def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-            seen.append(_compat.train_dataloaders(trainer))
+            seen.append(_lightning.train_dataloaders(trainer))
 
     make_trainer(callbacks=[Looks()]).fit(WithData())
     assert len(asked) == 2
@@ -97,11 +99,11 @@ def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itse
     given = {"a": loader()}
     make_trainer(callbacks=[Looks()], limit_train_batches=0).fit(Hooked(), given)
     assert seen[1] is given
-    assert _compat.train_dataloaders(make_trainer()) is None
+    assert _lightning.train_dataloaders(make_trainer()) is None
 
 
 def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
-    class Counting(_compat.DataFetcher):
+    class Counting(_lightning.DataFetcher):
         drawn = 0
 
         def __next__(self) -> Any:
@@ -115,7 +117,7 @@ def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
         return Counting()
 
     trainer = make_trainer()
-    undo = _compat.use_fetchers(trainer, make)
+    undo = _lightning.use_fetchers(trainer, make)
     make_trainer().fit(Hooked(), loader())
     assert not stages, "another trainer's fetchers were made too"
     trainer.fit(Hooked(), loader())
@@ -129,17 +131,17 @@ def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
 
 def test_transfer_hook_once_leaves_the_hook_out_for_batches_that_are_done_with_it() -> None:
     module, trainer = Hooked(), make_trainer()
-    undo = _compat.transfer_hook_once(module, lambda batch: bool(batch[0] == 4))
+    undo = _lightning.transfer_hook_once(module, lambda batch: bool(batch[0] == 4))
     trainer.fit(module, loader())
     assert module.hooked == [0, 2, 6]
-    assert float(_compat.call_transfer_hook(module, torch.tensor([4.0]), 0)) == 4.5
+    assert float(_lightning.call_transfer_hook(module, torch.tensor([4.0]), 0)) == 4.5
     undo()
     assert "_on_before_batch_transfer" not in vars(module)
 
 
 def test_agree_on_stop_only_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
     trainer, asked, codes = make_trainer(), [], [None, 143]
-    undo = _compat.agree_on_stop(trainer, asked.append, codes.pop)
+    undo = _lightning.agree_on_stop(trainer, asked.append, codes.pop)
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
     trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
     assert asked == [False, True]
@@ -155,45 +157,45 @@ def test_agree_on_stop_only_notes_a_signal_and_stops_the_loop_once_agreed() -> N
     assert not vars(trainer.fit_loop.epoch_loop).keys() & {"_broadcast_sigterm_tensor", "advance"}
     assert not vars(trainer._signal_connector).keys() & {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}
     trainer._signal_connector.received_sigterm = False
-    _compat.mark_stop(trainer)
+    _lightning.mark_stop(trainer)
     assert trainer.received_sigterm
 
 
 def test_pin_memory_keeps_the_form_of_a_batch() -> None:
-    assert _compat.pin_memory({"a": ["x", 1]}) == {"a": ["x", 1]}
+    assert _torch.pin_memory({"a": ["x", 1]}) == {"a": ["x", 1]}
 
 
 def test_jagged_parts_are_what_a_keyed_jagged_tensor_was_made_of() -> None:
     values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
     jagged = KeyedJaggedTensor(keys=["a"], values=values, offsets=offsets)
-    parts = _compat.jagged_parts(jagged)
+    parts = _torchrec.jagged_parts(jagged)
     assert list(parts) == ["values", "weights", "lengths", "offsets"]
     assert parts["values"] is values
     assert parts["offsets"] is offsets
     assert parts["lengths"] is None
     assert jagged.lengths().tolist() == [2, 1]
-    assert _compat.jagged_parts(jagged)["lengths"] is not None, "it keeps what it computes"
+    assert _torchrec.jagged_parts(jagged)["lengths"] is not None, "it keeps what it computes"
 
 
 def test_version_of_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
-    before = _compat.version_of(tensor)
+    before = _torch.version_of(tensor)
     tensor[:1].add_(1)
-    assert _compat.version_of(tensor) == before + 1
+    assert _torch.version_of(tensor) == before + 1
     with torch.inference_mode():
-        assert _compat.version_of(torch.zeros(3)) is None
+        assert _torch.version_of(torch.zeros(3)) is None
 
 
 def test_saved_tensors_are_hooked_inside_of_a_checkpoint() -> None:
     seen = []
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_compat.saved_tensors_are_hooked())
+        seen.append(_torch.saved_tensors_are_hooked())
         return (x * 2).exp()
 
     checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     assert seen == [True, True]
-    assert not _compat.saved_tensors_are_hooked()
+    assert not _torch.saved_tensors_are_hooked()
 
 
 def test_order_backward_decides_which_node_runs_first() -> None:
@@ -202,12 +204,12 @@ def test_order_backward_decides_which_node_runs_first() -> None:
     def run(ordered: bool) -> list[str]:
         ran.clear()
         x = torch.ones(2, requires_grad=True)
-        since = _compat.next_backward_number()
+        since = _torch.next_backward_number()
         early = x.sin()
         early.grad_fn.register_prehook(lambda _: ran.append("early"))  # type: ignore[union-attr]
         if ordered:
-            assert _compat.order_backward([early], since, _compat.FIRST_ORDERED) == 1
-            assert early.grad_fn._sequence_nr() == _compat.FIRST_ORDERED
+            assert _torch.order_backward([early], since, _torch.FIRST_ORDERED) == 1
+            assert early.grad_fn._sequence_nr() == _torch.FIRST_ORDERED
         late = x.cos()
         late.grad_fn.register_prehook(lambda _: ran.append("late"))  # type: ignore[union-attr]
         (early + late).sum().backward()
@@ -222,7 +224,7 @@ def test_register_container_lets_torch_take_a_container_apart() -> None:
         def __init__(self, inside: Any) -> None:
             self.inside = inside
 
-    _compat.register_container(Box, lambda box: ([box.inside], None), lambda inside, _: Box(*inside))
+    _torch.register_container(Box, lambda box: ([box.inside], None), lambda inside, _: Box(*inside))
     leaves, form = tree_flatten({"a": Box(3)})
     assert leaves == [3]
     assert tree_unflatten([4], form)["a"].inside == 4
@@ -230,9 +232,9 @@ def test_register_container_lets_torch_take_a_container_apart() -> None:
 
 def test_keyed_and_jagged_tensors_keep_their_values_where_arriving_ones_put_them() -> None:
     keyed = KeyedTensor(["a"], [2], torch.ones(3, 2))
-    assert vars(keyed)[_compat.KEYED_TENSOR_VALUES] is keyed.values()
+    assert vars(keyed)[_torchrec.KEYED_TENSOR_VALUES] is keyed.values()
     jagged = JaggedTensor(torch.ones(3), lengths=torch.tensor([3]))
-    assert set(_compat.JAGGED_TENSOR_PARTS) <= set(vars(jagged))
+    assert set(_torchrec.JAGGED_TENSOR_PARTS) <= set(vars(jagged))
 
 
 def exchanged() -> dict[str, Any]:
@@ -249,9 +251,9 @@ def exchanged() -> dict[str, Any]:
         contexts = [sharded.create_context() for _ in range(2)]
         splits = []
         for context in contexts:
-            with _compat.sizes_only(sharded):
+            with _torchrec.sizes_only(sharded):
                 splits.append(sharded.input_dist(context, features))
-        fused = _compat.FusedSplits(splits, contexts, (dist.get_rank(), 7))
+        fused = _torchrec.FusedSplits(splits, contexts, (dist.get_rank(), 7))
         awaitables, seen["said"] = fused.wait()
         early = [awaitable.wait() for awaitable in awaitables]
         context = sharded.create_context()

@@ -35,6 +35,6 @@ def test_the_link_checker_catches_a_link_to_nowhere(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "[a](there.md) [b](there.md#part) [c](https://example.org) [d](#here) ![e](gone.png)\n"
-        "`[g](gone.md)`\n\n```\n[h](gone.md)\n```\n[i](gone/too.md \"title\")\n"
+        '`[g](gone.md)`\n\n```\n[h](gone.md)\n```\n[i](gone/too.md "title")\n'
     )
     assert broken_links(page) == ["gone.png", "gone/too.md"]

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication
-from lightning_distrec.strategies.activations import measure_step
-from lightning_distrec.strategies.advise import Advice, advise
-from lightning_distrec.strategies.reckoning import Job, Reckoned
+from lightning_distrec.advice.advise import Advice, advise
+from lightning_distrec.strategies.estimates.activations import measure_step
+from lightning_distrec.strategies.estimates.estimate import Estimate, Job
 from tests.support.advised_models import BATCH, KINDS, batches
 from tests.support.embedding_models import loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -85,7 +85,7 @@ def _advice(kind: str, optimizer: str, **job: Any) -> Advice:
     return advise(module, Job(**wanted), SETTINGS, "cpu", sample)
 
 
-def _row(advice: Advice, strategy: str) -> Reckoned:
+def _row(advice: Advice, strategy: str) -> Estimate:
     return next(row for row in advice.rows if row.strategy == strategy)
 
 

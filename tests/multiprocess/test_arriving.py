@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_distrec.sharding.arriving import ArrivingJaggedTensor, ArrivingKeyedTensor
+from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor
 from tests.support.plain_loop import OPTIMIZERS
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.recognised_models import ROWS, STEPS, Bags, Sequences, draw, fit
@@ -114,7 +114,7 @@ class Looks(Uses):
             "is": isinstance(output, KeyedTensor),
             "keys": output.keys(),
             "widths": output.length_per_key(),
-            "untouched": type(output) is ArrivingKeyedTensor,
+            "untouched": type(output) is LazyKeyedTensor,
         }
         noted["shape"] = tuple(output.values().shape)
         noted["touched"] = type(output)
@@ -142,7 +142,7 @@ class LooksAtRows(Sequences):
         noted: dict[str, Any] = {
             "is": isinstance(rows, dict) and all(isinstance(of, JaggedTensor) for of in rows.values()),
             "keys": list(rows),
-            "untouched": all(type(of) is ArrivingJaggedTensor for of in rows.values()),
+            "untouched": all(type(of) is LazyJaggedTensor for of in rows.values()),
         }
         lengths = rows["f"].lengths()
         noted["lengths"] = torch.equal(lengths.long(), batch[0]["f"].lengths())

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_distrec import on_disk
+from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.checkpoint import folders
 from lightning_distrec.checkpoint.folders import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
 from lightning_distrec.checkpoint.load import as_whole, load
 from lightning_distrec.checkpoint.save import take_snapshot, write
+from lightning_distrec.chunks import ChunkedTensor, Part
 from lightning_distrec.cluster.process_exit import _leave
-from lightning_distrec.parts import Part, Parted
 from tests.support.limits import LIMIT_SECONDS, at_most
 from tests.support.lone_rank import LoneRank
 from tests.support.ports import free_port
@@ -328,7 +328,7 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 def _write(path: Path, step: int) -> None:
     tensors = {name: torch.full((6, 4), float(step)) for name in ("a", "b")}
-    state = {name: Parted((6, 4), torch.float32, [Part((0, 0), tensor)]) for name, tensor in tensors.items()}
+    state = {name: ChunkedTensor((6, 4), torch.float32, [Part((0, 0), tensor)]) for name, tensor in tensors.items()}
     checkpoint = {"state_dict": state, "global_step": step}
     write(take_snapshot(path, checkpoint, {"step": step}, {}, LoneRank()), LoneRank())
 

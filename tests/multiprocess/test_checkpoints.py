@@ -112,7 +112,7 @@ def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
 
 
 def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
-    from lightning_distrec import parts
+    from lightning_distrec import chunks as parts
 
     parts.CHUNK_BYTES = 100  # a few rows at a time
     model = seeded(EvaluatedModel, *SGD)
@@ -170,7 +170,7 @@ class Failing(ClickModel):
 
 
 def _fail(folder: str, only_rank: int | None) -> str:
-    from lightning_distrec.strategies import checkpointing
+    from lightning_distrec.strategies.checkpoints import checkpointing
 
     checkpointing.MEETING_SECONDS = 3.0
     model = seeded(Failing, *SGD)

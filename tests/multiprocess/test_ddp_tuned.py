@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.autotune import FILE, candidates
+from lightning_distrec.strategies.data_parallel.autotune import FILE, candidates
 from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks

@@ -11,8 +11,9 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_distrec import Communication, cli
+from lightning_distrec import Communication
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
+from lightning_distrec.cli import main as cli
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
 from lightning_distrec.sharding.planning.written_plan import differences

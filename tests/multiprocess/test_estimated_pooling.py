@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec.errors import DataError
-from lightning_distrec.strategies import estimated_pooling, set_up_tables
+from lightning_distrec.strategies.tables import pooling as estimated_pooling
+from lightning_distrec.strategies.tables import set_up as set_up_tables
 from tests.support.click_model import FEATURES, ClickModel, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer

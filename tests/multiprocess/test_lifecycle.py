@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec._compat import fbgemm_kernels
+from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from tests.support.click_model import (
     FEATURES,
     ClickModel,

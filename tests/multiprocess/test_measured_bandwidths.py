@@ -18,7 +18,7 @@ from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_rank
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.bandwidths import NAMES
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -38,7 +38,7 @@ def _meet(cache: Path) -> Consensus:
 
 def _measure(cache: Path, nodes: tuple[int, ...], afresh: bool = False) -> Said:
     ranks = _meet(cache)
-    found = measured_bandwidths(NAMES, Places.of_nodes(*nodes), CPU, ranks, afresh)
+    found = measured_bandwidths(NAMES, NodeLayout.of_nodes(*nodes), CPU, ranks, afresh)
     return {name: (one.bytes_per_second, one.origin) for name, one in found.items()}
 
 

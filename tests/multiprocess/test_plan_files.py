@@ -14,11 +14,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec.checkpoint.describe import describe
 from lightning_distrec.checkpoint.verify import verify
-from lightning_distrec.commands import SAME, run
+from lightning_distrec.cli.commands import SAME, run
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
-from lightning_distrec.strategies.plan_files import VARIABLE
+from lightning_distrec.strategies.tables.plan_files import VARIABLE
 from tests.support.click_model import (
     ClickModel,
     EvaluatedModel,

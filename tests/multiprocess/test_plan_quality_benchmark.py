@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.performance_rounds import join_ranks
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths
@@ -11,7 +11,7 @@ from tests.benchmarks.plan_quality_text import PLANNERS
 from tests.benchmarks.plan_quality_turns import OURS_DEFAULT, TORCHRECS_DEFAULT, Job, Measured, take_turns
 from tests.support.ranks import run_on_ranks
 
-JOB = Job(Places.of_nodes(2), num_plans=9, rounds=1, turn=Turn(first=1, counted=2, last=1))
+JOB = Job(NodeLayout.of_nodes(2), num_plans=9, rounds=1, turn=Turn(first=1, counted=2, last=1))
 
 
 def measure(folder: str) -> Measured:

@@ -81,8 +81,8 @@ MESSAGES = {
     "unknown option": "ConfigError: .*no option 'embeding_update'; did you mean 'embedding_update'",
     "column RowWise": "PlanError: .*RowWiseAdagrad keeps one number for a row",
     "sequence cut": "PlanError: .*EmbeddingCollection's table can be cut table_wise, row_wise, column_wise",
-    "memory": r"NoRoomError: the tables do not fit: table 'ebc.wide' fits on no rank: .* and has 850: [\d,]+ too few",
-    "dense memory": r"NoRoomError: the tables do not fit: table 'ebc.wide' is the largest of tables that need",
+    "memory": r"InfeasiblePlanError: .* table 'ebc.wide' fits on no rank: .* and has 850: [\d,]+ too few",
+    "dense memory": r"InfeasiblePlanError: the tables do not fit: table 'ebc.wide' is the largest of tables that need",
 }
 
 

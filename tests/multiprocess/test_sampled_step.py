@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec.sharding.tables import find_tables
-from lightning_distrec.strategies import reserved_memory
-from lightning_distrec.strategies.activations import measure_step
-from lightning_distrec.strategies.sampled_step import _with_small_tables
-from lightning_distrec.words import bytes_in_words
+from lightning_distrec.strategies.estimates.activations import measure_step
+from lightning_distrec.strategies.tables import reserved_memory
+from lightning_distrec.strategies.tables.sampled_step import _with_small_tables
+from lightning_distrec.units import format_bytes
 from tests.support.click_model import FEATURES, bag_configs
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
@@ -169,7 +169,7 @@ def test_it_is_kept_beside_the_layers_and_said(runs: list[dict[str, Any]]) -> No
     _, said, kept = runs[0]["with"]
     numbers = sum(p.numel() for p in AllKinds().mlp.parameters())
     buffers = sum(b.nbytes for b in AllKinds().buffers())
-    assert f"{bytes_in_words(8 * numbers + buffers + kept)} and 10% kept (measured with a batch)" in said
+    assert f"{format_bytes(8 * numbers + buffers + kept)} and 10% kept (measured with a batch)" in said
 
 
 def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies import ddp, sparse_gradients
+from lightning_distrec.strategies import ddp
+from lightning_distrec.strategies.data_parallel import sparse_gradients
 from tests.support.dense_models import KINDS, WithEmbedding, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.ranks import run_each_on_ranks, run_on_ranks

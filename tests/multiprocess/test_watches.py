@@ -217,7 +217,7 @@ def _refused_between() -> dict[str, Any]:
 
 def test_a_refused_fit_leaves_the_trained_tables_as_they_are() -> None:
     for found in run_on_ranks(_refused_between, 2):
-        assert found["said"] == ["UnsupportedError", "UnsupportedError", "NoRoomError"]
+        assert found["said"] == ["UnsupportedError", "UnsupportedError", "InfeasiblePlanError"]
     found = run_on_ranks(_refused_between, 2)[0]
     assert all(torch.equal(found["before"][key], found["after"][key]) for key in found["before"])
 

@@ -49,7 +49,7 @@ class WithRAdam(SeveralGroups):
     kind = torch.optim.RAdam
 
 
-class Thawing(SeveralGroups):
+class Unfreezing(SeveralGroups):
     """A layer that is frozen at first."""
 
     def on_train_epoch_start(self) -> None:
@@ -58,7 +58,7 @@ class Thawing(SeveralGroups):
             self.trainer.strategy._wrap_again(self.trainer.strategy.exchange_setting)  # DDP looks once
 
 
-KINDS |= {kind.__name__: kind for kind in (SeveralGroups, WithAdagrad, WithRAdam, Thawing)}
+KINDS |= {kind.__name__: kind for kind in (SeveralGroups, WithAdagrad, WithRAdam, Unfreezing)}
 
 
 def _both(kind: str, settings: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_distrec.cli import main
+from lightning_distrec.cli.main import main
 from tests.support.console import fit_by_console
 from tests.support.grids import usually
 

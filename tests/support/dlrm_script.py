@@ -1,6 +1,6 @@
 """An ordinary training script around torchrec's own DLRM: nothing in it knows of sharding but `--strategy`.
 
-    python -m tests.support.dlrm_script --strategy torchrec_sharded --devices 2
+python -m tests.support.dlrm_script --strategy torchrec_sharded --devices 2
 """
 
 import argparse

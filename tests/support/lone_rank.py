@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_distrec.checkpoint.save import take_snapshot, write
-from lightning_distrec.parts import Part, Parted
+from lightning_distrec.chunks import ChunkedTensor, Part
 
 
 class LoneRank:
@@ -23,21 +23,21 @@ class LoneRank:
         return action()
 
 
-def by_rows(tensor: Tensor, *ends: int) -> Parted:
+def by_rows(tensor: Tensor, *ends: int) -> ChunkedTensor:
     """Return a tensor cut before the rows `ends`."""
     bounds = [0, *ends, len(tensor)]
     parts = [
         Part((first, *[0] * (tensor.dim() - 1)), tensor[first:end])
         for first, end in zip(bounds, bounds[1:], strict=False)
     ]
-    return Parted(tuple(tensor.shape), tensor.dtype, parts)
+    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, parts)
 
 
-def by_columns(tensor: Tensor, *ends: int) -> Parted:
+def by_columns(tensor: Tensor, *ends: int) -> ChunkedTensor:
     """Return a table cut before the columns `ends`."""
     bounds = [0, *ends, tensor.shape[1]]
     parts = [Part((0, first), tensor[:, first:end]) for first, end in zip(bounds, bounds[1:], strict=False)]
-    return Parted(tuple(tensor.shape), tensor.dtype, parts)
+    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, parts)
 
 
 def write_folder(path: Path, checkpoint: dict[str, Any], **marker: Any) -> Path:

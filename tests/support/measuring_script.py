@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import consensus_of_all_ranks
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 
 
-def measure(rank: int, places: Places) -> None:
+def measure(rank: int, places: NodeLayout) -> None:
     """Measure what travels, as one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=places.num_ranks)
@@ -29,7 +29,7 @@ def measure(rank: int, places: Places) -> None:
 def main() -> None:
     """Start the ranks of this machine."""
     machine, *ranks_by_node = map(int, sys.argv[1:])
-    places = Places.of_nodes(*ranks_by_node)
+    places = NodeLayout.of_nodes(*ranks_by_node)
     fork = multiprocessing.get_context("fork")
     here = [rank for rank, node in enumerate(places.node_of_rank) if node == machine]
     ranks = [fork.Process(target=measure, args=(rank, places)) for rank in here]

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_distrec.sharding.plan_report.facts import PlanFacts
 from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS, PlanCost
-from lightning_distrec.sharding.planning.plan_facts import PlanFacts
 from lightning_distrec.sharding.planning.planned_tables import PlannedTable
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 
 CUTS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "data_parallel")
@@ -16,7 +16,7 @@ CUTS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column
 def planned(
     *,
     cut: str,
-    places: Places,
+    places: NodeLayout,
     name: str = "ebc.t",
     num_rows: int = 24,
     dim: int = 8,
@@ -61,7 +61,7 @@ def planned(
 
 
 def planned_at_random(
-    num_tables: int, places: Places, seed: int, cost: bool = False, on_gpu: bool = False, **facts: Any
+    num_tables: int, places: NodeLayout, seed: int, cost: bool = False, on_gpu: bool = False, **facts: Any
 ) -> PlanFacts:
     """Return tables of all sizes, small ones whole and large ones cut. facts: fields of PlanFacts."""
     draw = np.random.default_rng(seed)

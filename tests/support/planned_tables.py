@@ -12,12 +12,12 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
-from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec._compat.torchrec import torchrec_quiet
 from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
-from lightning_distrec.sharding.planning.plan import Demand, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of, sharders
 from lightning_distrec.sharding.planning.planner import cost_of_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
+from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
 from lightning_distrec.sharding.tables import Table, find_tables
 
 Kind = Literal["uniform", "zipf", "giant", "tiny"]
@@ -29,7 +29,7 @@ class TableSet:
     """Tables, and where they are to go."""
 
     tables: list[Table]
-    demands: Mapping[str, Demand]
+    demands: Mapping[str, TableConstraints]
     topology: Topology
     batch_size: int = 512
 
@@ -82,15 +82,15 @@ def table_set(
     module = nn.Module()
     module.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     tables = find_tables(module).tables
-    places = Places.of_nodes(*[ranks_on_node] * (num_ranks // ranks_on_node))
+    places = NodeLayout.of_nodes(*[ranks_on_node] * (num_ranks // ranks_on_node))
     demands = {}
     for i, table in enumerate(tables):
         chosen = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
-        demands[table.full_name] = Demand(allowed_types(table, chosen, places, ""), False, chosen)
+        demands[table.full_name] = TableConstraints(allowed_types(table, chosen, places, ""), False, chosen)
     return TableSet(tables, demands, topology_of(places, device, int(memory_gb * 1e9)))
 
 
-def topology_of(places: Places, device: Literal["cuda", "cpu"], memory_bytes: int) -> Topology:
+def topology_of(places: NodeLayout, device: Literal["cuda", "cpu"], memory_bytes: int) -> Topology:
     """Return ranks with so many bytes each for tables, and torchrec's bandwidths."""
     ranks = places.num_ranks
     memory = RankMemory(device_bytes=(memory_bytes,) * ranks, host_bytes=(128 * 10**9,) * ranks)

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from lightning_distrec.advice.advise import Advice, advise
+from lightning_distrec.advice.report import as_json, print_advice
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.strategies.activations import Sample, measure_step
-from lightning_distrec.strategies.advice_report import as_json, print_advice
-from lightning_distrec.strategies.advise import Advice, advise
-from lightning_distrec.strategies.module_sizes import measure_module
-from lightning_distrec.strategies.reckoning import Job, Reckoned, reckon
+from lightning_distrec.strategies.estimates.activations import Sample, measure_step
+from lightning_distrec.strategies.estimates.estimate import Estimate, Job, reckon
+from lightning_distrec.strategies.estimates.module_sizes import measure_module
 from tests.support.advised_models import Advised, Wide, WithBags, WithTable, batches
 
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
@@ -25,7 +25,7 @@ def of(module: Any, sample: Sample | None = None, settings: Any = SETTINGS, **jo
     return advise(module, Job(**wanted), settings, "cpu", sample)
 
 
-def row(advice: Advice, strategy: str) -> Reckoned:
+def row(advice: Advice, strategy: str) -> Estimate:
     return next(row for row in advice.rows if row.strategy == strategy)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_distrec import cli
+from lightning_distrec.cli import main as cli
 from tests.support.advised_models import Ids
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.variables import environment

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_distrec import cli
-from lightning_distrec.bench import command, runs
+from lightning_distrec.bench import runs
 from lightning_distrec.bench.report import NO_PICTURE, draw, print_results
 from lightning_distrec.bench.rounds import Result, as_json, efficiency, run_rounds
 from lightning_distrec.bench.runs import Case, Run, Wanted, arguments, measured, reason
+from lightning_distrec.cli import bench as command
+from lightning_distrec.cli import main as cli
 
 WANTED = Wanted(configs=("a.yaml", "b.yaml"), steps=30, warmup_steps=5, timeout_seconds=60.0)
 ONE, TWO, REFUSED = Case("ddp_tuned", 1), Case("ddp_tuned", 2), Case("fsdp_tuned", 2)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_distrec import cli, commands
+from lightning_distrec.cli import commands, main
 from tests.support.lone_rank import by_rows, write_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -28,7 +28,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     def of(*args: str) -> tuple[int, str, str]:
         capsys.readouterr()
         try:
-            code = cli.main(args)
+            code = main.main(args)
         except SystemExit as leaving:
             code = int(leaving.code or 0)
         return (code, *capsys.readouterr())
@@ -97,14 +97,14 @@ def test_lightnings_commands_and_options_reach_lightning(
     run: Run, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
-    monkeypatch.setattr(cli, "run_lightning", given.append)
+    monkeypatch.setattr(main, "run_lightning", given.append)
     assert run(*args)[0] == 0
     assert given == [list(args)]
 
 
 def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(cli, "run_lightning", given.append)
+    monkeypatch.setattr(main, "run_lightning", given.append)
     monkeypatch.setenv("PL_SUBCOMMAND", "fit")
     assert run()[0] == 0
     assert given == [[]]
@@ -187,7 +187,7 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
     _folder(str(tmp_path / "a.ckpt"))
     code = """
         import sys
-        from lightning_distrec.cli import main
+        from lightning_distrec.cli.main import main
         codes = [
             main(["checkpoint", "inspect", "a.ckpt"]),
             main(["export", "a.ckpt", "a.pt"]),
@@ -215,7 +215,7 @@ def test_an_export_that_is_asked_to_end_leaves_nothing(tmp_path: Path, monkeypat
     _folder(str(tmp_path / "a.ckpt"))
     monkeypatch.setattr(torch_file, "bytes_of", ask_to_end)
     with pytest.raises(SystemExit) as leaving:
-        cli.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out.pt")])
+        main.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out.pt")])
     assert leaving.value.code == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
     assert signal.getsignal(signal.SIGTERM) == before

@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_distrec import parts
+from lightning_distrec import chunks as parts
 from lightning_distrec.checkpoint.compare import Difference, compare, largest_difference, print_comparison
 from lightning_distrec.checkpoint.describe import describe, print_description
 from lightning_distrec.checkpoint.export import export

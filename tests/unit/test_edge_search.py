@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lightning_distrec.strategies.edge_search import FINE, EdgeSearch
+from lightning_distrec.advice.limit_search import FINE, EdgeSearch
 
 
 def _below(limit: int) -> EdgeSearch:

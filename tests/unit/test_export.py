@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_distrec import parts
+from lightning_distrec import chunks as parts
 from lightning_distrec.checkpoint.export import export
 from lightning_distrec.checkpoint.storage import read_metadata
 from lightning_distrec.errors import CheckpointError

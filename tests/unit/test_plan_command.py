@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from lightning_distrec import cli
+from lightning_distrec.cli import main as cli
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from tests.support.advised_models import Advised
 

@@ -14,18 +14,18 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.types import CacheParams
 
-from lightning_distrec import on_disk
+from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.planning.plan import Demand, Plan
+from lightning_distrec.sharding.planning.plan import Plan, TableConstraints
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
 from lightning_distrec.sharding.planning.plan_fits import fitting_plan
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES, TableOptions
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan, differences, written_plan
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.plan_files import VARIABLE, folder_of, wanted_plan
+from lightning_distrec.strategies.tables.plan_files import VARIABLE, folder_of, wanted_plan
 from tests.support.planned_tables import topology_of
 
 SIZES = {"users": (60, 16), "films": (37, 8), "days": (11, 8)}
@@ -45,14 +45,14 @@ def tables_of(sizes: dict[str, tuple[int, int]], pooled: bool = True) -> list[Ta
     return find_tables(root).tables
 
 
-def demands_of(tables: list[Table], *cuts: str, kept: bool = False, **more: Any) -> dict[str, Demand]:
+def demands_of(tables: list[Table], *cuts: str, kept: bool = False, **more: Any) -> dict[str, TableConstraints]:
     """Return demands that allow these cuts, or all where there are none."""
     options = TableOptions(sharding_types=list(cuts) or None, min_partition=4)
     allowed = cuts or SHARDING_TYPES
-    return {table.full_name: Demand(tuple(allowed), kept, options, **more) for table in tables}
+    return {table.full_name: TableConstraints(tuple(allowed), kept, options, **more) for table in tables}
 
 
-def make(tables: list[Table], places: Places, *cuts: str) -> tuple[WrittenPlan, Plan]:
+def make(tables: list[Table], places: NodeLayout, *cuts: str) -> tuple[WrittenPlan, Plan]:
     """Return what torchrec's planner makes for these cuts, written and as it is."""
     plan = make_plan(tables, demands_of(tables, *cuts), topology_of(places, "cpu", 1 << 34), 64).plan
     return written_plan(tables, plan, places, "cpu"), plan
@@ -61,7 +61,7 @@ def make(tables: list[Table], places: Places, *cuts: str) -> tuple[WrittenPlan, 
 @pytest.fixture(scope="module")
 def mixed() -> dict[str, Any]:
     """The content of a file with a table cut by rows, one by columns, one not, and one on all ranks."""
-    tables, places = tables_of({**SIZES, "hours": (24, 4)}), Places.of_nodes(2)
+    tables, places = tables_of({**SIZES, "hours": (24, 4)}), NodeLayout.of_nodes(2)
     cuts = {"ebc.users": "row_wise", "ebc.films": "column_wise", "ebc.days": "table_wise", "ebc.hours": "data_parallel"}
     made = {cut: make(tables, places, cut)[0] for cut in cuts.values()}
     plan = WrittenPlan(2, 2, "cpu", {name: made[cut].tables[name] for name, cut in cuts.items()})
@@ -77,11 +77,16 @@ def loaded(content: Any, folder: Path) -> WrittenPlan:
 @settings(max_examples=40, deadline=None, database=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(16, 200), st.sampled_from([4, 8, 12, 32])), min_size=1, max_size=3),
-    places=st.sampled_from([Places.of_nodes(1), Places.of_nodes(2), Places.of_nodes(2, 2), Places.of_nodes(3)]),
+    places=st.sampled_from([
+        NodeLayout.of_nodes(1),
+        NodeLayout.of_nodes(2),
+        NodeLayout.of_nodes(2, 2),
+        NodeLayout.of_nodes(3),
+    ]),
     cut=st.sampled_from(SHARDING_TYPES),
 )
 def test_any_plan_that_is_made_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[int, int]], places: Places, cut: str
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[int, int]], places: NodeLayout, cut: str
 ) -> None:
     file = tmp_path_factory.mktemp("any") / "plan.json"
     tables = tables_of({f"täble {i}": size for i, size in enumerate(sizes)})
@@ -145,7 +150,7 @@ def test_a_changed_file_says_what_it_says_or_is_refused_by_an_error_of_ours(
 def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, _ = make(tables_of(SIZES), Places.of_nodes(2), "row_wise")
+    written, _ = make(tables_of(SIZES), NodeLayout.of_nodes(2), "row_wise")
     file = tmp_path / "new" / "plan.json"
     save_plan(file, written)
     before = file.read_text()
@@ -164,17 +169,17 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
 
     monkeypatch.setattr(on_disk.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        save_plan(file, make(tables_of(SIZES), Places.of_nodes(2), "table_wise")[0])
+        save_plan(file, make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise")[0])
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
     assert file.read_text() == before
 
 
 def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_told() -> None:
     tables = tables_of({"users": (60, 16)})
-    _, plan = make(tables, Places.of_nodes(2), "row_wise")
+    _, plan = make(tables, NodeLayout.of_nodes(2), "row_wise")
     sharding = plan["ebc.users"]
     sharding.compute_kernel, sharding.cache_params = "fused_uvm_caching", CacheParams(load_factor=0.25)
-    written = written_plan(tables, plan, Places.of_nodes(2), "cuda")
+    written = written_plan(tables, plan, NodeLayout.of_nodes(2), "cuda")
     assert json.loads(plan_text(written))["tables"]["ebc.users"]["cache_load_factor"] == 0.25
     assert written.as_plan("cpu", 2)["ebc.users"] == sharding
     on_gpus = written.as_plan("cuda", 1)["ebc.users"].sharding_spec.shards
@@ -183,10 +188,10 @@ def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_told() -
     with pytest.raises(
         PlanError, match="table 'ebc.users': plan files hold no more of cache_params=.*than load_factor"
     ):
-        written_plan(tables, plan, Places.of_nodes(2), "cuda")
+        written_plan(tables, plan, NodeLayout.of_nodes(2), "cuda")
     sharding.cache_params, sharding.enforce_hbm = None, True
     with pytest.raises(PlanError, match="table 'ebc.users': enforce_hbm=True is in its plan, and not in plan files"):
-        written_plan(tables, plan, Places.of_nodes(2), "cuda")
+        written_plan(tables, plan, NodeLayout.of_nodes(2), "cuda")
 
 
 USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "films", "days", "hours"))
@@ -325,16 +330,16 @@ def test_differences_name_ranks_tables_cuts_and_shards_that_have_moved(tmp_path:
 
 def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> WrittenPlan:
     """Return what the file with this content becomes for these tables on two ranks of one node."""
-    given = {"demands": demands_of(tables), "places": Places.of_nodes(2), "device": "cpu", "resting": []} | more
+    given = {"demands": demands_of(tables), "places": NodeLayout.of_nodes(2), "device": "cpu", "resting": []} | more
     return fitting_plan(loaded(content, folder), "plan_file='it'", tables, **given)
 
 
 def test_a_file_of_another_module_is_told_by_all_differences(tmp_path: Path) -> None:
-    plan, _ = make(tables_of(SIZES), Places.of_nodes(2), "table_wise")
+    plan, _ = make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise")
     content = json.loads(plan_text(plan))
     others = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
     with pytest.raises(PlanError) as raised:
-        fit(content, tmp_path, others, places=Places.of_nodes(4))
+        fit(content, tmp_path, others, places=NodeLayout.of_nodes(4))
     assert str(raised.value).splitlines() == [
         "plan_file='it' does not suit this run:",
         "  - it is for 2 ranks, and there are 4",
@@ -362,7 +367,7 @@ def test_a_file_of_another_module_is_told_by_all_differences(tmp_path: Path) -> 
         (
             "table_row_wise",
             {},
-            {"places": Places.of_nodes(1, 1)},
+            {"places": NodeLayout.of_nodes(1, 1)},
             "cannot have these shards on 1 rank a node: table_row_wise gives each of the ranks",
         ),
         ("row_wise", {"compute_kernel": "fused_uvm"}, {"kept": True}, "the kernel fused_uvm, which a table has not"),
@@ -373,10 +378,10 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_told(
     tmp_path: Path, cut: str, change: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     tables = tables_of({"users": (60, 16)})
-    content = json.loads(plan_text(make(tables, Places.of_nodes(2), cut)[0]))
+    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), cut)[0]))
     content["tables"]["ebc.users"] |= change
     given = dict(options)
-    places = given.pop("places", Places.of_nodes(2))
+    places = given.pop("places", NodeLayout.of_nodes(2))
     demands = demands_of(tables, *given.pop("cuts", []), **given)
     with pytest.raises(PlanError, match=said):
         fit(content, tmp_path, tables, demands=demands, places=places)
@@ -386,7 +391,7 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_told(
 
 def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 8), "films": (30, 8)}, pooled=False)
-    content = json.loads(plan_text(make(tables, Places.of_nodes(2), "column_wise")[0]))
+    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "column_wise")[0]))
     fit(content, tmp_path, tables)
     content["tables"]["ec.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [30, 8]}]
     with pytest.raises(
@@ -400,9 +405,9 @@ def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> No
 
 def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_least(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 16), "days": (11, 8)})
-    content = json.loads(plan_text(make(tables, Places.of_nodes(2), "table_wise")[0]))
+    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "table_wise")[0]))
     content["tables"]["ebc.users"]["shards"][0]["rank"] = 0
-    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, Places.of_nodes(2), "data_parallel")[0]))[
+    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "data_parallel")[0]))[
         "tables"
     ]["ebc.days"]
     found = fit(content, tmp_path, tables, resting=["ebc.users", "ebc.days"])

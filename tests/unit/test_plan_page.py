@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_distrec.sharding.planning import plan_page, plan_pictures
-from lightning_distrec.sharding.planning.plan_cost import PlanCost
-from lightning_distrec.sharding.planning.plan_facts import PlanFacts
-from lightning_distrec.sharding.planning.plan_page import NO_PICTURES, page, write_page, write_pictures
-from lightning_distrec.sharding.planning.plan_pictures import draw_plan
-from lightning_distrec.sharding.planning.plan_words import (
+from lightning_distrec.sharding.plan_report import page as plan_page
+from lightning_distrec.sharding.plan_report import pictures as plan_pictures
+from lightning_distrec.sharding.plan_report.facts import PlanFacts
+from lightning_distrec.sharding.plan_report.page import NO_PICTURES, page, write_page, write_pictures
+from lightning_distrec.sharding.plan_report.pictures import draw_plan
+from lightning_distrec.sharding.plan_report.sentences import (
     headline,
     memory_in_words,
     milliseconds_in_words,
     time_in_words,
 )
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.plan_cost import PlanCost
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.words import bytes_in_words
+from lightning_distrec.units import format_bytes
 from tests.support.planned import planned, planned_at_random
 
 GIB = 2**30
@@ -69,7 +70,7 @@ class Read(HTMLParser):
 
 def two_ranks(**changes: Any) -> PlanFacts:
     """Return a plan of two tables over two ranks, on which 1 GiB each is usable."""
-    places = Places.equal(2, 2)
+    places = NodeLayout.equal(2, 2)
     tables = [
         planned(cut="table_wise", places=places, name="ebc.users", num_rows=2**24, dim=8, ranks=[1]),
         planned(cut="row_wise", places=places, name="ebc.items", num_rows=2**20, dim=8),
@@ -105,8 +106,8 @@ def test_the_page_of_two_ranks_says_what_they_hold_take_and_send() -> None:
         "Rank 1, the fullest, fills 75% of its GPU memory: 768.0 MiB of 1.0 GiB.",
         "Rank 1, the fullest, fills 25% of its host memory: 1.0 GiB of 4.0 GiB.",
         "Rank 1, the slowest, spends 3 ms of a step on tables, 20% more than the mean of 2.5 ms.",
-        f"A rank sends {bytes_in_words(sent.mean())} a step in the mean; rank {sent.argmax()} the most, "
-        f"{bytes_in_words(sent.max())}.",
+        f"A rank sends {format_bytes(sent.mean())} a step in the mean; rank {sent.argmax()} the most, "
+        f"{format_bytes(sent.max())}.",
     ]
     ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
     assert ranks["0"][:4] == ["256.0 MiB", "1.0 GiB", "0 B", "2 ms"]
@@ -135,7 +136,7 @@ def test_tables_that_do_not_fit_are_in_the_headline() -> None:
 
 
 def test_names_and_origins_are_escaped() -> None:
-    places = Places.equal(1, 1)
+    places = NodeLayout.equal(1, 1)
     name = "ebc.<script>alert('$x$')</script>&\"t\""
     facts = two_ranks(
         tables=[planned(cut="table_wise", places=places, name=name)],
@@ -152,7 +153,7 @@ def test_names_and_origins_are_escaped() -> None:
 
 
 def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quantiles() -> None:
-    facts = planned_at_random(1000, Places.equal(1024, 8), seed=3, cost=True, on_gpu=True)
+    facts = planned_at_random(1000, NodeLayout.equal(1024, 8), seed=3, cost=True, on_gpu=True)
     text = page(facts)
     read = Read(text)
     assert read.texts["h1"][0].startswith("1,000 tables over 1,024 ranks on 128 nodes")
@@ -160,9 +161,9 @@ def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quanti
     assert len([name for name in names if name.startswith("model.")]) == 1000
     assert read.texts["summary"] == ["The other 975 tables"]
     most = next(row for row in read.rows if row[0] == "most")
-    assert most[1] == bytes_in_words(float(facts.memory.tables.max()))
+    assert most[1] == format_bytes(float(facts.memory.tables.max()))
     half = next(row for row in read.rows if row[0] == "half")
-    assert half[1] == bytes_in_words(float(np.sort(facts.memory.tables)[512]))
+    assert half[1] == format_bytes(float(np.sort(facts.memory.tables)[512]))
     assert len(names) < 1030
     assert len(text) < 3_000_000
     assert len(read.pictures) == 5
@@ -195,7 +196,7 @@ def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, mo
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="no space left"):
-        write_page(path, planned_at_random(4, Places.equal(2, 2), 1), {})
+        write_page(path, planned_at_random(4, NodeLayout.equal(2, 2), 1), {})
     assert [file.name for file in path.parent.iterdir()] == ["plan.html"]
     assert path.read_text() == before
 
@@ -225,7 +226,7 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
 
 
 def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() -> None:
-    facts = planned_at_random(200, Places.equal(256, 8), seed=1, cost=True)
+    facts = planned_at_random(200, NodeLayout.equal(256, 8), seed=1, cost=True)
     assert facts.cost is not None
     axes = plan_pictures._draw_time(facts).axes[0]
     curve = axes.lines[0].get_ydata()
@@ -237,7 +238,7 @@ def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() 
 
 
 def test_the_matrix_shows_what_nodes_send_each_other() -> None:
-    facts = planned_at_random(30, Places.equal(16, 4), seed=2)
+    facts = planned_at_random(30, NodeLayout.equal(16, 4), seed=2)
     shown = plan_pictures._draw_matrix(facts).axes[0].images[0].get_array()
     wanted = facts.traffic.between_nodes()
     away = ~np.eye(4, dtype=bool)
@@ -245,8 +246,10 @@ def test_the_matrix_shows_what_nodes_send_each_other() -> None:
     assert np.ma.getmaskarray(shown).diagonal().all()
 
 
-@pytest.mark.parametrize("places", [Places.equal(1, 1), Places.equal(2, 2), Places.equal(70, 70), Places.equal(64, 1)])
-def test_every_shape_of_a_job_is_drawn(places: Places) -> None:
+@pytest.mark.parametrize(
+    "places", [NodeLayout.equal(1, 1), NodeLayout.equal(2, 2), NodeLayout.equal(70, 70), NodeLayout.equal(64, 1)]
+)
+def test_every_shape_of_a_job_is_drawn(places: NodeLayout) -> None:
     facts = planned_at_random(3, places, seed=0)
     assert all(data.startswith(b"\x89PNG") for data in draw_plan(facts).values())
     Read(plan_page.page(facts, {}))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_distrec.sharding.planning.plan_file import load_plan, save_plan
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan
 from tests.benchmarks.performance_text import GPU
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths, renamed_ranks, sampled
@@ -22,7 +22,7 @@ from tests.benchmarks.plan_quality_text import (
 )
 from tests.benchmarks.plan_quality_turns import OURS, OURS_DEFAULT, TORCHRECS, TORCHRECS_DEFAULT, Job, Measured, Tried
 
-PLACES = Places.of_nodes(2, 2)
+PLACES = NodeLayout.of_nodes(2, 2)
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.types import ParameterSharding
 
 from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.plan_report.facts import PlanFacts
+from lightning_distrec.sharding.plan_report.text import print_plan, some_ranks_in_words
 from lightning_distrec.sharding.planning.held_memory import held_bytes
 from lightning_distrec.sharding.planning.plan import Plan
 from lightning_distrec.sharding.planning.plan_cost import PlanCost
-from lightning_distrec.sharding.planning.plan_facts import PlanFacts
-from lightning_distrec.sharding.planning.plan_report import print_plan, some_ranks_in_words
 from lightning_distrec.sharding.planning.planned_tables import UpdateCost, planned_tables
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import Table, find_tables
 
@@ -54,7 +54,7 @@ def costs_of(tables: list[Table]) -> dict[str, UpdateCost]:
 
 
 def printed(
-    tables: list[Table], plan: Plan, places: Places, cost: PlanCost | None = None, batch_size: int = 1024
+    tables: list[Table], plan: Plan, places: NodeLayout, cost: PlanCost | None = None, batch_size: int = 1024
 ) -> list[str]:
     """Return the lines that are printed."""
     console = Console(file=io.StringIO(), width=150)
@@ -118,7 +118,7 @@ def test_pooling_factors_must_be_as_many_as_features() -> None:
 
 
 def test_time_and_bytes_are_printed_where_they_are_known() -> None:
-    tables, places = tables_of(1), Places.equal(4, 2)
+    tables, places = tables_of(1), NodeLayout.equal(4, 2)
     plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
     said = " ".join(printed(tables, plan, places, cost_of([4.0, 1.0, 1.0, 2.0])))
     assert "Estimated time for tables in a step: 4 ms on the slowest rank (0), 2 ms in the mean of ranks" in said
@@ -132,14 +132,14 @@ def test_time_and_bytes_are_printed_where_they_are_known() -> None:
 
 
 def test_ranks_that_are_equally_slow_are_not_told_apart() -> None:
-    tables, places = tables_of(1), Places.equal(2, 2)
+    tables, places = tables_of(1), NodeLayout.equal(2, 2)
     plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
     said = " ".join(printed(tables, plan, places, cost_of([0.5, 0.5])))
     assert "Estimated time for tables in a step: 0.5 ms on every rank" in said
 
 
 def test_one_rank_has_a_time_and_sends_nothing() -> None:
-    tables, places = tables_of(1), Places.equal(1, 1)
+    tables, places = tables_of(1), NodeLayout.equal(1, 1)
     plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
     said = " ".join(printed(tables, plan, places, cost_of([0.25]), batch_size=8))
     assert "Estimated time for tables in a step: 0.25 ms" in said
@@ -147,7 +147,7 @@ def test_one_rank_has_a_time_and_sends_nothing() -> None:
 
 
 def test_a_thousand_ranks_and_many_tables_fit_on_a_screen() -> None:
-    places = Places.equal(1024, 8)
+    places = NodeLayout.equal(1024, 8)
     tables = tables_of(100, rows=4096, dim=256)
     ranks = {"table_wise": [5], "row_wise": list(range(1024)), "column_wise": list(range(7, 1024, 20))[:32]}
     cuts = list(ranks)

@@ -17,13 +17,13 @@ from torchrec.distributed.planner.constants import CROSS_NODE_BANDWIDTH
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 
-from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec._compat.torchrec import torchrec_quiet
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planning.choices import choices_of
-from lightning_distrec.sharding.planning.placement import Placement, Room
+from lightning_distrec.sharding.planning.infeasible import InfeasiblePlan, try_all
+from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
 from lightning_distrec.sharding.planning.plan import constraints_of, sharders
 from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
-from lightning_distrec.sharding.planning.shortage import Shortage, try_all
+from lightning_distrec.sharding.planning.sharding_options import choices_of
 from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES, TableOptions
 from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
 
@@ -191,17 +191,17 @@ def test_whether_tables_fit_is_what_trying_everything_says(data: st.DataObject) 
     tables = table_set(sizes, num_ranks, on_node, data.draw(st.integers(4, 20)) / 1000, device="cpu", options=options)
     constraints = constraints_of(tables.tables, tables.demands)
     choices = choices_of(tables.tables, constraints, tables.topology, 8, sharders(), {})
-    room = Room(
+    room = MemoryBudget(
         np.asarray([d.storage.ddr for d in tables.topology.devices]), np.zeros(num_ranks, dtype=np.int64), on_node
     )
     found = try_all(choices, room)
-    if isinstance(found, Shortage):
+    if isinstance(found, InfeasiblePlan):
         assert found.proven
         assert found.missing_bytes > 0
-    assert isinstance(found, Placement) == _fits_somehow(choices, room)
+    assert isinstance(found, PartialPlan) == _fits_somehow(choices, room)
 
 
-def _fits_somehow(choices: list, room: Room) -> bool:  # type: ignore[type-arg]
+def _fits_somehow(choices: list, room: MemoryBudget) -> bool:  # type: ignore[type-arg]
     ways = []
     for of_table in choices:
         ways.append([

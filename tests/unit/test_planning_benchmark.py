@@ -28,7 +28,7 @@ def test_a_planner_that_takes_too_long_or_fails_is_told_and_nothing_waits_for_it
     large = Job(kind="uniform", num_tables=300, num_ranks=64, memory_gb=16)
     assert run_one("default", large, 1) == "not ended after 1 s"
     full = Job(kind="uniform", num_tables=300, num_ranks=2, ranks_on_node=2, memory_gb=1)
-    assert str(run_one("ours", full, 60)).startswith("NoRoomError: the tables do not fit")
+    assert str(run_one("ours", full, 60)).startswith("InfeasiblePlanError: the tables do not fit")
 
 
 def test_twenty_sets_are_compared_of_every_kind_and_for_2_to_64_ranks() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, WHOLE_GRADIENTS, estimate_traffic
 from tests.benchmarks.scale import write
 from tests.benchmarks.scale_checkpoints import read_checkpoints
@@ -22,7 +22,7 @@ SIZES = 3 * 8
 @pytest.mark.parametrize(("num_ranks", "on_node"), [(4, 4), (4, 2), (12, 4), (16, 2)])
 def test_formulas_are_the_mean_over_ranks_of_what_is_reckoned(cut: str, num_ranks: int, on_node: int) -> None:
     rows, dim, batch, ids = 48, 8, 10, 3.0
-    places = Places.equal(num_ranks, on_node)
+    places = NodeLayout.equal(num_ranks, on_node)
     update = "dense" if cut == "data_parallel" else "fused"
     table = planned(cut=cut, places=places, num_rows=rows, dim=dim, pooling_factors=(ids,), update=update)
     traffic = estimate_traffic([table], places, batch)

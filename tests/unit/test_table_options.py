@@ -18,10 +18,10 @@ from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.kernels import allowed_kernels, cache_share, refuse_other_storage
 from lightning_distrec.sharding.planning.named_options import left_whole, options_by_table
-from lightning_distrec.sharding.planning.plan import Demand, constraints_of
+from lightning_distrec.sharding.planning.plan import TableConstraints, constraints_of
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import KERNELS
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
 from tests.support.planned_tables import topology_of
 
@@ -48,10 +48,14 @@ def two_of_one_name() -> list[Table]:
     return find_tables(root).tables
 
 
-def demand(kernels: tuple[str, ...] = ("fused",), factors: tuple[float, ...] | None = None, **said: Any) -> Demand:
+def demand(
+    kernels: tuple[str, ...] = ("fused",), factors: tuple[float, ...] | None = None, **said: Any
+) -> TableConstraints:
     """Return a demand of a table that may be cut in any of two ways."""
     options = TableOptions(**said)
-    return Demand(("table_wise", "row_wise"), False, options, compute_kernels=kernels, pooling_factors=factors)
+    return TableConstraints(
+        ("table_wise", "row_wise"), False, options, compute_kernels=kernels, pooling_factors=factors
+    )
 
 
 def test_options_of_a_table_override_those_of_all() -> None:
@@ -220,7 +224,7 @@ def test_what_was_said_and_counted_reaches_the_planner_feature_by_feature() -> N
 def test_tables_of_one_name_get_what_suits_both_or_an_error() -> None:
     tables = two_of_one_name()
 
-    def both(first: Demand, second: Demand) -> Any:
+    def both(first: TableConstraints, second: TableConstraints) -> Any:
         return constraints_of(tables, {"first.t": first, "second.t": second})["t"]
 
     found = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",), batch_size=4))
@@ -237,7 +241,7 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
         "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
         "ebc.b": demand(("fused",), batch_size=64, factors=(3.0,)),
     }
-    plan = make_plan(tables, demands, topology_of(Places.of_nodes(2), "cuda", 1 << 30), 16).plan
+    plan = make_plan(tables, demands, topology_of(NodeLayout.of_nodes(2), "cuda", 1 << 30), 16).plan
     assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == ("fused_uvm_caching", 0.25)
     assert [cache_share(plan[name]) for name in ("ebc.a", "ebc.b")] == [0.25, None]
     # What the kernel is made with.

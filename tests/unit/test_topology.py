@@ -12,13 +12,13 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import EnumerableShardingSpec
 
-from lightning_distrec.machine import cgroup_limits, host_memory_bytes
+from lightning_distrec.host_memory import cgroup_limits, host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.planning.placements import put_on_devices
-from lightning_distrec.sharding.planning.plan import Demand, sharders
+from lightning_distrec.sharding.planning.device_placement import put_on_devices
+from lightning_distrec.sharding.planning.plan import TableConstraints, sharders
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.planning.topology import Places, RankMemory, make_topology
+from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
 from lightning_distrec.sharding.tables import find_tables
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -29,7 +29,7 @@ def bandwidths(**given: str) -> ChosenBandwidths:
     return asked_bandwidths(dict(given), {}).with_measured({})
 
 
-def topology(places: Places, device: torch.device = CPU, memory: tuple[int, ...] = (), **given: str) -> Topology:
+def topology(places: NodeLayout, device: torch.device = CPU, memory: tuple[int, ...] = (), **given: str) -> Topology:
     memory = memory or (10**9,) * places.num_ranks
     host = (10**10 if device.type == "cuda" else 0,) * places.num_ranks
     return make_topology(device, places, RankMemory(device_bytes=memory, host_bytes=host), bandwidths(**given))
@@ -44,30 +44,30 @@ def options(described: Topology, cut: str) -> ShardingOption:
 
 
 def test_nodes_are_told_apart_by_their_numbers() -> None:
-    places = Places.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
-    assert places == Places.of_nodes(2, 2)
+    places = NodeLayout.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
+    assert places == NodeLayout.of_nodes(2, 2)
     assert (places.num_ranks, places.num_nodes, places.ranks_on_node, places.alike) == (4, 2, 2, True)
 
 
 def test_unequal_nodes_are_what_they_are() -> None:
-    places = Places.gathered([(3, 3), (3, 3), (3, 3), (5, 1)])
+    places = NodeLayout.gathered([(3, 3), (3, 3), (3, 3), (5, 1)])
     assert places.ranks_by_node == (3, 1)
     assert (places.num_nodes, places.ranks_on_node, places.alike) == (2, 3, False)
     assert (places.neighbours(0), places.strangers(0), places.neighbours(3)) == ([1, 2], [3], [])
 
 
 def test_ranks_dealt_out_in_turns_are_not_as_torchrec_takes_them_to_be() -> None:
-    places = Places.gathered([(0, 2), (1, 2), (0, 2), (1, 2)])
+    places = NodeLayout.gathered([(0, 2), (1, 2), (0, 2), (1, 2)])
     assert (places.ranks_by_node, places.alike, places.neighbours(0)) == ((2, 2), False, [2])
 
 
 def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> None:
-    assert Places.gathered([(0, 2), (0, 2), (0, 1)]) == Places.of_nodes(2, 1)
+    assert NodeLayout.gathered([(0, 2), (0, 2), (0, 1)]) == NodeLayout.of_nodes(2, 1)
 
 
 def test_torchrec_counts_bytes_per_millisecond() -> None:
     # A table on one rank sends each of two ranks a row of 32-bit numbers for each of its examples.
-    row = options(topology(Places.of_nodes(2), intra_node="1GB/s"), "table_wise").shards[0]
+    row = options(topology(NodeLayout.of_nodes(2), intra_node="1GB/s"), "table_wise").shards[0]
     assert row.perf is not None
     assert row.perf.fwd_comms == pytest.approx(2 * BATCH * DIM * 4 / 1e9 * 1000)
     assert INTRA_NODE_BANDWIDTH * 1000 == 600 * 2**30
@@ -78,7 +78,7 @@ def test_torchrec_counts_bytes_per_millisecond() -> None:
     [(CPU, "host_memory", "fwd_compute"), (GPU, "device_memory", "fwd_compute"), (CPU, "cross_node", "fwd_comms")],
 )
 def test_a_bandwidth_twice_as_high_halves_what_it_is_for(device: torch.device, bandwidth: str, part: str) -> None:
-    places = Places.of_nodes(1, 1)
+    places = NodeLayout.of_nodes(1, 1)
     times = [
         getattr(options(topology(places, device, **{bandwidth: given}), "table_wise").shards[0].perf, part)
         for given in ("1GB/s", "2GB/s")
@@ -87,7 +87,7 @@ def test_a_bandwidth_twice_as_high_halves_what_it_is_for(device: torch.device, b
 
 
 def test_on_unequal_nodes_everything_travels_at_the_speed_between_them() -> None:
-    described = topology(Places.of_nodes(3, 1), intra_node="100GB/s", cross_node="1GB/s")
+    described = topology(NodeLayout.of_nodes(3, 1), intra_node="100GB/s", cross_node="1GB/s")
     shard = options(described, "table_wise").shards[0]
     assert shard.perf is not None
     assert shard.perf.fwd_comms == pytest.approx(4 * BATCH * DIM * 4 / 1e9 * 1000)
@@ -96,14 +96,14 @@ def test_on_unequal_nodes_everything_travels_at_the_speed_between_them() -> None
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_unequal_memory_is_told_and_row_wise_cuts_stay_equal(device: torch.device) -> None:
     memory = (10**6, 3 * 10**6)
-    described = topology(Places.of_nodes(2), device, memory)
+    described = topology(NodeLayout.of_nodes(2), device, memory)
     storage = [d.storage.hbm if device.type == "cuda" else d.storage.ddr for d in described.devices]
     assert storage == [*memory]
     assert [shard.size for shard in options(described, "row_wise").shards] == [[500, DIM], [500, DIM]]
 
 
 def test_beside_a_gpu_there_is_the_hosts_memory() -> None:
-    described = topology(Places.of_nodes(2), GPU)
+    described = topology(NodeLayout.of_nodes(2), GPU)
     assert [(d.storage.hbm, d.storage.ddr) for d in described.devices] == [(10**9, 10**10)] * 2
 
 
@@ -111,8 +111,8 @@ def test_shards_lie_on_the_device_that_their_rank_has() -> None:
     table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     tables = find_tables(root).tables
-    demands = {"ebc.t": Demand(("row_wise",), False, TableOptions())}
-    plan = make_plan(tables, demands, topology(Places.of_nodes(2, 1), GPU), BATCH).plan
+    demands = {"ebc.t": TableConstraints(("row_wise",), False, TableOptions())}
+    plan = make_plan(tables, demands, topology(NodeLayout.of_nodes(2, 1), GPU), BATCH).plan
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
     put_on_devices(plan, devices)
     spec = plan["ebc.t"].sharding_spec

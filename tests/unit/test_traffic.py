@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.traffic import (
     IDS,
     ROW_GRADIENTS,
@@ -24,13 +24,13 @@ SIZES = 3 * 8
 """Numbers of lengths and of ids, and the batch's size, as int64."""
 
 
-def one(cut: str, places: Places, comms: QuantizedComms | None = None, **options: object) -> Traffic:
+def one(cut: str, places: NodeLayout, comms: QuantizedComms | None = None, **options: object) -> Traffic:
     """Return the traffic of one table of 24 rows and 8 columns, with 2 and 3 ids in an example's bags."""
     return estimate_traffic([planned(cut=cut, places=places, **options)], places, BATCH, comms)
 
 
 def test_ids_go_to_the_rank_of_a_whole_table_and_bags_come_back() -> None:
-    traffic = one("table_wise", Places.equal(3, 3), ranks=[1])
+    traffic = one("table_wise", NodeLayout.equal(3, 3), ranks=[1])
     ids = 2 * BATCH * 8 + (2 + 3) * BATCH * 8  # lengths, and ids
     assert traffic.sent(IDS).tolist() == [2 * SIZES + ids, 2 * SIZES, 2 * SIZES + ids]
     assert traffic.sent(ROWS).tolist() == [0, 2 * (2 * BATCH * 8 * 4), 0]
@@ -38,17 +38,17 @@ def test_ids_go_to_the_rank_of_a_whole_table_and_bags_come_back() -> None:
 
 
 def test_single_rows_come_back_for_every_id() -> None:
-    traffic = one("table_wise", Places.equal(2, 2), ranks=[0], pooled=False)
+    traffic = one("table_wise", NodeLayout.equal(2, 2), ranks=[0], pooled=False)
     assert traffic.sent(ROWS).tolist() == [(2 + 3) * BATCH * 8 * 4, 0]
 
 
 def test_weights_travel_with_ids() -> None:
-    plain, weighted = (one("table_wise", Places.equal(2, 2), ranks=[0], weighted=w) for w in (False, True))
+    plain, weighted = (one("table_wise", NodeLayout.equal(2, 2), ranks=[0], weighted=w) for w in (False, True))
     assert (weighted.sent(IDS) - plain.sent(IDS)).tolist() == [8, 8 + (2 + 3) * BATCH * 4]
 
 
 def test_ids_of_a_table_cut_by_rows_follow_the_sizes_of_the_blocks() -> None:
-    traffic = one("row_wise", Places.equal(3, 3), num_rows=10)  # blocks of 4, 4 and 2 rows
+    traffic = one("row_wise", NodeLayout.equal(3, 3), num_rows=10)  # blocks of 4, 4 and 2 rows
     lengths, ids = 2 * BATCH * 8, (2 + 3) * BATCH * 8
     to = [SIZES + lengths + ids * share for share in (0.4, 0.4, 0.2)]
     assert traffic.sent(IDS) == pytest.approx([to[1] + to[2], to[0] + to[2], to[0] + to[1]])
@@ -56,7 +56,7 @@ def test_ids_of_a_table_cut_by_rows_follow_the_sizes_of_the_blocks() -> None:
 
 
 def test_two_level_cuts_add_up_on_a_node_and_cross_nodes_once() -> None:
-    traffic = one("table_row_wise", Places.equal(4, 2), ranks=[2, 3])
+    traffic = one("table_row_wise", NodeLayout.equal(4, 2), ranks=[2, 3])
     bags = 2 * BATCH * 8 * 4  # of one rank's examples
     assert traffic.within_node(ROWS).tolist() == [0, 0, 2 * bags, 2 * bags]  # sums for both nodes, halved in a ring
     assert traffic.across_nodes(ROWS).tolist() == [0, 0, bags, bags]
@@ -64,14 +64,14 @@ def test_two_level_cuts_add_up_on_a_node_and_cross_nodes_once() -> None:
 
 
 def test_whole_tables_on_all_ranks_send_their_gradients_only() -> None:
-    traffic = one("data_parallel", Places.equal(4, 2), update="dense")
+    traffic = one("data_parallel", NodeLayout.equal(4, 2), update="dense")
     assert all(not traffic.sent(kind).any() for kind in (IDS, ROWS, ROW_GRADIENTS))
     assert traffic.sent(WHOLE_GRADIENTS).tolist() == [2 * 3 / 4 * 24 * 8 * 4] * 4
     assert traffic.across_nodes().tolist() == [0, 288 * 4, 0, 288 * 4]
 
 
 def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None:
-    places = Places.equal(2, 2)
+    places = NodeLayout.equal(2, 2)
     frozen, learns = (planned(cut="table_wise", places=places, ranks=[0], update=u) for u in ("frozen", "fused"))
     assert not estimate_traffic([frozen], places, BATCH).sent(ROW_GRADIENTS).any()
     both = estimate_traffic([frozen, learns], places, BATCH)
@@ -79,7 +79,7 @@ def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None
 
 
 def test_rounded_rows_and_gradients_are_half_as_many_bytes() -> None:
-    places = Places.equal(4, 2)
+    places = NodeLayout.equal(4, 2)
     for cut in ("table_wise", "row_wise", "table_row_wise"):
         exact, rounded = (one(cut, places, comms) for comms in (None, QuantizedComms(forward="bf16")))
         assert (2 * rounded.sent(ROWS)).tolist() == exact.sent(ROWS).tolist()
@@ -88,15 +88,17 @@ def test_rounded_rows_and_gradients_are_half_as_many_bytes() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    places = Places.equal(1, 1)
+    places = NodeLayout.equal(1, 1)
     traffic = estimate_traffic([planned(cut=c, places=places) for c in ("table_wise", "row_wise")], places, BATCH)
     assert traffic.sent().tolist() == [0]
     assert traffic.between_nodes().tolist() == [[0]]
 
 
-@pytest.mark.parametrize("places", [Places.equal(12, 4), Places.equal(6, 3), Places.equal(8, 8), Places.equal(4, 1)])
+@pytest.mark.parametrize(
+    "places", [NodeLayout.equal(12, 4), NodeLayout.equal(6, 3), NodeLayout.equal(8, 8), NodeLayout.equal(4, 1)]
+)
 @pytest.mark.parametrize("kind", [*TRAFFIC_KINDS, None])
-def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(places: Places, kind: str | None) -> None:
+def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(places: NodeLayout, kind: str | None) -> None:
     traffic = planned_at_random(40, places, seed=3).traffic
     matrix = traffic.matrix(kind)
     node = np.arange(places.num_ranks) // places.ranks_on_node
@@ -110,8 +112,8 @@ def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(places: Places,
 
 
 @pytest.mark.parametrize("cut", ["table_wise", "row_wise", "data_parallel"])
-@pytest.mark.parametrize("places", [Places.of_nodes(2, 1), Places((0, 1, 0, 1, 1))])
-def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(cut: str, places: Places) -> None:
+@pytest.mark.parametrize("places", [NodeLayout.of_nodes(2, 1), NodeLayout((0, 1, 0, 1, 1))])
+def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(cut: str, places: NodeLayout) -> None:
     traffic = one(cut, places, **({"ranks": [1]} if cut == "table_wise" else {}))
     matrix, node = traffic.matrix(), np.asarray(places.node_of_rank)
     same = node[:, None] == node[None, :]
@@ -124,7 +126,7 @@ def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(cut: str, places: Pl
 
 
 def test_thousands_of_ranks_take_no_time_per_pair() -> None:
-    facts = planned_at_random(1000, Places.equal(4096, 8), seed=0)
+    facts = planned_at_random(1000, NodeLayout.equal(4096, 8), seed=0)
     begin = time.process_time()
     traffic = facts.traffic
     assert traffic.sent().shape == traffic.across_nodes().shape == (4096,)
@@ -136,4 +138,4 @@ def test_a_cut_whose_exchanges_are_not_known_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"table 'ebc.t' is cut 'grid_shard', whose exchanges are not known. Use one of"
     ):
-        one("grid_shard", Places.equal(4, 2))
+        one("grid_shard", NodeLayout.equal(4, 2))

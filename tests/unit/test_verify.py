@@ -9,7 +9,7 @@ import torch
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.save import take_snapshot, write
 from lightning_distrec.checkpoint.verify import verify
-from lightning_distrec.commands import SAME, TROUBLE, run
+from lightning_distrec.cli.commands import SAME, TROUBLE, run
 from lightning_distrec.errors import CheckpointError
 from tests.support.lone_rank import LoneRank, by_rows, write_folder
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 from torch.distributed import DistNetworkError
 
-from lightning_distrec.cluster.watchdog import is_of_network, place_of
-from lightning_distrec.cluster.watchdog_process import TICK_SECONDS, Hub, Setting, State, Word
+from lightning_distrec.cluster.watchdog.watchdog import is_of_network, place_of
+from lightning_distrec.cluster.watchdog.watchdog_process import TICK_SECONDS, Hub, Setting, State, Word
 from lightning_distrec.errors import RankError
 
 SETTING = Setting(0, 1, ["a", "a", "b"], "127.0.0.1", 0, "a secret", 3.0, 20.0)

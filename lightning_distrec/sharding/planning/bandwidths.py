@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torchrec.distributed.planner import constants
 
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.sizes import bandwidth_in_words, bytes_per_second_of
+from lightning_distrec.units import format_bandwidth, parse_bandwidth
 
 MEASURE, REMEASURE = "measure", "remeasure"
 VARIABLES = {"intra_node": "INTRA_NODE_BANDWIDTH", "cross_node": "CROSS_NODE_BANDWIDTH"}
@@ -46,7 +46,7 @@ class Bandwidths:
         for field in fields(self):
             given = getattr(self, field.name)
             if given is not None and given not in (MEASURE, REMEASURE):
-                bytes_per_second_of(given, f"planning.bandwidths.{field.name}={given!r}")
+                parse_bandwidth(given, f"planning.bandwidths.{field.name}={given!r}")
 
 
 GivenBandwidths = Bandwidths | dict[str, Any] | Literal["measure", "remeasure"] | None
@@ -82,7 +82,7 @@ class ChosenBandwidths:
         by_origin: dict[str, list[str]] = {}
         for name in names:
             one: Bandwidth = getattr(self, name)
-            words = f"{name} {bandwidth_in_words(one.bytes_per_second)}"
+            words = f"{name} {format_bandwidth(one.bytes_per_second)}"
             by_origin.setdefault(one.origin, []).append(words)
         return ", ".join(f"{', '.join(words)} ({origin})" for origin, words in by_origin.items())
 
@@ -125,10 +125,10 @@ def asked_bandwidths(given: GivenBandwidths, environment: Mapping[str, str]) -> 
         if value in (MEASURE, REMEASURE):
             wanted[name] = value
         elif value is not None:
-            number = bytes_per_second_of(value, f"planning.bandwidths.{name}={value!r}")
+            number = parse_bandwidth(value, f"planning.bandwidths.{name}={value!r}")
             known[name] = Bandwidth(bytes_per_second=number, origin="argument")
         elif text := environment.get(variable, "").strip():
-            number = bytes_per_second_of(text, f"the environment's {variable}={text!r}")
+            number = parse_bandwidth(text, f"the environment's {variable}={text!r}")
             known[name] = Bandwidth(bytes_per_second=number, origin=f"environment {variable}")
             if not text.endswith("/s"):
                 bare.append(variable)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.errors import NoRoomError
+from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.planning.planned_tables import PlannedTable
 from lightning_distrec.sharding.planning.reservation import Reservation
 from lightning_distrec.sharding.planning.topology import RankMemory
@@ -28,7 +28,7 @@ def held_bytes(tables: Iterable[PlannedTable], num_ranks: int, on_host: bool = F
 
 
 def check_memory(tables: Iterable[PlannedTable], memory: RankMemory, reservation: Reservation) -> None:
-    """Raise NoRoomError where a rank would hold more for its tables than it has.
+    """Raise InfeasiblePlanError where a rank would hold more for its tables than it has.
 
     Plans of the planner fit; those of files and of earlier runs may not. Tables that a GPU reads from its host's memory
     are the planner's to count.
@@ -37,7 +37,7 @@ def check_memory(tables: Iterable[PlannedTable], memory: RankMemory, reservation
     held = held_bytes(tables, len(usable))
     worst = int((held - np.asarray(usable)).argmax())
     if held[worst] > usable[worst]:
-        raise NoRoomError(
+        raise InfeasiblePlanError(
             f"rank {worst} would hold {held[worst]:,} bytes for its tables (rows, gradients, optimizer state), but "
             f"has {usable[worst]:,} (memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
             f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, Adagrad, "

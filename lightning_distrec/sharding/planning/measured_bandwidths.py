@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Ranks(Protocol):
 
 
 def measured_bandwidths(
-    wanted: Sequence[str], places: Places, device: torch.device, ranks: Ranks, afresh: bool = False
+    wanted: Sequence[str], places: NodeLayout, device: torch.device, ranks: Ranks, afresh: bool = False
 ) -> dict[str, Bandwidth]:
     """Collective. Return those of `wanted` that these ranks have: the same on all, of the slowest rank.
 
@@ -69,7 +69,7 @@ def measured_bandwidths(
     return found | {name: Bandwidth(bytes_per_second=number, origin="measured") for name, number in numbers.items()}
 
 
-def _measurable(places: Places, device: torch.device) -> set[str]:
+def _measurable(places: NodeLayout, device: torch.device) -> set[str]:
     names = {"host_memory"}
     if device.type == "cuda":
         names |= {"device_memory", "host_to_device"}
@@ -80,7 +80,7 @@ def _measurable(places: Places, device: torch.device) -> set[str]:
     return names
 
 
-def _measure(name: str, places: Places, device: torch.device, ranks: Ranks) -> float:
+def _measure(name: str, places: NodeLayout, device: torch.device, ranks: Ranks) -> float:
     """Collective. Return the bytes per second of one of them."""
     if name == "intra_node":
         return _measure_exchange([places.neighbours(rank) for rank in range(places.num_ranks)], device, ranks)
@@ -152,7 +152,7 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _shape(places: Places, device: torch.device, ranks: Ranks) -> str:
+def _shape(places: NodeLayout, device: torch.device, ranks: Ranks) -> str:
     """Collective. Return what tells this cluster from others: its hosts, ranks, devices and backend."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     told = ranks.everyone((socket.gethostname(), kind, torch.get_num_threads()))

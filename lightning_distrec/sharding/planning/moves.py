@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.planning.choices import EVERY_RANK
-from lightning_distrec.sharding.planning.placement import Placement, Ranks
+from lightning_distrec.sharding.planning.partial_plan import PartialPlan, Ranks
+from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK
 
 STEEPNESS = 16
 """Power in which ranks' times are added up, to see progress while several ranks are equally slow."""
@@ -32,7 +32,7 @@ class Effort:
         return self.left >= 0
 
 
-def polish(placement: Placement, effort: Effort, level: bool) -> Placement:
+def polish(placement: PartialPlan, effort: Effort, level: bool) -> PartialPlan:
     """Move tables of the slowest rank, one by one, while that makes it faster. Changes `placement`, and returns it.
 
     level: first let it get slower where all ranks together get more level, from where more moves are open.
@@ -48,7 +48,7 @@ def _steep(milliseconds: NDArray[np.float64], unit: float) -> float:
     return float(((milliseconds / unit) ** STEEPNESS).sum())
 
 
-def _on_slowest(placement: Placement) -> list[int]:
+def _on_slowest(placement: PartialPlan) -> list[int]:
     """Return the tables with a shard on the slowest rank, those that take most of its time first."""
     slowest = int(placement.milliseconds.argmax())
     found: list[tuple[float, int]] = []
@@ -61,7 +61,7 @@ def _on_slowest(placement: Placement) -> list[int]:
     return [table for _, table in sorted(found, key=lambda pair: (-pair[0], pair[1]))]
 
 
-def _move_one(placement: Placement, effort: Effort, helps: Callable[[Rating, Rating], bool]) -> bool:
+def _move_one(placement: PartialPlan, effort: Effort, helps: Callable[[Rating, Rating], bool]) -> bool:
     """Give a table of the slowest rank another place or choice, where that helps; returns whether it did."""
     unit = placement.critical_path
     if unit <= 0:
@@ -90,7 +90,7 @@ def _is_better(one: Rating, other: Rating) -> bool:
     return one[0] < other[0] * (1 - 1e-9) or (one[0] <= other[0] * (1 + 1e-12) and one[1] < other[1] * (1 - 1e-9))
 
 
-def _swap_one(placement: Placement, effort: Effort) -> bool:
+def _swap_one(placement: PartialPlan, effort: Effort) -> bool:
     """Let a table of the slowest rank and one of another change places, where that helps; returns whether it did.
 
     Tables on one rank each.
@@ -125,14 +125,14 @@ def _swap_one(placement: Placement, effort: Effort) -> bool:
     return False
 
 
-def _swap(placement: Placement, one: int, other: int) -> None:
+def _swap(placement: PartialPlan, one: int, other: int) -> None:
     number, ranks = placement.take(one)
     other_number, other_ranks = placement.take(other)
     placement.put(one, number, other_ranks)
     placement.put(other, other_number, ranks)
 
 
-def thrown_about(placement: Placement, draw: np.random.Generator, effort: Effort) -> Placement | None:
+def thrown_about(placement: PartialPlan, draw: np.random.Generator, effort: Effort) -> PartialPlan | None:
     """Return a copy from which some tables were taken, and placed again in another order; None where one found no room.
 
     Each gets the choice that adds least, and now and then the next best, so that others find their places.
@@ -156,7 +156,7 @@ def thrown_about(placement: Placement, draw: np.random.Generator, effort: Effort
     return twin
 
 
-def _ways(placement: Placement, table: int, unit: float, effort: Effort) -> list[tuple[float, float, int, Ranks]]:
+def _ways(placement: PartialPlan, table: int, unit: float, effort: Effort) -> list[tuple[float, float, int, Ranks]]:
     """Return what comes of each choice of a table that is on no rank: critical path, how steep, the choice, its ranks.
 
     Of choices that take less time than `unit` on every rank, where there are any.
@@ -174,7 +174,7 @@ def _ways(placement: Placement, table: int, unit: float, effort: Effort) -> list
     return found
 
 
-def _count_anew(placement: Placement) -> None:
+def _count_anew(placement: PartialPlan) -> None:
     """Add the ranks' times up again, without the rounding of all moves."""
     placement.milliseconds = np.zeros(placement.room.num_ranks)
     for table, ranks in enumerate(placement.ranks):

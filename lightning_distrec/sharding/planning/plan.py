@@ -16,7 +16,7 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterShar
 from lightning_distrec import errors
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.table_options import KERNELS, SHARDING_TYPES, TableOptions
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import Table
 
@@ -31,7 +31,7 @@ TWO_LEVEL_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 @dataclass(frozen=True)
-class Demand:
+class TableConstraints:
     """What a table needs of its place."""
 
     sharding_types: tuple[str, ...]
@@ -79,7 +79,7 @@ def default_types(num_nodes: int) -> tuple[str, ...]:
     return types if num_nodes == 1 else (*types, "table_row_wise", "table_column_wise")
 
 
-def allowed_types(table: Table, options: TableOptions, places: Places, whole_rows_for: str) -> tuple[str, ...]:
+def allowed_types(table: Table, options: TableOptions, places: NodeLayout, whole_rows_for: str) -> tuple[str, ...]:
     """Return the ways in which `table` may be cut.
 
     whole_rows_for: the optimizer that keeps one number for a row, so that a row must stay on one rank; "" for none.
@@ -96,7 +96,7 @@ def allowed_types(table: Table, options: TableOptions, places: Places, whole_row
     return types
 
 
-def _why_not(table: Table, cut: str, places: Places, whole_rows_for: str) -> str:
+def _why_not(table: Table, cut: str, places: NodeLayout, whole_rows_for: str) -> str:
     if not table.pooled and cut not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be cut {', '.join(SEQUENCE_TYPES)}"
     if not places.alike and cut in TWO_LEVEL_TYPES:
@@ -126,7 +126,7 @@ def _why_not_columns(table: Table, cut: str, options: TableOptions) -> str:
     )
 
 
-def check_sequence_widths(tables: list[Table], demands: Mapping[str, Demand]) -> None:
+def check_sequence_widths(tables: list[Table], demands: Mapping[str, TableConstraints]) -> None:
     """Raise PlanError where column-wise tables of one EmbeddingCollection would be cut into shards of unequal width."""
     for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):
         mine = [table for table in tables if table.collection == collection]
@@ -164,7 +164,7 @@ def plan_together(make: Callable[[], T]) -> T:
     return answer[0]
 
 
-def constraints_of(tables: list[Table], demands: Mapping[str, Demand]) -> dict[str, ParameterConstraints]:
+def constraints_of(tables: list[Table], demands: Mapping[str, TableConstraints]) -> dict[str, ParameterConstraints]:
     """torchrec knows a constraint by the table's name alone: tables of one name get what suits them all."""
     constraints: dict[str, ParameterConstraints] = {}
     for table in tables:
@@ -174,7 +174,7 @@ def constraints_of(tables: list[Table], demands: Mapping[str, Demand]) -> dict[s
     return constraints
 
 
-def _constraint(table: Table, demand: Demand) -> ParameterConstraints:
+def _constraint(table: Table, demand: TableConstraints) -> ParameterConstraints:
     options, features = demand.options, table.config.feature_names
     factors = demand.pooling_factors or [POOLING_FACTOR] * len(features)
     if options.pooling_factor is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchrec.modules.embedding_configs import DataType
 
+from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
-from lightning_distrec.on_disk import replace_file
 from lightning_distrec.sharding.planning.shard_edges import why_not_inside, why_not_placed
 from lightning_distrec.sharding.planning.table_options import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.planning.written_plan import (

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planning.plan import Demand, allowed_types
+from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types
 from lightning_distrec.sharding.planning.shard_edges import why_not_placed
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.written_plan import (
     WrittenPlan,
     WrittenShard,
@@ -16,7 +16,7 @@ from lightning_distrec.sharding.planning.written_plan import (
     size_of,
 )
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.words import counted
+from lightning_distrec.units import quantity
 
 NUM_LISTED = 10
 """How many differences a message lists."""
@@ -26,8 +26,8 @@ def fitting_plan(
     plan: WrittenPlan,
     what: str,
     tables: list[Table],
-    demands: Mapping[str, Demand],
-    places: Places,
+    demands: Mapping[str, TableConstraints],
+    places: NodeLayout,
     device: str,
     resting: Collection[str],
 ) -> WrittenPlan:
@@ -41,7 +41,7 @@ def fitting_plan(
     """
     wrong = []
     if plan.num_ranks != places.num_ranks:
-        wrong.append(f"it is for {counted(plan.num_ranks, 'rank')}, and there {_are(places.num_ranks)}")
+        wrong.append(f"it is for {quantity(plan.num_ranks, 'rank')}, and there {_are(places.num_ranks)}")
     wanted = {table.full_name: size_of(table) for table in tables}
     wrong += size_differences({name: t.size for name, t in plan.tables.items()}, wanted, "the plan", "the module")
     if not wrong:
@@ -66,7 +66,7 @@ def _are(num_ranks: int) -> str:
     return "is 1" if num_ranks == 1 else f"are {num_ranks:,}"
 
 
-def _why_not(table: Table, written: WrittenTable, demand: Demand, places: Places, device: str) -> str:
+def _why_not(table: Table, written: WrittenTable, demand: TableConstraints, places: NodeLayout, device: str) -> str:
     cut, kernel = written.sharding_type, written.compute_kernel
     by_user = demand.options.sharding_types
     if by_user is not None and cut not in by_user:
@@ -86,7 +86,7 @@ def _why_not(table: Table, written: WrittenTable, demand: Demand, places: Places
             reason = str(error).removeprefix(f"table '{table.full_name}': ").rstrip(".")
             return f"cannot be cut {reason}"
     if reason := why_not_placed(written, places.num_ranks, ranks_per_node(places)):
-        return f"cannot have these shards on {counted(ranks_per_node(places), 'rank')} a node: {reason}"
+        return f"cannot have these shards on {quantity(ranks_per_node(places), 'rank')} a node: {reason}"
     if kernel.startswith("fused_uvm") and demand.kept_gradient:
         return (
             f"has the kernel {kernel}, which a table has not whose gradient the user's own optimizer needs; use fused"

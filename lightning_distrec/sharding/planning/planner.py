@@ -8,18 +8,31 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.sharding_plan import placement as place_name
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
-from lightning_distrec.errors import NoRoomError
-from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice, capacities, choices_of, estimated, unlike
-from lightning_distrec.sharding.planning.placement import Placement, Room
-from lightning_distrec.sharding.planning.plan import Demand, Plan, check_sequence_widths, constraints_of, sharders
-from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS, PlanCost
-from lightning_distrec.sharding.planning.search import search
-from lightning_distrec.sharding.planning.shortage import (
-    Shortage,
+from lightning_distrec.errors import InfeasiblePlanError
+from lightning_distrec.sharding.planning.infeasible import (
+    InfeasiblePlan,
     fits_alone,
     no_choice_fits,
     too_much_together,
     try_all,
+)
+from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
+from lightning_distrec.sharding.planning.plan import (
+    Plan,
+    TableConstraints,
+    check_sequence_widths,
+    constraints_of,
+    sharders,
+)
+from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS, PlanCost
+from lightning_distrec.sharding.planning.search import search
+from lightning_distrec.sharding.planning.sharding_options import (
+    EVERY_RANK,
+    EstimatedOption,
+    capacities,
+    choices_of,
+    estimated,
+    unlike,
 )
 from lightning_distrec.sharding.tables import Table
 
@@ -35,13 +48,13 @@ class MadePlan:
 
 
 def make_plan(
-    tables: Sequence[Table], demands: Mapping[str, Demand], topology: Topology, batch_size: int, seed: int = 0
+    tables: Sequence[Table], demands: Mapping[str, TableConstraints], topology: Topology, batch_size: int, seed: int = 0
 ) -> MadePlan:
     """Return a place for every table, so that the slowest rank has little to do. Equal input gives equal plans.
 
     topology: its memory is what tables and their exchange may take: what is reserved for all else is taken off.
     torchrec's estimators say what each way to cut a table costs; the search is ours, see search.py.
-    Raises NoRoomError: the tables do not fit, with the one that finds no room and the bytes that are missing.
+    Raises InfeasiblePlanError: the tables do not fit, with the one that finds no room and the bytes that are missing.
     PlanError: what was said of tables cannot be.
     """
     tables = list(tables)
@@ -53,38 +66,40 @@ def make_plan(
     fitting = [[choice for choice in unlike(of_table) if fits_alone(choice, room)] for of_table in choices]
     for number, of_table in enumerate(fitting):
         if not of_table:
-            raise NoRoomError(_why_no_plan(tables, no_choice_fits(choices[number], number, room), topology, batch_size))
+            raise InfeasiblePlanError(
+                _why_no_plan(tables, no_choice_fits(choices[number], number, room), topology, batch_size)
+            )
     shortage = too_much_together(fitting, room)
     found = None if shortage else search(fitting, room, seed)
     if found is None:
         instead = shortage or try_all(fitting, room)
-        if isinstance(instead, Shortage):
-            raise NoRoomError(_why_no_plan(tables, instead, topology, batch_size))
+        if isinstance(instead, InfeasiblePlan):
+            raise InfeasiblePlanError(_why_no_plan(tables, instead, topology, batch_size))
         found = search(fitting, room, seed, start=instead)
         assert found is not None
     return MadePlan(_as_plan(tables, found.placement, topology), cost_of_placement(found.placement), found.lower_bound)
 
 
-def room_of(topology: Topology) -> Room:
+def room_of(topology: Topology) -> MemoryBudget:
     """Return what tables may take of every rank."""
-    return Room(*capacities(topology), topology.local_world_size)
+    return MemoryBudget(*capacities(topology), topology.local_world_size)
 
 
 def cost_of_plan(
-    tables: Sequence[Table], plan: Plan, demands: Mapping[str, Demand], topology: Topology, batch_size: int
+    tables: Sequence[Table], plan: Plan, demands: Mapping[str, TableConstraints], topology: Topology, batch_size: int
 ) -> PlanCost:
     """Return what a plan costs that was not searched for here: one from a file, or of an earlier run."""
     tables = list(tables)
     update_bytes = {name: (demand.bytes_per_element, demand.bytes_per_row) for name, demand in demands.items()}
     choices = estimated(tables, plan, constraints_of(tables, demands), topology, batch_size, sharders(), update_bytes)
-    placement = Placement([[choice] for choice in choices], room_of(topology))
+    placement = PartialPlan([[choice] for choice in choices], room_of(topology))
     for number, table in enumerate(tables):
         ranks = range(topology.world_size) if choices[number].cut in EVERY_RANK else plan[table.full_name].ranks
         placement.put(number, 0, np.asarray(ranks, dtype=np.intp))
     return cost_of_placement(placement)
 
 
-def cost_of_placement(placement: Placement) -> PlanCost:
+def cost_of_placement(placement: PartialPlan) -> PlanCost:
     """Return what every rank does and holds."""
     room = placement.room
     parts = np.zeros((room.num_ranks, len(TIME_PARTS)))
@@ -100,14 +115,14 @@ def cost_of_placement(placement: Placement) -> PlanCost:
     )
 
 
-def _as_plan(tables: Sequence[Table], placement: Placement, topology: Topology) -> Plan:
+def _as_plan(tables: Sequence[Table], placement: PartialPlan, topology: Topology) -> Plan:
     return {
         table.full_name: _as_sharding(placement.choice(number), placement.ranks[number].tolist(), topology)
         for number, table in enumerate(tables)
     }
 
 
-def _as_sharding(choice: Choice, ranks: list[int], topology: Topology) -> ParameterSharding:
+def _as_sharding(choice: EstimatedOption, ranks: list[int], topology: Topology) -> ParameterSharding:
     spec = None
     if choice.cut != "data_parallel":
         spec = EnumerableShardingSpec([
@@ -127,7 +142,7 @@ def _as_sharding(choice: Choice, ranks: list[int], topology: Topology) -> Parame
     )
 
 
-def _why_no_plan(tables: Sequence[Table], shortage: Shortage, topology: Topology, batch_size: int) -> str:
+def _why_no_plan(tables: Sequence[Table], shortage: InfeasiblePlan, topology: Topology, batch_size: int) -> str:
     sizes = [table.parameter.numel() * table.parameter.element_size() for table in tables]
     usable = int(capacities(topology)[0].min())
     found = "no plan can exist" if shortage.proven else "no plan was found, which does not prove that there is none"

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.sizes import SIZE_UNITS, bytes_of
-from lightning_distrec.words import bytes_in_words
+from lightning_distrec.units import SIZE_UNITS, format_bytes, parse_bytes
 
 DEFAULT_SHARE = 0.15
 UNSEEN_SHARE = 0.10
@@ -41,7 +40,7 @@ class Reservation:
         share = f"{100 * self.share:g}%"
         if not self.fixed_bytes:
             return share
-        return bytes_in_words(self.fixed_bytes) + (f" and {share}" if self.share else "")
+        return format_bytes(self.fixed_bytes) + (f" and {share}" if self.share else "")
 
 
 DEFAULT = Reservation(share=DEFAULT_SHARE, origin="default")
@@ -108,4 +107,4 @@ def _of_argument(given: str) -> Reservation:
         raise ConfigError(f"{said} is not known{near} {wanted}")
     if re.fullmatch(r"[\s\d.]*", given):
         raise ConfigError(f"{said} has no unit. {wanted}")
-    return Reservation(fixed_bytes=bytes_of(given, said), origin="argument")
+    return Reservation(fixed_bytes=parse_bytes(given, said), origin="argument")

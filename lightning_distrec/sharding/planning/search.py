@@ -13,9 +13,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.planning.choices import EVERY_RANK, Choice
 from lightning_distrec.sharding.planning.moves import Effort, polish, thrown_about
-from lightning_distrec.sharding.planning.placement import Placement, Room
+from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
+from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK, EstimatedOption
 
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """What all memory of a kind costs, in units of all time that the tables need."""
@@ -36,7 +36,7 @@ GOOD_ENOUGH = 1 + 1e-6
 class Totals:
     """Sums over the shards of every choice, as arrays of (tables, most choices of one)."""
 
-    def __init__(self, choices: Sequence[Sequence[Choice]], room: Room) -> None:
+    def __init__(self, choices: Sequence[Sequence[EstimatedOption]], room: MemoryBudget) -> None:
         shape = (len(choices), max(len(of_table) for of_table in choices))
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
         self.device, self.host = np.zeros(shape), np.zeros(shape)
@@ -55,7 +55,7 @@ class Totals:
         self.lower_bound = max(self.least / room.num_ranks, float(self.longest.min(axis=1).max()))
         """No placement has a shorter critical path than this."""
 
-    def best_choices(self, prices: tuple[float, float], limit: float, cut: str, room: Room) -> NDArray[np.intp]:
+    def best_choices(self, prices: tuple[float, float], limit: float, cut: str, room: MemoryBudget) -> NDArray[np.intp]:
         """Return each table's best choice at these prices of memory (device, host), none of its shards over `limit`.
 
         A table that has no such choice gets the one whose longest shard is shortest. cut: what all tables are cut that
@@ -77,13 +77,13 @@ class Totals:
 class Found:
     """What a search came to."""
 
-    placement: Placement
+    placement: PartialPlan
     lower_bound: float
     """Milliseconds that the critical path of no placement is below."""
 
 
 def search(
-    choices: Sequence[Sequence[Choice]], room: Room, seed: int = 0, start: Placement | None = None
+    choices: Sequence[Sequence[EstimatedOption]], room: MemoryBudget, seed: int = 0, start: PartialPlan | None = None
 ) -> Found | None:
     """Return the best placement found; None where none was found. Equal input gives equal placements.
 
@@ -94,7 +94,7 @@ def search(
     return Found(improve(starts, totals, seed), totals.lower_bound) if starts else None
 
 
-def improve(starts: Sequence[Placement], totals: Totals, seed: int = 0) -> Placement:
+def improve(starts: Sequence[PartialPlan], totals: Totals, seed: int = 0) -> PartialPlan:
     """Return the best that comes of moving single tables, from each start, and of throwing some about at random."""
     num_tables, num_ranks = len(starts[0].choices), starts[0].room.num_ranks
     effort = Effort(max(8000, min(60_000, 12_000_000 // (num_tables + 8 * num_ranks))))
@@ -115,17 +115,17 @@ def improve(starts: Sequence[Placement], totals: Totals, seed: int = 0) -> Place
     return best
 
 
-def _few(choices: Sequence[Sequence[Choice]]) -> bool:
+def _few(choices: Sequence[Sequence[EstimatedOption]]) -> bool:
     """Return whether all combinations of choices can be looked at."""
     return prod(len(of_table) for of_table in choices) <= MAX_COMBINATIONS
 
 
-def _proposals(choices: Sequence[Sequence[Choice]], totals: Totals, room: Room) -> list[Placement]:
+def _proposals(choices: Sequence[Sequence[EstimatedOption]], totals: Totals, room: MemoryBudget) -> list[PartialPlan]:
     """Return some placements, the best first: those of the lowest prices at which there is room, and of higher ones.
 
     Or of all combinations, where they are few.
     """
-    found: list[Placement] = []
+    found: list[PartialPlan] = []
     if _few(choices):
         for picks in product(*(range(len(of_table)) for of_table in choices)):
             found += pack(choices, np.asarray(picks), room)
@@ -144,7 +144,7 @@ def _proposals(choices: Sequence[Sequence[Choice]], totals: Totals, room: Room) 
     return sorted(found, key=lambda placement: placement.critical_path)[:NUM_STARTS]
 
 
-def _all_prices(room: Room) -> Iterator[tuple[float, float]]:
+def _all_prices(room: MemoryBudget) -> Iterator[tuple[float, float]]:
     """Yield prices of the device's and the host's memory, low ones first."""
     host_prices = PRICES if room.host_bytes.any() else (0.0,)
     pairs = [(device, host) for device in PRICES for host in host_prices]
@@ -160,11 +160,13 @@ def _restrictions(totals: Totals) -> Iterator[tuple[float, str]]:
     yield from ((float(limits[0]), cut) for cut in totals.with_cut)
 
 
-def pack(choices: Sequence[Sequence[Choice]], picked: NDArray[np.intp], room: Room) -> list[Placement]:
+def pack(
+    choices: Sequence[Sequence[EstimatedOption]], picked: NDArray[np.intp], room: MemoryBudget
+) -> list[PartialPlan]:
     """Return placements of the picked choices, largest first, by time and by memory: those that find room."""
-    found: list[Placement] = []
+    found: list[PartialPlan] = []
     for by_memory in (False, True):
-        placement = Placement(choices, room)
+        placement = PartialPlan(choices, room)
         for table in _order(choices, picked, by_memory):
             choice = choices[table][picked[table]]
             ranks = placement.find_ranks(choice, by_memory)
@@ -176,7 +178,7 @@ def pack(choices: Sequence[Sequence[Choice]], picked: NDArray[np.intp], room: Ro
     return found
 
 
-def _order(choices: Sequence[Sequence[Choice]], picked: NDArray[np.intp], by_memory: bool) -> list[int]:
+def _order(choices: Sequence[Sequence[EstimatedOption]], picked: NDArray[np.intp], by_memory: bool) -> list[int]:
     """Return tables in the order in which they are placed: those on all ranks, then those with most for one rank."""
 
     def size(table: int) -> tuple[bool, float]:

@@ -8,33 +8,33 @@ import torch
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import BasicCommsBandwidths
 
-from lightning_distrec._compat import torchrec_quiet
+from lightning_distrec._compat.torchrec import torchrec_quiet
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.machine import host_memory_bytes
+from lightning_distrec.host_memory import host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths
 from lightning_distrec.sharding.planning.gloo_bandwidths import GlooBandwidths
 from lightning_distrec.sharding.planning.reservation import Reservation
 
 
 @dataclass(frozen=True)
-class Places:
+class NodeLayout:
     """The ranks that there are to place tables on, and which of them share a node."""
 
     node_of_rank: tuple[int, ...]
     """Rank -> its node, numbered by first appearance."""
 
     @classmethod
-    def of_nodes(cls, *ranks_by_node: int) -> "Places":
+    def of_nodes(cls, *ranks_by_node: int) -> "NodeLayout":
         """Return nodes with so many ranks each, one node's ranks after the other's."""
         return cls(tuple(node for node, number in enumerate(ranks_by_node) for _ in range(number)))
 
     @classmethod
-    def equal(cls, num_ranks: int, ranks_on_node: int) -> "Places":
+    def equal(cls, num_ranks: int, ranks_on_node: int) -> "NodeLayout":
         """Return so many ranks on nodes that have as many each; the last may have fewer."""
         return cls(tuple(rank // ranks_on_node for rank in range(num_ranks)))
 
     @classmethod
-    def gathered(cls, told: Sequence[tuple[int, int]]) -> "Places":
+    def gathered(cls, told: Sequence[tuple[int, int]]) -> "NodeLayout":
         """Return what all ranks have told: the number of their node, and how many ranks are on it.
 
         Where a launcher gives all ranks one node's number, how many are on each still tells them apart.
@@ -75,7 +75,7 @@ class Places:
     @property
     def alike(self) -> bool:
         """Whether nodes are as torchrec takes them to be: all with as many ranks, that follow one another."""
-        return self == Places.of_nodes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
+        return self == NodeLayout.of_nodes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
 
     def neighbours(self, rank: int) -> list[int]:
         """Return the other ranks on a rank's node."""
@@ -129,7 +129,9 @@ def host_bytes_per_rank(device: torch.device, ranks_on_node: int) -> int:
     return host_memory_bytes() // ranks_on_node if device.type == "cuda" else 0
 
 
-def make_topology(device: torch.device, places: Places, memory: RankMemory, bandwidths: ChosenBandwidths) -> Topology:
+def make_topology(
+    device: torch.device, places: NodeLayout, memory: RankMemory, bandwidths: ChosenBandwidths
+) -> Topology:
     """Return torchrec's description of the ranks.
 
     memory: what each rank has for tables and their exchange, without what is reserved for all else. It may be unequal;

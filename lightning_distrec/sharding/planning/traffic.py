@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.planned_tables import PlannedTable
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 
 Vector = NDArray[np.float64]
@@ -52,7 +52,7 @@ class Flow:
 class Traffic:
     """The bytes of a training step that tables cause. Methods take one of `TRAFFIC_KINDS`, or None for their sum."""
 
-    places: Places
+    places: NodeLayout
     flows: Mapping[str, Flow]
 
     def sent(self, kind: str | None = None) -> Vector:
@@ -121,7 +121,7 @@ class Traffic:
 
 
 def estimate_traffic(
-    tables: Iterable[PlannedTable], places: Places, batch_size: int, comms: QuantizedComms | None = None
+    tables: Iterable[PlannedTable], places: NodeLayout, batch_size: int, comms: QuantizedComms | None = None
 ) -> Traffic:
     """Return what a training step sends for `tables`.
 

@@ -8,9 +8,9 @@ from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, Para
 
 from lightning_distrec.errors import PlanError, did_you_mean
 from lightning_distrec.sharding.planning.plan import Plan
-from lightning_distrec.sharding.planning.topology import Places
+from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.words import counted, ranks_in_words
+from lightning_distrec.units import format_ranks, quantity
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class WrittenPlan:
         return {name: _sharding(table, device, ranks_per_node) for name, table in self.tables.items()}
 
 
-def ranks_per_node(places: Places) -> int:
+def ranks_per_node(places: NodeLayout) -> int:
     """Return how many ranks a node has for a plan; all of them, where nodes have unequal numbers."""
     return places.ranks_on_node if places.alike else places.num_ranks
 
@@ -82,7 +82,7 @@ def size_of(table: Table) -> TableSize:
     return TableSize(table.config.num_embeddings, table.config.embedding_dim, table.config.data_type.value)
 
 
-def written_plan(tables: Iterable[Table], plan: Plan, places: Places, device: str) -> WrittenPlan:
+def written_plan(tables: Iterable[Table], plan: Plan, places: NodeLayout, device: str) -> WrittenPlan:
     """Return a plan of these tables in plain numbers. device: type of the ranks' devices.
 
     Raises PlanError: something is set in it that plan files have no word for.
@@ -154,8 +154,8 @@ def differences(a: WrittenPlan, b: WrittenPlan, first: str = "the first", second
     lines = [
         f"{first} is for {x}, {second} for {y}"
         for x, y in (
-            (counted(a.num_ranks, "rank"), counted(b.num_ranks, "rank")),
-            (f"{counted(a.ranks_per_node, 'rank')} a node", f"{counted(b.ranks_per_node, 'rank')} a node"),
+            (quantity(a.num_ranks, "rank"), quantity(b.num_ranks, "rank")),
+            (f"{quantity(a.ranks_per_node, 'rank')} a node", f"{quantity(b.ranks_per_node, 'rank')} a node"),
             (f"devices of type {a.device}", f"devices of type {b.device}"),
         )
         if x != y
@@ -192,7 +192,7 @@ def _table_differences(a: WrittenTable, b: WrittenTable, first: str, second: str
     if a.size != b.size or (a.shards != b.shards and a.sharding_type != b.sharding_type):
         return lines + _rank_differences(a, b, first, second)
     if {(s.offsets, s.sizes) for s in a.shards} != {(s.offsets, s.sizes) for s in b.shards}:
-        numbers = [counted(len(table.shards), "shard") for table in (a, b)]
+        numbers = [quantity(len(table.shards), "shard") for table in (a, b)]
         return [*lines, f"has {numbers[0]} in {first}, {numbers[1]} of other edges in {second}"]
     if a.sharding_type == b.sharding_type == "data_parallel":
         return lines + _rank_differences(a, b, first, second)
@@ -201,5 +201,5 @@ def _table_differences(a: WrittenTable, b: WrittenTable, first: str, second: str
 
 
 def _rank_differences(a: WrittenTable, b: WrittenTable, first: str, second: str) -> list[str]:
-    on_a, on_b = (ranks_in_words(sorted({shard.rank for shard in table.shards})) for table in (a, b))
+    on_a, on_b = (format_ranks(sorted({shard.rank for shard in table.shards})) for table in (a, b))
     return [] if on_a == on_b else [f"is on ranks {on_a} in {first}, {on_b} in {second}"]

@@ -1,0 +1,118 @@
+"""A module without memory, and what is decided about its tables whatever the ranks are."""
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
+
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS
+from lightning_distrec.optimizers.translation import TableUpdate
+from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.strategies.estimates.meta_copy import meta_copy, optimizers_of
+from lightning_distrec.strategies.tables.decisions import (
+    TableSettings,
+    WantedTables,
+    updates_in_fit,
+    wanted_tables,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryModule:
+    """A module without memory, and what is decided about its tables whatever the ranks are."""
+
+    module: LightningModule
+    """Configured, on the meta device."""
+    unconfigured: LightningModule
+    wanted: WantedTables
+    updates: dict[str, TableUpdate]
+    trainer: Any
+    """Has what decisions need of a Trainer."""
+    settings: TableSettings
+    said: list[str]
+    """What was assumed."""
+
+
+def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, device: torch.device) -> DryModule:
+    """Look at a module that was built on the meta device; it is left as it is.
+
+    trainer: has callbacks, precision, accumulate_grad_batches and gradient_clip_val, as a Trainer would.
+    Raises ConfigError: configure_model cannot run without memory, or without a Trainer; there are no tables. And what
+    the strategy would refuse.
+    """
+    precision = trainer.precision
+    try:
+        with tables_on_meta(), default_type(precision), torch.random.fork_rng(devices=[]):
+            there = meta_copy(module)
+    except Exception as error:
+        raise ConfigError(
+            f"plan: configure_model of {type(module).__name__} cannot run on the meta device without a Trainer "
+            f"({place_of(error)}{_line(error)}). Build there what needs neither, and "
+            "tensors whose values are read with device='cpu'."
+        ) from error
+    wanted = wanted_tables(there, settings)
+    if not wanted.tables:
+        alone = "".join(f" '{path}' is left alone: {why}." for path, why in list(wanted.left_alone.items())[:3])
+        raise ConfigError(
+            f"plan: nothing to plan: {type(module).__name__} has no embedding tables that torchrec_sharded would "
+            f"shard.{alone} See convert_embeddings and min_rows, or train it with another strategy."
+        )
+    said = list(wanted.warnings)
+    plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
+    try:
+        optimizers = optimizers_of(there)
+    except Exception as error:
+        said.append(
+            f"configure_optimizers failed without a Trainer ({_line(error)}): every table is taken to be updated by "
+            f"the user's optimizer on its rank, with {UNKNOWN_TENSORS} numbers of state beside each of its own, as Adam"
+        )
+        updates = {table.full_name: _assumed(table.parameter) for table in wanted.tables}
+    else:
+        updates, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {})
+        said += more
+    return DryModule(
+        module=there,
+        unconfigured=module,
+        wanted=wanted,
+        updates=updates,
+        trainer=trainer,
+        settings=settings,
+        said=said,
+    )
+
+
+def _assumed(parameter: torch.Tensor) -> TableUpdate:
+    if not parameter.requires_grad:
+        return TableUpdate("frozen", "requires_grad=False")
+    return TableUpdate("sparse", "assumed", bytes_per_element=float(UNKNOWN_TENSORS * parameter.element_size()))
+
+
+def default_type(precision: str) -> Any:
+    """Return the context in which Lightning calls configure_model at this precision."""
+    if precision in ("16-true", "bf16-true"):
+        return HalfPrecision(precision).module_init_context()  # type: ignore[arg-type]
+    return DoublePrecision().module_init_context() if precision == "64-true" else nullcontext()
+
+
+def place_of(error: BaseException) -> str:
+    """Return which module's code raised, as "Scale.__init__, model.py:12: "; "" where no module's did."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        frame = trace.tb_frame
+        here = frame.f_locals.get("self")
+        code_of = str(frame.f_globals.get("__name__", ""))
+        if isinstance(here, torch.nn.Module) and not code_of.startswith(("torch.", "lightning.")):
+            file = os.path.basename(frame.f_code.co_filename)
+            place = f"{type(here).__name__}.{frame.f_code.co_name}, {file}:{trace.tb_lineno}: "
+        trace = trace.tb_next
+    return place
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

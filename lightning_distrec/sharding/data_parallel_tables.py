@@ -1,0 +1,58 @@
+"""Tables that every rank holds whole (data_parallel): they are averaged by a DDP of torchrec's own, and can be frozen.
+
+torchrec's parameter is a slice of the kernel's memory and no leaf, so that torch refuses to freeze it; and its DDP must
+meet a gradient in every step, also when nothing learns.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+
+
+class ReplicatedTable(TableBatchedEmbeddingSlice):
+    """A slice that can be frozen and unfrozen: without a gradient, optimizers leave it alone."""
+
+    learns = True
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the table learns now."""
+        return self.learns
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.learns = bool(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ReplicatedTable":
+        """Freeze or unfreeze the table."""
+        self.learns = bool(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The averaged gradient; None while the table is frozen."""
+        return TableBatchedEmbeddingSlice.grad.fget(self) if self.learns else None  # type: ignore[attr-defined, no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        TableBatchedEmbeddingSlice.grad.fset(self, value)  # type: ignore[attr-defined]
+
+
+def make_freezable(weight: TableBatchedEmbeddingSlice) -> TableBatchedEmbeddingSlice:
+    """Turn torchrec's own parameter into one that can be frozen; it stays the same object."""
+    weight.__class__ = ReplicatedTable
+    return weight
+
+
+class HeldStill(torch.autograd.Function):
+    """Hands values on; what comes back is a gradient of zeros, whatever it was, so that the table's DDP meets one."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.zeros_like(gradient)

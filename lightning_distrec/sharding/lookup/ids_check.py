@@ -1,0 +1,132 @@
+"""Looks at ids before they travel: an id outside of its table must not become another row's lookup.
+
+FBGEMM checks bounds in its kernels, but by then a row-wise cut has already folded an id that is too large into some
+rank's block, and what the kernel sees is a valid row of the wrong id. So the check runs on the rank that has the
+batch, and the ranks agree on the result while the ids travel.
+"""
+
+import warnings
+from typing import Any, Literal, Protocol
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_distrec.errors import ConfigError, IdsError
+from lightning_distrec.sharding.lookup.jagged import with_ids
+from lightning_distrec.sharding.tables import Table
+
+CheckIds = Literal["error", "warn", "ignore"]
+CHECK_IDS: tuple[str, ...] = ("error", "warn", "ignore")
+
+
+class Ranks(Protocol):
+    """What this file needs of the ranks' consensus."""
+
+    rank: int
+
+    def say(self, *values: int) -> tuple[int, ...]:
+        """Return these values, and what else the rank has to say, to be sent to all ranks."""
+
+    def hear(self, said: list[list[int]]) -> list[list[int]]:
+        """Return rank by rank the values, of what all ranks have said."""
+
+    def start_least(self, *values: int) -> Any:
+        """Collective. Begin to agree on the smallest of all ranks, for each of the values."""
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's value."""
+
+
+def check_check_ids(value: str) -> None:
+    """Raise ConfigError where `value` is no way to treat ids that are out of range."""
+    if value not in CHECK_IDS:
+        raise ConfigError(f"check_ids={value!r} is not known. Use one of {', '.join(CHECK_IDS)}.")
+
+
+class IdsCheck:
+    """The check of one collection's ids.
+
+    tables: the collection's tables. mode: "error" raises on every rank; "warn" says so once and looks up row 0 in
+    place of the id, as FBGEMM does; "ignore" looks up row 0 and says nothing.
+    ranks: the ranks' consensus.
+    A feature that several tables look up must be in range of the smallest of them.
+    """
+
+    def __init__(self, tables: list[Table], mode: CheckIds, ranks: Ranks) -> None:
+        self._mode = mode
+        self._ranks = ranks
+        self._warned = False
+        self._table_of_feature: dict[str, Table] = {}
+        for table in tables:
+            for feature in table.config.feature_names:
+                smallest = self._table_of_feature.get(feature)
+                if smallest is None or table.config.num_embeddings < smallest.config.num_embeddings:
+                    self._table_of_feature[feature] = table
+
+    def look(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, str | None]:
+        """Return the features to look up, every id in range, and what all ranks are to raise."""
+        bad = self._out_of_range(features)
+        if bad is None:
+            return features, None
+        problem = self._describe(features, bad)
+        features = with_ids(features, features.values().masked_fill(bad, 0))
+        if self._mode == "error":
+            return features, problem
+        if self._mode == "warn" and not self._warned:
+            self._warned = True
+            # Not by rank zero alone: this rank has the ids.
+            warnings.warn(f"{problem} Row 0 is looked up in their place. Said once.", stacklevel=2)
+        return features, None
+
+    def agree(self, problem: str | None, examples: int) -> tuple[int, int]:
+        """Collective. Return the least and the most examples of any rank.
+
+        Raises IdsError on every rank where the ids of any rank are out of range.
+        """
+        fine, least, most = self._ranks.start_least(int(problem is None), examples, -examples).wait()
+        if not fine:
+            self._raise(problem)
+        return least, -most
+
+    def say(self, problem: str | None, examples: int) -> tuple[int, ...]:
+        """Return what this rank tells the others with the exchange of ids, for `hear`."""
+        return self._ranks.say(int(problem is None), examples)
+
+    def hear(self, said: list[list[int]] | None, problem: str | None, examples: int) -> tuple[int, int]:
+        """As `agree`, of what all ranks have said; None: they have not, and do so now."""
+        if said is None:
+            return self.agree(problem, examples)
+        values = self._ranks.hear(said)
+        if not all(fine for fine, _ in values):
+            self._raise(problem)
+        return min(number for _, number in values), max(number for _, number in values)
+
+    def _raise(self, problem: str | None) -> None:
+        raise IdsError(next(found for found in self._ranks.everyone(problem) if found is not None))
+
+    def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
+        """Return which ids, (num_ids,), are out of range; None where none is."""
+        values = features.values()
+        if not values.numel():
+            return None
+        keys = features.keys()
+        limits = [self._table_of_feature[key].config.num_embeddings for key in keys]
+        least, most = torch.stack(torch.aminmax(values)).tolist()
+        if least >= 0 and most < min(limits):
+            return None
+        counts = torch.tensor(features.length_per_key(), device=values.device)
+        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(counts, output_size=values.numel())
+        bad = (values < 0) | (values >= limit_of_id)
+        return bad if bool(bad.any()) else None
+
+    def _describe(self, features: KeyedJaggedTensor, bad: torch.Tensor) -> str:
+        first = int(bad.nonzero()[0])
+        ends = torch.tensor(features.length_per_key()).cumsum(0)
+        feature = features.keys()[int((ends > first).nonzero()[0])]
+        table = self._table_of_feature[feature]
+        return (
+            f"feature '{feature}' of table '{table.full_name}' has the id {int(features.values()[first])}, but the "
+            f"table has rows 0 to {table.config.num_embeddings - 1} ({int(bad.sum())} such ids in this batch on rank "
+            f"{self._ranks.rank}). Give the table more rows, map the ids into its range, or set check_ids='warn' or "
+            "'ignore'."
+        )

@@ -1,0 +1,144 @@
+"""What comes back from torchrec, made into what the unsharded collection returns: keys, column order, types, means."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from lightning_distrec.sharding.data_parallel_tables import HeldStill
+from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
+from lightning_distrec.sharding.tables import Table, output_names
+
+CUT_BY_ROWS = ("row_wise", "table_row_wise")
+
+
+@dataclass(frozen=True)
+class TableUse:
+    """What a lookup needs to know of a table's place and update."""
+
+    cut: str
+    learns: Callable[[], bool]
+    """Whether the table's weight needs a gradient now."""
+    adds_up: bool
+    """Whether two updates inside of one backward are one with the sum of their gradients."""
+
+
+class OutputDist:
+    """The outputs of one collection.
+
+    tables: the collection's tables, in its order. uses: name of a table -> how it is cut and updated.
+    output_dtype: the type of what is returned; None for the kernels' own.
+    """
+
+    def __init__(self, tables: list[Table], uses: Mapping[str, TableUse], output_dtype: torch.dtype | None) -> None:
+        self.names = output_names(tables)
+        """The outputs in the unsharded order."""
+        self.widths = [table.config.embedding_dim for table in tables for _ in table.config.feature_names]
+        """Their numbers of columns."""
+        self.table_of = _tables_of_outputs(tables)
+        """Output -> name of its table."""
+        self.summed_means = _summed_means(tables, uses) if tables[0].pooled else {}
+        """Output -> feature, of those that arrive as sums over ranks and are to become means."""
+        self._whole = _outputs_of(tables, lambda table: uses[table.name].cut == "data_parallel")
+        self._output_dtype = output_dtype
+
+    def jagged(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
+        """Return `rows` in the unsharded order; no gradient goes back into frozen outputs."""
+        if not frozen and self._output_dtype is None:
+            return {name: rows[name] for name in self.names}
+        return {
+            name: _with_values(rows[name], self._typed(self._held_still(name, values) if name in frozen else values))
+            for name in self.names
+            for values in [rows[name].values()]
+        }
+
+    def bags(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str], order: BackwardOrder) -> "Bags":
+        """Return `rows` as the unsharded collection has them, whatever the cuts."""
+        if rows.keys() == self.names and not self.summed_means and not frozen:
+            with order.of(lambda: [values]):
+                values = self._typed(rows.values())
+            return Bags(self.names, self.widths, order, values=values)
+        with order.of(lambda: list(columns.values())):
+            columns = self._columns(rows, features, frozen)
+        return Bags(self.names, self.widths, order, columns=columns)
+
+    def _columns(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> dict[str, torch.Tensor]:
+        columns = dict(zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True))
+        if self.summed_means:
+            bag_sizes = features.lengths().view(len(features.keys()), -1).clamp(min=1)
+            for name, feature in self.summed_means.items():
+                columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
+        # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
+        columns |= {name: self._held_still(name, columns[name]) for name in frozen}
+        return {name: self._typed(columns[name]) for name in self.names}
+
+    def _held_still(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if name in self._whole:
+            held: torch.Tensor = HeldStill.apply(values)
+            return held
+        return values.detach()
+
+    def _typed(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self._output_dtype is None else values.to(self._output_dtype)
+
+
+class Bags:
+    """Bags by output, and all of them side by side; each is made of the other when it is first asked for.
+
+    Sharding groups columns by their cut, so that side by side costs a copy, there and back.
+    order: of backward. columns: output -> (batch_size, width), in order. values: (batch_size, sum(widths)).
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        widths: list[int],
+        order: BackwardOrder,
+        columns: dict[str, torch.Tensor] | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        self._names, self._widths, self._order = names, widths, order
+        self._columns, self._values = columns, values
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All of them side by side, in the unsharded order."""
+        if self._values is None:
+            with self._order.of(lambda: [values]):
+                values = torch.cat(list(self.columns.values()), dim=1)
+            self._values = values
+        return self._values
+
+    @property
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Each by itself."""
+        if self._columns is None:
+            with self._order.of(lambda: list(columns)):
+                columns = self.values.split(self._widths, dim=1)
+            self._columns = dict(zip(self._names, columns, strict=True))
+        return self._columns
+
+
+def _summed_means(tables: list[Table], uses: Mapping[str, TableUse]) -> dict[str, str]:
+    def summed(table: Table) -> bool:
+        return table.config.pooling == PoolingType.MEAN and uses[table.name].cut in CUT_BY_ROWS
+
+    return _outputs_of(tables, summed)
+
+
+def _tables_of_outputs(tables: list[Table]) -> dict[str, str]:
+    names = [table.name for table in tables for _ in table.config.feature_names]
+    return dict(zip(output_names(tables), names, strict=True))
+
+
+def _outputs_of(tables: list[Table], chosen: Callable[[Table], bool]) -> dict[str, str]:
+    """Return output -> feature for the tables that are chosen."""
+    outputs = iter(output_names(tables))
+    pairs = [(table, feature, next(outputs)) for table in tables for feature in table.config.feature_names]
+    return {output: feature for table, feature, output in pairs if chosen(table)}
+
+
+def _with_values(jagged: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
+    return JaggedTensor(values=values, lengths=jagged.lengths(), weights=jagged.weights_or_none())

@@ -1,0 +1,207 @@
+"""A plan as one HTML file that needs nothing beside it."""
+
+import base64
+import os
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_distrec.sharding.plan_report.facts import Origin, PlanFacts
+from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
+from lightning_distrec.sharding.plan_report.sentences import (
+    headline,
+    memory_in_words,
+    milliseconds_in_words,
+    sent_in_words,
+    time_in_words,
+)
+from lightning_distrec.sharding.planning.planned_tables import PlannedTable
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
+from lightning_distrec.units import format_bytes, format_ranks
+
+MOST_ROWS = 25
+"""Tables of more rows are folded."""
+MOST_RANKS = 6
+"""More ranks than these are counted, if they do not follow one another."""
+NO_PICTURES = (
+    "No pictures were drawn: matplotlib is not installed. Install it (pip install matplotlib), and write it again."
+)
+
+QUANTILES = (("least", 0.0), ("a quarter has at most", 0.25), ("half", 0.5), ("three quarters", 0.75), ("most", 1.0))
+
+STYLE = """
+:root { color-scheme: light dark; --back: #ffffff; --text: #1c2024; --faint: #5f6670; --line: #dfe3e8;
+  --card: #f6f7f9; }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #171717; --text: #e6e8ea; --faint: #a0a7af; --line: #33383f; --card: #202327; }
+  img { filter: invert(0.91) hue-rotate(180deg); }
+}
+body { background: var(--back); color: var(--text); font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;
+  max-width: 68rem; padding: 0 1.25rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: 0.5rem; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 0.6rem; }
+ul.findings { background: var(--card); border-radius: 8px; padding: 0.8rem 1rem 0.8rem 2rem; }
+p.note, caption { color: var(--faint); font-size: 0.9rem; text-align: left; }
+img { display: block; height: auto; margin: 1rem 0; max-width: 100%; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.8rem 0.25rem 0; text-align: left;
+  vertical-align: top; }
+th { color: var(--faint); font-weight: 600; white-space: nowrap; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+td.name { overflow-wrap: anywhere; }
+details > summary { cursor: pointer; }
+"""
+
+
+def write_page(path: str | Path, facts: PlanFacts, pictures: dict[str, bytes] | None = None) -> None:
+    """Write the page of a plan; it is complete, or not there.
+
+    pictures: as `draw_plan` returns them; None draws them, where matplotlib is installed. Folders are made.
+    """
+    _write(Path(path), page(facts, pictures).encode())
+
+
+def write_pictures(folder: str | Path, pictures: dict[str, bytes]) -> None:
+    """Write each picture into a file of its own, "plan_memory.png" and so on. Folders are made."""
+    for name, data in pictures.items():
+        _write(Path(folder) / f"plan_{name}.png", data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def page(facts: PlanFacts, pictures: dict[str, bytes] | None = None) -> str:
+    """Return the page as HTML. pictures: see `write_page`."""
+    if pictures is None and can_draw():
+        pictures = draw_plan(facts)
+    title = escape(headline(facts))
+    parts = [
+        f"<h1>{title}</h1>",
+        _findings(facts),
+        f'<p class="note">{_what_was_reckoned(facts)}</p>',
+        *(_picture(name, data) for name, data in (pictures or {}).items()),
+        "" if pictures is not None else f'<p class="note">{escape(NO_PICTURES)}</p>',
+        "<h2>Ranks</h2>",
+        _ranks(facts),
+        "<h2>Tables</h2>",
+        _tables(facts),
+        *(["<h2>Where the numbers come from</h2>", _origins(facts.origins)] if facts.origins else []),
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    body = "\n".join(part for part in parts if part)
+    head += f"<style>{STYLE}</style>"
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _findings(facts: PlanFacts) -> str:
+    said = [memory_in_words(facts.memory, "GPU" if facts.on_gpu else "host")]
+    if facts.host_memory is not None:
+        said.append(memory_in_words(facts.host_memory, "host"))
+    said += [
+        time_in_words(facts) or "How long a step takes is not known: the plan was not reckoned",
+        sent_in_words(facts),
+    ]
+    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in said)}</ul>'
+
+
+def _what_was_reckoned(facts: PlanFacts) -> str:
+    comms = facts.comms
+    travel = "float32" if comms.is_exact else f"{comms.forward}, their gradients as {comms.backward}"
+    said = f"Estimates for {facts.batch_size:,} examples per rank and step; rows travel as {travel}."
+    if facts.places.num_ranks > 1:
+        said += " Sums and averages over ranks are taken to go around in a ring."
+    return escape(said)
+
+
+def _picture(name: str, data: bytes) -> str:
+    encoded = base64.b64encode(data).decode("ascii")
+    return f'<img alt="{escape(name.replace("_", " "))}" src="data:image/png;base64,{encoded}">'
+
+
+def _ranks(facts: PlanFacts) -> str:
+    """What each rank holds, takes and sends; of many ranks, what so many of them have at most."""
+    memory, sent = facts.memory, facts.traffic
+    columns: list[tuple[str, NDArray[Any], Callable[[float], str]]]
+    columns = [("tables", memory.tables, format_bytes), ("usable memory", memory.usable, format_bytes)]
+    if facts.host_memory is not None:
+        columns.append(("tables on host", facts.host_memory.tables, format_bytes))
+    if facts.cost is not None:
+        columns.append(("estimated time", facts.cost.milliseconds_by_rank, milliseconds_in_words))
+    columns += [(f"sent: {kind}", sent.sent(kind), format_bytes) for kind in TRAFFIC_KINDS if sent.sent(kind).any()]
+    if sent.places.num_nodes > 1:
+        columns.append(("sent to other nodes", sent.across_nodes(), format_bytes))
+    num_ranks = facts.places.num_ranks
+    few = num_ranks <= MOST_ROWS
+    names = [str(rank) for rank in range(num_ranks)] if few else [name for name, _ in QUANTILES]
+    rows = [
+        [name, *(said(float(values[i] if few else _quantile(values, QUANTILES[i][1]))) for _, values, said in columns)]
+        for i, name in enumerate(names)
+    ]
+    first = "rank" if few else f"of {num_ranks:,} ranks"
+    return _html_table([first, *(name for name, _, _ in columns)], rows, numbers_from=1)
+
+
+def _quantile(values: NDArray[Any], share: float) -> float:
+    ordered = np.sort(values)
+    return float(ordered[round(share * (len(ordered) - 1))])
+
+
+def _tables(facts: PlanFacts) -> str:
+    headings = [
+        *("table", "rows x dim", "bytes", "largest shard", "ids per example", "cut", "kernel", "update", "on ranks")
+    ]
+    ordered = sorted(facts.tables, key=lambda table: -table.num_bytes)
+    shown = _html_table(headings, map(_row, ordered[:MOST_ROWS]), numbers_from=1, numbers_to=5)
+    if len(ordered) <= MOST_ROWS:
+        return shown
+    rest = _html_table(headings, map(_row, ordered[MOST_ROWS:]), numbers_from=1, numbers_to=5)
+    return f"{shown}\n<details><summary>The other {len(ordered) - MOST_ROWS:,} tables</summary>{rest}</details>"
+
+
+def _row(table: PlannedTable) -> list[str]:
+    kind = "" if table.pooled else " (one vector per id)"
+    return [
+        table.name,
+        f"{table.num_rows:,} x {table.dim}",
+        format_bytes(table.num_bytes),
+        format_bytes(table.largest_shard_bytes),
+        f"{sum(table.pooling_factors):.3g}{kind}",
+        table.cut,
+        table.kernel,
+        table.update,
+        _on_ranks(sorted(set(table.ranks.tolist()))),
+    ]
+
+
+def _on_ranks(ranks: list[int]) -> str:
+    said = format_ranks(ranks)
+    return said if said.count(",") < MOST_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
+
+
+def _origins(origins: Iterable[Origin]) -> str:
+    return _html_table(["what", "value", "from"], origins)
+
+
+def _html_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: int = 99, numbers_to: int = 99
+) -> str:
+    """Return a table; the columns from `numbers_from` on, before `numbers_to`, are numbers."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        kinds = ["number" if numbers_from <= i < numbers_to else "name" for i in range(len(row))]
+        return "".join(f'<{tag} class="{kind}">{escape(cell)}</{tag}>' for kind, cell in zip(kinds, row, strict=True))
+
+    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>\n<tr>{cells("th", headings)}</tr>\n{body}\n</table></div>'

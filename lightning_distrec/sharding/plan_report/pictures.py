@@ -1,0 +1,299 @@
+"""Pictures of a plan: what ranks hold, how long they take, what they send, and the largest tables.
+
+Up to MOST_BARS ranks each have a bar; more are told as a curve, ranks in the order of their height.
+"""
+
+import importlib.util
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_distrec.sharding.plan_report.facts import MemoryOfRanks, PlanFacts
+from lightning_distrec.sharding.plan_report.sentences import (
+    matrix_in_words,
+    memory_in_words,
+    sent_in_words,
+    time_in_words,
+)
+from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
+from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
+from lightning_distrec.units import format_bytes, quantity
+
+MOST_BARS = 64
+MOST_TABLES = 20
+MOST_NUMBERS = 8
+"""Up to so many rows, a matrix has its numbers written in."""
+LONGEST_NAME = 34
+"""Characters of a table's name beside its bar."""
+LEAST_SHARE = 0.02
+"""Where tables fill less than this of a memory, the picture shows them without the rest of it."""
+FAR_APART = 30
+"""Where the largest of a matrix is so many times its median, colours follow the logarithm."""
+DOTS_PER_INCH = 110
+
+TEXT, FAINT, LIMIT, FREE, RESERVED = "#1c2024", "#9aa0a6", "#c0392b", "#e9edf1", "#b9bfc6"
+COLOURS = ("#2f6fb2", "#e08a1e", "#3ba392", "#b4589a", "#6d7885", "#a3b93a")
+"""Of what is stacked, from the bottom, and of cuts."""
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_plan(facts: PlanFacts) -> dict[str, bytes]:
+    """Return name of a picture -> the picture, as PNG, in the order in which they are read. Needs matplotlib."""
+    return {name: _as_png(draw(facts)) for name, draw in _pictures(facts).items()}
+
+
+def _pictures(facts: PlanFacts) -> dict[str, Callable[[PlanFacts], Any]]:
+    """Return those of the pictures that have something to show."""
+    pictures: dict[str, Callable[[PlanFacts], Any]] = {"memory": _draw_memory}
+    if facts.cost is not None:
+        pictures["time"] = _draw_time
+    if facts.places.num_ranks > 1:
+        pictures["traffic"] = _draw_sent
+        if facts.places.num_ranks <= MOST_BARS or facts.places.num_nodes > 1:
+            pictures["traffic_matrix"] = _draw_matrix
+    pictures["tables"] = _draw_tables
+    return pictures
+
+
+def _as_png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DOTS_PER_INCH, facecolor="white")
+    return file.getvalue()
+
+
+def _draw_memory(facts: PlanFacts) -> Any:
+    kinds = [("GPU" if facts.on_gpu else "host", facts.memory)]
+    if facts.host_memory is not None:
+        kinds.append(("host", facts.host_memory))
+    figure = _figure(9.5, 3.3 * len(kinds))
+    for axes, (where, memory) in zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True):
+        _memory(axes, memory, where)
+    return figure
+
+
+def _memory(axes: Any, memory: MemoryOfRanks, where: str) -> None:
+    little = int(memory.tables.max()) < LEAST_SHARE * int(memory.usable.max())
+    reserved = memory.capacity - memory.usable
+    stacked = [("tables", memory.tables, COLOURS[0])]
+    if not little:
+        stacked.append(("free", np.maximum(memory.usable - memory.tables, 0), FREE))
+        if reserved.any():
+            stacked.append(("reserved for all else", reserved, RESERVED))
+    scale, unit = _scale(float(sum(part for _, part, _ in stacked).max()))  # type: ignore[union-attr]
+    _stack(
+        axes, [(name, part / scale, colour) for name, part, colour in stacked], by=memory.tables / scale, smooth=False
+    )
+    if not little:
+        usable = float(memory.usable.min()) / scale
+        axes.axhline(usable, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)), label="usable for tables")
+    axes.set_ylabel(f"{unit} of {where} memory", color=TEXT)
+    _title(axes, memory_in_words(memory, where))
+    _legend(axes)
+
+
+def _draw_time(facts: PlanFacts) -> Any:
+    assert facts.cost is not None
+    by_rank, of_parts = facts.cost.milliseconds_by_rank, facts.cost.milliseconds
+    parts = [(part, of_parts[:, i], COLOURS[i]) for i, part in enumerate(TIME_PARTS) if of_parts[:, i].any()]
+    return _draw_stack(parts, by_rank, "estimated ms a step", time_in_words(facts))
+
+
+def _draw_sent(facts: PlanFacts) -> Any:
+    total = facts.traffic.sent()
+    scale, unit = _scale(float(total.max()))
+    kinds = [(kind, facts.traffic.sent(kind) / scale, COLOURS[i]) for i, kind in enumerate(TRAFFIC_KINDS)]
+    parts = [part for part in kinds if part[1].any()]
+    return _draw_stack(parts, total / scale, f"estimated {unit} sent a step", sent_in_words(facts))
+
+
+def _draw_stack(parts: Sequence[tuple[str, Any, str]], total: NDArray[Any], unit: str, title: str) -> Any:
+    figure = _figure(9.5, 3.5)
+    axes = figure.subplots()
+    _stack(axes, parts, by=total)
+    if len(total) > 1:
+        axes.axhline(total.mean(), color=TEXT, linewidth=1, linestyle=(0, (4, 3)), label="mean of ranks")
+    axes.set_ylabel(unit, color=TEXT)
+    _title(axes, title)
+    _legend(axes)
+    return figure
+
+
+def _draw_matrix(facts: PlanFacts) -> Any:
+    from matplotlib.colors import LogNorm, Normalize
+
+    of_nodes = facts.places.num_nodes > 1
+    matrix = facts.traffic.between_nodes() if of_nodes else facts.traffic.matrix()
+    what, here = "node" if of_nodes else "rank", matrix.diagonal().copy()
+    title = matrix_in_words(matrix, what)
+    scale, unit = _scale(float((matrix - np.diag(here)).max()))
+    shown = matrix / scale
+    np.fill_diagonal(shown, np.nan)
+    sizes = shown[np.isfinite(shown) & (shown > 0)]
+    apart = sizes.size > 0 and float(sizes.max()) > FAR_APART * float(np.median(sizes))
+    norm = LogNorm(float(sizes.min()), float(sizes.max())) if apart else Normalize(0, max(sizes.max(initial=0), 1e-9))
+    side = min(6.0, 3.4 + 0.3 * len(matrix))
+    figure = _figure(side + 1.6, side)
+    axes = figure.subplots()
+    axes.set_facecolor(FREE)
+    bar = figure.colorbar(axes.imshow(shown, cmap="YlGnBu", norm=norm, interpolation="nearest"), ax=axes, shrink=0.85)
+    bar.set_label(f"estimated {unit} a step{', logarithmic' if apart else ''}", color=TEXT)
+    if apart:  # powers of ten read badly beside a unit
+        bar.ax.yaxis.set_major_formatter("{x:,.4g}")
+        bar.ax.yaxis.set_minor_formatter("{x:,.4g}")
+    bar.ax.tick_params(which="both", colors=TEXT, labelsize=9)
+    bar.outline.set_visible(False)
+    if len(matrix) <= MOST_NUMBERS:
+        for (row, column), number in np.ndenumerate(shown):
+            if row != column:
+                colour = "white" if norm(number) > 0.5 else TEXT
+                axes.text(column, row, f"{number:.3g}", ha="center", va="center", color=colour, size=9)
+    _rank_ticks(axes.xaxis, len(matrix))
+    _rank_ticks(axes.yaxis, len(matrix))
+    stays = f"\n(and {format_bytes(float(here.mean()))} stays on a node in the mean)" if of_nodes else ""
+    axes.set_xlabel(f"to {what}{stays}", color=TEXT)
+    axes.set_ylabel(f"from {what}", color=TEXT)
+    axes.tick_params(colors=TEXT, labelsize=9)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    figure.suptitle(title, x=0.02, ha="left", size=11.5, color=TEXT)
+    return figure
+
+
+def _draw_tables(facts: PlanFacts) -> Any:
+    largest = sorted(facts.tables, key=lambda table: -table.num_bytes)[:MOST_TABLES]
+    shown, total = (sum(table.num_bytes for table in some) for some in (largest, facts.tables))
+    scale, unit = _scale(largest[0].num_bytes)
+    figure = _figure(9.5, 1.2 + 0.29 * len(largest))
+    axes = figure.subplots()
+    cuts = [cut for cut in SHARDING_TYPES if any(table.cut == cut for table in largest)]
+    for cut in cuts:
+        mine = [(place, table.num_bytes / scale) for place, table in enumerate(largest) if table.cut == cut]
+        places, sizes = zip(*mine, strict=True)
+        axes.barh(places, sizes, 0.74, color=COLOURS[SHARDING_TYPES.index(cut)], label=cut)
+    for place, table in enumerate(largest):
+        axes.annotate(
+            f"{format_bytes(table.num_bytes)}, {quantity(len(np.unique(table.ranks)), 'rank')}",
+            (table.num_bytes / scale, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            size=8.5,
+            color=TEXT,
+        )
+    axes.set_yticks(range(len(largest)), [_short(table.name) for table in largest])
+    axes.set_ylim(len(largest) - 0.4, -0.6)
+    axes.set_xlim(0, 1.25 * largest[0].num_bytes / scale)
+    axes.set_xlabel(f"{unit} of rows", color=TEXT)
+    _style(axes)
+    if len(largest) == len(facts.tables):
+        _title(axes, f"{quantity(len(largest), 'table')}: {format_bytes(total)} of rows")
+    else:
+        _title(
+            axes,
+            f"The {len(largest)} largest of {len(facts.tables):,} tables have {shown / total:.0%} of all rows' bytes",
+        )
+    _legend(axes, top_first=False)
+    return figure
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+
+
+def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArray[Any], smooth: bool = True) -> None:
+    """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `by`.
+
+    smooth: many ranks are told by the means of neighbours in the order, and a line for `by` itself.
+    """
+    num_ranks = len(by)
+    bottom = np.zeros(num_ranks)
+    if num_ranks <= MOST_BARS:
+        for name, values, colour in parts:
+            axes.bar(np.arange(num_ranks), values, 0.8, bottom=bottom, color=colour, label=name)
+            bottom = bottom + values
+        lone = 0.6 if num_ranks == 1 else 0.0
+        axes.set_xlim(-0.6 - lone, num_ranks - 0.4 + lone)
+        _rank_ticks(axes.xaxis, num_ranks)
+        axes.set_xlabel("rank", color=TEXT)
+    else:
+        # Parts that each rank has in another share would be a thicket.
+        order = np.array_split(np.argsort(-by, kind="stable"), MOST_BARS if smooth else num_ranks)
+        ends = np.concatenate([[0], np.cumsum([len(some) for some in order])])
+        bottom = np.zeros(len(order))
+        for name, values, colour in parts:
+            top = bottom + np.array([values[some].mean() for some in order])
+            low, high = np.append(bottom, bottom[-1]), np.append(top, top[-1])
+            axes.fill_between(ends, low, high, step="post", color=colour, label=name, linewidth=0)
+            bottom = top
+        if smooth:
+            falling = np.append(np.sort(by)[::-1], by.min())
+            axes.step(np.arange(num_ranks + 1), falling, where="post", color=TEXT, linewidth=1)
+        bottom = np.append(bottom, by.max())
+        axes.set_xlim(0, num_ranks)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel(f"all {num_ranks:,} ranks, the highest first", color=TEXT)
+    axes.set_ylim(0, 1.05 * max(float(bottom.max()), 1e-9))
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+    _style(axes)
+
+
+def _rank_ticks(axis: Any, number: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    if number <= 16:
+        axis.set_ticks(range(number))
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=12, integer=True))
+
+
+def _style(axes: Any) -> None:
+    axes.tick_params(colors=TEXT, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color(FAINT)
+
+
+def _title(axes: Any, said: str) -> None:
+    axes.set_title(said, loc="left", size=11.5, color=TEXT, pad=10)
+
+
+def _legend(axes: Any, top_first: bool = True) -> None:
+    """Names beside the picture, in the order in which parts are stacked."""
+    handles, labels = axes.get_legend_handles_labels()
+    order = -1 if top_first else 1
+    axes.legend(
+        handles[::order],
+        labels[::order],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        fontsize=9,
+        labelcolor=TEXT,
+    )
+
+
+def _scale(most: float) -> tuple[float, str]:
+    """Return the bytes of a unit in which `most` is a number that reads well, and its name."""
+    scale, units = 1.0, ["B", "KiB", "MiB", "GiB", "TiB"]
+    while most / scale >= 1023.5 and len(units) > 1:
+        scale *= 1024
+        units.pop(0)
+    return scale, units[0]
+
+
+def _short(name: str) -> str:
+    """Return a name that fits beside a bar: its end tells tables apart."""
+    name = name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
+    return name.replace("$", r"\$")  # a dollar begins a formula to matplotlib

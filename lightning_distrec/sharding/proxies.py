@@ -1,0 +1,252 @@
+"""What stands in the module tree while tables are sharded: the user's modules, with shards for weights.
+
+Everything that walks the tree (optimizers, weight averages, state_dict, DDP) finds the names that it would find
+unsharded, and leaves that are this rank's parts. torchrec's sharded modules, which do the work, are not in the tree.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from lightning_distrec._compat.torch import share_hooks
+from lightning_distrec.errors import RowsElsewhereError, ShardingError
+
+FEATURE = "ids"
+"""The one feature of a plain embedding's collection."""
+
+
+class ShardedProxy(nn.Module):
+    """What all kinds have in common: attributes of the original, weights of the shards, no weight to read."""
+
+    sharded: ShardedModule
+    keys: dict[str, str]
+    """Name of a weight in the unsharded module's state_dict -> its name in that of `sharded`."""
+    load: Callable[[str, Tensor], str]
+    """Loads a table, by its name in the state_dict of `sharded`; returns what is wrong, or ""."""
+    foreseen: Callable[[tuple[Any, ...]], Any]
+    """Returns what was looked up ahead for the arguments of a call, or None."""
+
+    def take_place(self, original: nn.Module, sharded: ShardedModule, keys: dict[str, str], load: Any) -> None:
+        """Become what is called in the place of `original`."""
+        nn.Module.__init__(self)
+        ours = set(vars(self))
+        self.__dict__.update({name: value for name, value in vars(original).items() if name not in ours})
+        self.training = original.training
+        share_hooks(original, self)
+        # Past nn.Module, so that it is no child.
+        self.__dict__ |= {"sharded": sharded, "keys": keys, "load": load, "foreseen": _nothing_foreseen}
+
+    def features(self, *args: Any) -> Any:
+        """Return the KeyedJaggedTensor that a call with these arguments looks up."""
+        return args[0]
+
+    def answer(self, looked_up: Any, *args: Any) -> Any:
+        """Return what a call with these arguments returns, of what torchrec looked up for them."""
+        return looked_up
+
+    def _call(self, *args: Any) -> Any:
+        looked_up = self.foreseen(args)
+        if looked_up is None:
+            looked_up = self.sharded(self.features(*args))
+        return self.answer(looked_up, *args)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return the whole tables, as ShardedTensors, under the names that they have unsharded."""
+        destination = {} if destination is None else destination
+        state = self.sharded.state_dict()
+        destination.update({f"{prefix}{key}": state[name] for key, name in self.keys.items()})
+        return destination
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+    ) -> None:
+        """Take this rank's parts out of whole tables, or out of what `state_dict` returned."""
+        *_unexpected, errors = others
+        for key, name in self.keys.items():
+            if f"{prefix}{key}" not in state_dict:
+                missing.append(f"{prefix}{key}")
+            elif problem := self.load(name, state_dict[f"{prefix}{key}"]):
+                errors.append(f"{prefix}{key}: {problem}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return _WithoutRows()
+
+
+class _WithoutRows(nn.Module):
+    """What a deep copy of a module has in the place of sharded tables, whose rows cannot be copied from one rank."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        raise ShardingError(
+            "a copy of a module with sharded tables was called; its tables hold no rows. To get a copy, save a "
+            "checkpoint with trainer.save_checkpoint on every rank and load it into a new module."
+        )
+
+
+class _NoWeightToRead(nn.Module):
+    """Has a weight for optimizers, and none for reading."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise RowsElsewhereError(
+                "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up; "
+                "to get the whole table, call trainer.save_checkpoint on every rank. An nn.Embedding whose weight is "
+                "used otherwise (for tied output weights, say) can stay whole: set convert_embeddings to 'none', or to "
+                "the list of those to shard."
+            )
+        return super().__getattr__(name)
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The stand-in around it loads its weight."""
+
+
+class ShardedBagCollection(ShardedProxy, EmbeddingBagCollection):
+    """Called as EmbeddingBagCollection; the bags come from the ranks that hold their rows."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Collective. Return the bags of `features` as the unsharded collection does."""
+        return self._call(features)  # type: ignore[no-any-return]
+
+
+class ShardedCollection(ShardedProxy, EmbeddingCollection):
+    """Called as EmbeddingCollection; the rows come from the ranks that hold them."""
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Collective. Return the rows of `features` as the unsharded collection does."""
+        return self._call(features)  # type: ignore[no-any-return]
+
+
+class ShardedEmbedding(ShardedProxy, _NoWeightToRead, nn.Embedding):
+    """Called as nn.Embedding; the rows come from the ranks that hold them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Collective. Look up `input`, of any shape; returns (*input.shape, embedding_dim)."""
+        return self._call(input)  # type: ignore[no-any-return]
+
+    def features(self, input: Tensor) -> KeyedJaggedTensor:
+        """Return the ids as one bag."""
+        ids = _as_ids(input).flatten().contiguous()
+        lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
+        return KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
+
+    def answer(self, looked_up: dict[str, JaggedTensor], input: Tensor) -> Tensor:
+        """Return the rows in the shape of the ids."""
+        rows = looked_up[FEATURE].values()
+        if self.padding_idx is not None:  # its row is looked up and does not learn
+            rows = torch.where((input.flatten() == self.padding_idx).unsqueeze(1), rows.detach(), rows)
+        return _in_type_of(self, rows.view(*input.shape, self.embedding_dim))
+
+
+class ShardedEmbeddingBag(ShardedProxy, _NoWeightToRead, nn.EmbeddingBag):
+    """Called as nn.EmbeddingBag; the bags come from the ranks that hold their rows."""
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Collective. Look up bags: `input` (num_bags, bag_size), or (num_ids,) with `offsets`; (num_bags, dim)."""
+        return self._call(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
+
+    def features(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """Return the bags without ids that are padding. Raises ShardingError: shapes or offsets do not fit."""
+        if per_sample_weights is not None and (self.mode != "sum" or per_sample_weights.shape != input.shape):
+            raise ShardingError(
+                f"per_sample_weights of shape {tuple(per_sample_weights.shape)} for input {tuple(input.shape)} and "
+                f"mode={self.mode!r}: they need mode='sum' and the input's shape."
+            )
+        lengths = self._lengths(_as_ids(input), offsets)
+        ids = _as_ids(input).flatten().contiguous()
+        weights = None if per_sample_weights is None else per_sample_weights.flatten().contiguous()
+        if self.include_last_offset and input.dim() == 1:
+            lengths = lengths[:-1]  # the last offset is an end, not a bag; ids behind it belong to none
+            total = int(lengths.sum())
+            ids, weights = ids[:total], None if weights is None else weights[:total]
+        if self.padding_idx is not None:
+            keep = ids != self.padding_idx
+            kept_before = torch.cat([keep.new_zeros(1, dtype=torch.long), keep.cumsum(0)])
+            ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            lengths = kept_before[ends].diff()
+            ids, weights = ids[keep], None if weights is None else weights[keep]
+        return KeyedJaggedTensor(
+            keys=[FEATURE], values=ids, lengths=lengths, weights=None if weights is None else weights.float()
+        )
+
+    def answer(self, looked_up: KeyedTensor, *_: Tensor | None) -> Tensor:
+        """Return the bags, (num_bags, dim)."""
+        return _in_type_of(self, looked_up.values())
+
+    def _lengths(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ShardingError("offsets belong to an input of one dimension; this one has two.")
+            return torch.full((input.shape[0],), input.shape[1], dtype=torch.long, device=input.device)
+        if input.dim() != 1 or offsets is None:
+            raise ShardingError(
+                f"input of shape {tuple(input.shape)}: it must have two dimensions, or one and offsets."
+            )
+        ends = torch.cat([offsets[1:], offsets.new_full((1,), input.numel())]).long()
+        lengths = ends - offsets
+        if bool((lengths < 0).any()) or (len(offsets) and int(offsets[0]) != 0):
+            raise ShardingError(
+                f"offsets must begin with 0, never fall, and stay below the number of ids, {input.numel()}: {offsets}."
+            )
+        return lengths
+
+
+def _nothing_foreseen(_: tuple[Any, ...]) -> None:
+    return None
+
+
+def _as_ids(input: Tensor) -> Tensor:
+    if input.dtype not in (torch.int32, torch.int64):
+        raise ShardingError(f"an embedding was called with ids of {input.dtype}; they must be int64 or int32.")
+    return input.long()
+
+
+def _in_type_of(module: nn.Module, looked_up: Tensor) -> Tensor:
+    """Return what was looked up in the type of the unsharded weight; float32 is left to the Trainer's precision."""
+    return looked_up if module.weight_dtype == torch.float32 else looked_up.to(module.weight_dtype)  # type: ignore[arg-type]
+
+
+KINDS: dict[type[nn.Module], type[ShardedProxy]] = {
+    EmbeddingBagCollection: ShardedBagCollection,
+    EmbeddingCollection: ShardedCollection,
+    nn.Embedding: ShardedEmbedding,
+    nn.EmbeddingBag: ShardedEmbeddingBag,
+}
+
+
+def stand_in(
+    original: nn.Module,
+    sharded: ShardedModule,
+    keys: dict[str, str],
+    shards: Mapping[str, list[nn.Parameter]],
+    load: Callable[[str, Tensor], str],
+) -> ShardedProxy:
+    """Return the module that is called as `original` was and looks up in `sharded`.
+
+    keys: name of a weight in the state_dict of `original` -> its name in that of `sharded`.
+    load: loads one table, by its name in the state_dict of `sharded`; returns what is wrong, or "".
+    shards: name of a weight -> this rank's parts, which are registered as "weight", "weight_1", ...
+    """
+    kind = KINDS[type(original)]
+    module = kind.__new__(kind)
+    module.take_place(original, sharded, keys, load)
+    if isinstance(original, (nn.Embedding, nn.EmbeddingBag)):
+        module.__dict__["weight_dtype"] = original.weight.dtype
+    for key, parts in shards.items():
+        _register(module, key, parts)
+    return module
+
+
+def _register(module: nn.Module, key: str, parts: list[nn.Parameter]) -> None:
+    *path, weight = key.split(".")  # "weight", or "embedding_bags.<table>.weight"
+    for depth, name in enumerate(path):
+        if name not in dict(module.named_children()):
+            module.add_module(name, nn.ModuleDict() if depth == 0 else _NoWeightToRead())
+        module = module.get_submodule(name)
+    for i, part in enumerate(parts):
+        module.register_parameter(weight if i == 0 else f"{weight}_{i}", part)

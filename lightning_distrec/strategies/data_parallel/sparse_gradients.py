@@ -1,0 +1,114 @@
+"""Sparse gradients, of nn.Embedding(sparse=True), travel as indices and values or as a dense tensor.
+
+Ranks gather the rows and values of all, and each adds them up: that is slow where they look up most rows of a table,
+and fast where they look up few of many. torch's own all-reduce of sparse tensors over gloo does so too, but in
+DistributedDataParallel it corrupts memory once in some thousand steps (torch 2.13: "malloc(): unaligned tcache chunk
+detected", or a segmentation fault), so sparse tensors never reach it from here.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_distrec._compat.torch import rows_and_values
+
+SparseGrads = Literal["auto", "sparse", "dense"]
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+"""What DistributedDataParallel calls for every bucket of gradients."""
+AUTO_BYTES = 16 * 2**20
+"""Larger tables are not tried as dense tensors."""
+ALL_BYTES = 2**63
+TRIAL_STEPS = 8
+"""Steps that are timed each way."""
+
+
+def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
+    """Return the weights whose gradients are sparse, and the paths of their modules."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {part.weight: path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse}
+
+
+def dense_bytes_of(sparse_grads: SparseGrads) -> float:
+    """Return up to which size of a table its gradients travel as dense tensors; "auto" begins as torch does."""
+    return ALL_BYTES if sparse_grads == "dense" else 0
+
+
+def is_worth_a_trial(weights: Iterable[Tensor]) -> bool:
+    """Whether there is a table small enough to be tried."""
+    return any(weight.requires_grad and weight.nbytes <= AUTO_BYTES for weight in weights)
+
+
+def averaging(dense_bytes: float) -> Hook:
+    """Return what averages a bucket over ranks: sparse gradients as dense tensors, if of at most so many bytes so."""
+
+    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        gradients = bucket.buffer()
+        if not gradients.is_sparse:  # as torch does, whose place a hook takes
+            sent: Any = dist.all_reduce(gradients.div_(dist.get_world_size()), async_op=True)
+            return sent.get_future().then(lambda future: future.value()[0])
+        if gradients.numel() * gradients.element_size() > dense_bytes:
+            return _average_of_rows(gradients)
+        return _average_of_dense(gradients)
+
+    return hook
+
+
+def _average_of_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:
+    shape, num_ranks = gradients.shape, dist.get_world_size()
+    sent: Any = dist.all_reduce(_with_marks(gradients), async_op=True)
+    return sent.get_future().then(lambda future: _marked_rows(future.value()[0], shape).div_(num_ranks))
+
+
+def _average_of_rows(gradients: Tensor) -> torch.futures.Future[Tensor]:
+    """Gather rows and values, of each rank as many as the rank with most rows has; only their number is waited for."""
+    shape, num_ranks = gradients.shape, dist.get_world_size()
+    rows, values = rows_and_values(gradients.coalesce())
+    counts = [rows.new_empty(1) for _ in range(num_ranks)]
+    dist.all_gather(counts, rows.new_tensor([len(rows)]))
+    most = int(max(counts))
+    all_rows, rows_are_here = _gather(rows, most)
+    all_values, values_are_here = _gather(values, most)
+
+    def added(_: Any) -> Tensor:
+        parts = zip(map(int, counts), all_rows, all_values, strict=True)
+        first, *others = [_coalesced(r[:count], v[:count], shape) for count, r, v in parts]
+        return sum(others, start=first).coalesce().div_(num_ranks)
+
+    return torch.futures.collect_all([rows_are_here, values_are_here]).then(added)
+
+
+def _gather(part: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Future[Any]]:
+    """Return where the parts of all ranks will be, each made so long, and when."""
+    padded = torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+    of_ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    sent: Any = dist.all_gather(of_ranks, padded, async_op=True)
+    return of_ranks, sent.get_future()
+
+
+def _with_marks(sparse: Tensor) -> Tensor:
+    """Return a sparse gradient as a dense tensor, with a further column that is 1 in rows that were looked up."""
+    rows, values = rows_and_values(sparse)
+    dense = torch.zeros(sparse.shape[0], sparse.shape[1] + 1, dtype=values.dtype, device=values.device)
+    dense[:, :-1].index_add_(0, rows, values)
+    dense[rows, -1] = 1
+    return dense
+
+
+def _marked_rows(dense: Tensor, shape: torch.Size) -> Tensor:
+    """Return the rows that any rank has marked, as a sparse gradient."""
+    rows = dense[:, -1].nonzero()[:, 0]
+    return _coalesced(rows, dense[rows, :-1], shape)
+
+
+def _coalesced(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+
+
+def said_of(seconds: list[float]) -> str:
+    """Return what is said of the steps of the slowest rank with sparse, and with dense, exchange."""
+    sparse, dense = (f"{1e3 * value:.2f} ms" for value in seconds)
+    kept = "sparse" if seconds[0] <= seconds[1] else "dense"
+    return f"ddp_tuned: sparse gradients travel as {kept} tensors: a step took {sparse} as sparse, {dense} as dense."

@@ -1,0 +1,104 @@
+"""Lightning's own callbacks that walk a module's parameters: what they see when those are shards."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_distrec._compat.lightning import average_model, set_average_model
+
+if TYPE_CHECKING:  # torchrec, which modules without tables have no use for
+    from lightning_distrec.sharding.shard_tables import ShardedTables
+
+WholeState = Callable[[], dict[str, Any]]
+"""Collective. Returns the module's state_dict, tables whole on rank 0."""
+
+
+def adapt_callbacks(
+    trainer: Trainer, module: LightningModule, tables: "ShardedTables | None", whole_state: WholeState
+) -> None:
+    """After sharding: averages are kept shard by shard, and summaries count whole tables."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            _average_shards(callback, module, whole_state)
+        elif isinstance(callback, ModelSummary) and tables is not None:
+            _count_whole_tables(callback, tables)
+
+
+class WeightCopies(nn.Module):
+    """A copy of every parameter and buffer that this rank has, in the module's order; averages are kept in it.
+
+    Element by element, an average of shards is the shard of the average. `state_dict` is that of the module with these
+    values, tables whole on rank 0: collective, and it uses the module's own memory for a moment.
+    """
+
+    def __init__(self, module: nn.Module, whole_state: WholeState) -> None:
+        super().__init__()
+        self._of = [module]  # in a list, so that it does not become a child
+        self._whole_state = whole_state
+        for i, parameter in enumerate(module.parameters()):
+            self.register_parameter(f"p{i}", nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        for i, buffer in enumerate(module.buffers()):
+            self.register_buffer(f"b{i}", buffer.detach().clone())
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Collective. Return the whole state, under the names of the module that was copied."""
+        destination = {} if destination is None else destination
+        with self._exchanged():
+            state = {key: value.clone() for key, value in self._whole_state().items()}
+        destination.update({f"{prefix}{key}": value for key, value in state.items()})
+        return destination
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+    ) -> None:
+        unexpected, errors = others
+        mine = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        with self._exchanged():
+            try:
+                not_there, not_known = self._of[0].load_state_dict(mine, strict=False)
+            except RuntimeError as error:
+                errors.append(str(error))
+                return
+        missing += [f"{prefix}{key}" for key in not_there]
+        unexpected += [f"{prefix}{key}" for key in not_known]
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        theirs = [*self._of[0].parameters(), *self._of[0].buffers()]
+        for mine, other in zip([*self.parameters(), *self.buffers()], theirs, strict=True):
+            kept = mine.detach().clone()
+            mine.copy_(other)
+            other.copy_(kept)
+
+
+def _average_shards(
+    callback: WeightAveraging | StochasticWeightAveraging, module: LightningModule, whole_state: WholeState
+) -> None:
+    average = average_model(callback)  # made from the unsharded module, in Callback.setup
+    if isinstance(average, AveragedModel):
+        average.module = WeightCopies(module, whole_state)
+    else:
+        set_average_model(callback, WeightCopies(module, whole_state))
+
+
+def _count_whole_tables(callback: ModelSummary, tables: "ShardedTables") -> None:
+    def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
+        del callback.on_fit_start  # this once
+        with tables.counted_whole():
+            type(callback).on_fit_start(callback, trainer, module)
+
+    callback.on_fit_start = on_fit_start  # type: ignore[method-assign, assignment]

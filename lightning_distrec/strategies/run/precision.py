@@ -1,0 +1,140 @@
+"""What the Trainer's precision plugin does, over gradients of which each rank has a part only."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from lightning_distrec._compat.lightning import unscales_in_step
+from lightning_distrec._compat.torch import watch_total_norm
+from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
+from lightning_distrec.strategies.tables.refusals import refuse_clip
+
+OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
+    "32-true": None,
+    "bf16-mixed": None,
+    "16-mixed": None,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
+"""Precision -> the type of looked up rows, None for float32. Tables stay float32 in all of them."""
+
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
+def use_matmul_precision(precision: MatmulPrecision | None) -> None:
+    """Let float32 products be computed in TF32 ("high") or bfloat16 ("medium"), for the process; None: no change.
+
+    Raises ConfigError: it is none of these.
+    """
+    if precision is None:
+        return
+    if precision not in get_args(MatmulPrecision):
+        known = ", ".join(map(repr, get_args(MatmulPrecision)))
+        raise ConfigError(f"float32_matmul_precision={precision!r} is not known. Use one of {known}.")
+    torch.set_float32_matmul_precision(precision)
+
+
+def output_dtype(precision: str) -> torch.dtype | None:
+    """Return the type of looked up rows. Raises UnsupportedError: FBGEMM's kernels do not have this precision."""
+    if precision not in OUTPUT_DTYPES:
+        why = "FBGEMM has no float64 tables" if precision == "64-true" else "it was not measured over sharded tables"
+        raise UnsupportedError(
+            f"Trainer(precision={precision!r}): {why}. Use one of {', '.join(map(repr, OUTPUT_DTYPES))}."
+        )
+    return OUTPUT_DTYPES[precision]
+
+
+def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> Callable[[], None]:
+    """Make all ranks skip a step when the gradients of any of them, shards included, are not finite; returns an undo.
+
+    Raises UnsupportedError: a scaler or an optimizer that looks at the gradients of its own rank only.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        return _nothing
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+        raise UnsupportedError(
+            f"the loss scaler {type(scaler).__name__} does not share what it finds with the other ranks. Use "
+            "torch.amp.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+        )
+    for optimizer in optimizers:
+        if unscales_in_step(optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its own rank only. Remove "
+                "fused=True, or use precision='bf16-mixed'."
+            )
+    plugin.scaler = ShardedGradScaler(  # type: ignore[attr-defined]
+        torch.device(plugin.device).type,  # type: ignore[attr-defined]
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+        process_group=dist.group.WORLD,
+    )
+
+    def give_back() -> None:
+        scaler.load_state_dict(plugin.scaler.state_dict())  # type: ignore[attr-defined]
+        plugin.scaler = scaler  # type: ignore[attr-defined]
+
+    return _nothing if not scaler.is_enabled() else give_back
+
+
+class GlobalClipping:
+    """While it is on, `clip_gradients` of a precision plugin clips by the norm over the shards of all ranks.
+
+    And torch.nn.utils.clip_grad_norm_, which knows of this rank's part only, refuses gradients of shards.
+    """
+
+    def __init__(self) -> None:
+        self._plugin: Precision | None = None
+        self._stop_watching: Callable[[], None] = _nothing
+
+    def put_on(self, plugin: Precision, shards: Callable[[], list[nn.Parameter]] | None, fused: list[str]) -> None:
+        """Begin. shards: returns the parameters that only this rank has; None: there are none but DTensors, which
+        torch.nn.utils.clip_grad_norm_ knows. fused: tables that cannot be clipped."""
+
+        def by_norm(optimizer: Any, clip_val: float) -> None:
+            refuse_clip(clip_val, fused)
+            sharded = None if shards is None else {id(shard) for shard in shards()}
+            clip_by_norm(plugin.main_params(optimizer), sharded, float(clip_val))
+
+        def by_value(optimizer: Any, clip_val: float) -> None:
+            refuse_clip(clip_val, fused)
+            clip_by_value(plugin.main_params(optimizer), float(clip_val))
+
+        def refuse_parts(gradients: list[torch.Tensor]) -> None:
+            taken = {id(gradient) for gradient in gradients}
+            if any(id(shard.grad) in taken for shard in (shards() if shards else []) if shard.grad is not None):
+                raise UnsupportedError(
+                    "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank "
+                    "has a part only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) "
+                    "or self.clip_gradients(optimizer, gradient_clip_val=...), which add up the parts of all ranks."
+                )
+
+        self.take_off()
+        plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+        self._plugin = plugin
+        self._stop_watching = _nothing if shards is None else watch_total_norm(refuse_parts)
+
+    def take_off(self) -> None:
+        """Undo `put_on`."""
+        self._stop_watching()
+        self._stop_watching = _nothing
+        if self._plugin is not None:
+            self._plugin.__dict__.pop("clip_grad_by_norm", None)
+            self._plugin.__dict__.pop("clip_grad_by_value", None)
+            self._plugin = None
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,78 @@
+"""Runs under the watchdog: each says when it begins and ends, and a failure that is another rank's is told as such."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed import Store
+
+from lightning_distrec._compat.torch import exchanges_of_groups
+from lightning_distrec.cluster.watchdog.watchdog import Watchdog
+
+_of_this_process: Watchdog | None = None
+_run: Trainer | None = None
+
+
+def start_watchdog(rank: int, host: str, store: Store, limit_seconds: float, nodes: Sequence[str]) -> None:
+    """Collective, once the ranks have met: watch over them until the process ends. limit_seconds: 0 does not."""
+    global _of_this_process
+    if _of_this_process is not None:
+        _of_this_process.close()
+    _of_this_process = Watchdog(rank, host, store, limit_seconds, nodes) if limit_seconds else None
+    if _of_this_process is not None and _run is not None:
+        _begin(_of_this_process, _run)
+
+
+@contextmanager
+def watched(trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[None]:
+    """Around a run of the trainer. all_leave: whether a SystemExit is one that all ranks have agreed on.
+
+    Raises RankError, from what torch has raised: an exchange failed because of another rank, which is named.
+    """
+    global _run
+    if _of_this_process is not None and trainer is not None:
+        _begin(_of_this_process, trainer)
+    _run = trainer
+    try:
+        yield
+    except BaseException as failure:
+        if _of_this_process is None:
+            raise
+        if isinstance(failure, SystemExit) and all_leave():
+            _of_this_process.end()
+            raise
+        if (why := _of_this_process.explain(failure)) is not None:
+            raise why from failure
+        raise
+    finally:
+        _run = None
+    if _of_this_process is not None:
+        _of_this_process.end()
+
+
+def _begin(watchdog: Watchdog, trainer: Trainer) -> None:
+    still_there = weakref.ref(trainer)  # the watchdog stays, and a trainer holds shards
+    watchdog.begin(lambda: "" if (of := still_there()) is None else progress_of(of))
+
+
+def progress_of(trainer: Trainer) -> str:
+    """Return how far a run is: stage, batch, and how many exchanges it has begun in each process group.
+
+    Ranks that have parted ways differ by these, where not by the line that they are at.
+    """
+    state = trainer.state
+    if state.stage is None:
+        return f"{state.fn}"
+    validation = trainer.fit_loop.epoch_loop.val_loop if state.fn == TrainerFn.FITTING else trainer.validate_loop
+    loops: dict[str, Any] = {
+        "train": trainer.fit_loop.epoch_loop,
+        "sanity_check": validation,
+        "validate": validation,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    batch = loops[state.stage.value].batch_progress.current.ready
+    return f"{state.stage.value} batch {batch}, exchanges {'/'.join(map(str, exchanges_of_groups()))}"

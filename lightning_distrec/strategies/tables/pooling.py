@@ -1,0 +1,98 @@
+"""Ids per example are counted in the first batches of training before tables are planned, which leaves no trace."""
+
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_distrec._compat.lightning import train_dataloaders
+from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
+from lightning_distrec.sharding.planning.plan import TableConstraints
+from lightning_distrec.sharding.planning.pooling import IdCounts
+from lightning_distrec.sharding.tables import Table
+from lightning_distrec.strategies.tables.decisions import Decisions
+from lightning_distrec.strategies.tables.table_run import TableRun
+
+MOST_NAMED = 4
+"""How many tables the line about what was counted names."""
+
+
+def estimate_pooling(run: TableRun, look: Decisions) -> dict[str, TableConstraints]:
+    """Collective. Return the tables' demands by full name, with ids per example counted in batches of all ranks.
+
+    As many batches of each training dataloader on each rank as `planning.estimate_pooling` says. A pooling_factor that
+    was given stays. What cannot be looked at is said, and the tables are planned as if nobody had asked.
+    """
+    if run.trainer.state.fn != TrainerFn.FITTING:
+        return look.demands
+    num_batches = run.settings.planning.estimate_pooling
+    mine = _count(run.trainer, run.module, num_batches, run.device) if num_batches else (IdCounts.none(), 0, [])
+    counts, total, notes = IdCounts.none(), 0, []
+    for rank, (theirs, seen, said) in enumerate(run.consensus.everyone(mine)):
+        counts.add(theirs)
+        total += seen
+        notes += [f"rank {rank}: {note}" for note in said]
+    wanted = [table for table in look.tables if look.demands[table.full_name].options.pooling_factor is None]
+    found = {table.full_name: counts.factors_of(table) for table in wanted}
+    if total or notes:
+        _say(wanted, found, total, run.consensus.num_ranks, notes)
+    return {
+        name: demand if found.get(name) is None else replace(demand, pooling_factors=found[name])
+        for name, demand in look.demands.items()
+    }
+
+
+def _count(
+    trainer: Trainer, module: LightningModule, num_batches: int, device: torch.device
+) -> tuple[IdCounts, int, list[str]]:
+    """Return what this rank has counted, in how many batches, and what it could not look at."""
+    counts, total = IdCounts.none(), 0
+    notes: list[str] = []
+    declare = getattr(module, "sparse_inputs", None)
+    try:
+        with unchanged(include_cuda=device.type == "cuda"), torch.no_grad():
+            for loader in loaders_in(train_dataloaders(trainer)):
+                if reason := why_not(loader):
+                    notes.append(reason)
+                    continue
+                with closing(first_batches(loader, num_batches)) as batches:
+                    for batch in batches:
+                        counts.look_at(batch, *([] if declare is None else [declare(batch)]))
+                        total += 1
+    except Exception as error:  # of the user's loader; training meets it again, where it stops all ranks
+        notes.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return counts, total, notes
+
+
+def _say(
+    tables: list[Table], found: dict[str, tuple[float, ...] | None], total: int, num_ranks: int, notes: list[str]
+) -> None:
+    known = [table for table in tables if found[table.full_name] is not None]
+    unknown = [table.full_name for table in tables if found[table.full_name] is None]
+    lines = []
+    if known:
+        named = "; ".join(_in_words(table, found[table.full_name]) for table in known[:MOST_NAMED])
+        lines.append(f"ids per example, counted in {total} batches of {num_ranks} ranks: {named}{_more(known)}")
+    if unknown:
+        lines.append(
+            f"ids per example of {', '.join(unknown[:MOST_NAMED])}{_more(unknown)} are not known: no batch holds their "
+            "features by name, nor does what sparse_inputs(batch) returns. Set pooling_factor where planning needs it"
+        )
+    if notes:
+        lines.append(f"not looked at: {'; '.join(notes[:MOST_NAMED])}{_more(notes)}")
+    rank_zero_info(f"torchrec_sharded: estimate_pooling: {'. '.join(lines)}.")
+
+
+def _in_words(table: Table, factors: Any) -> str:
+    if table.plain is not None:
+        return f"{table.full_name} {factors[0]:.2f}"
+    of_features = zip(table.config.feature_names, factors, strict=True)
+    return f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in of_features)}"
+
+
+def _more(names: list[Any]) -> str:
+    return f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

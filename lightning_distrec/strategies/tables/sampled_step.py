@@ -1,0 +1,115 @@
+"""What a training step keeps for its backward, measured with one batch before tables are planned, without a trace."""
+
+import copy
+from contextlib import closing
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_distrec._compat.lightning import train_dataloaders
+from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
+from lightning_distrec.sharding.lookup.jagged import with_ids
+from lightning_distrec.sharding.tables import Table
+from lightning_distrec.strategies.estimates.activations import measure_step
+from lightning_distrec.strategies.estimates.meta_copy import without_trainer
+
+
+def sample_step(
+    trainer: Trainer, module: LightningModule, tables: list[Table], consensus: Consensus, device: torch.device
+) -> tuple[int | None, str]:
+    """Collective. Return the most bytes that any rank keeps for its backward, or None and why that is not known.
+
+    Every rank runs training_step and backward on a copy of the module, with the first batch of its first loader that
+    can be looked at. Tables have one row there, which takes the place of all.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        return None, "only fit trains"
+    with unchanged(include_cuda=device.type == "cuda"):
+        mine, why = _prepared(trainer, module, tables, device)
+        # All or none: a training_step may exchange something among the ranks.
+        if why := _first(consensus.everyone(why)):
+            return None, why
+        assert mine is not None
+        measured = measure_step(*mine, None, str(trainer.precision))
+    told = consensus.everyone((measured.activation_bytes, "; ".join(measured.said)))
+    if why := _first([said for _, said in told]):
+        return None, why
+    return max(kept for kept, _ in told if kept is not None), ""
+
+
+def _prepared(
+    trainer: Trainer, module: LightningModule, tables: list[Table], device: torch.device
+) -> tuple[tuple[LightningModule, Any] | None, str]:
+    """Return a copy of the module and a batch, on the device; or why there are none."""
+    try:
+        batch, why = _first_batch(trainer)
+        if why:
+            return None, why
+        there = _with_small_tables(module, tables).to(device).train()
+        return (there, _moved(trainer, there, batch, device)), ""
+    except Exception as error:  # of the user's loader or module; training meets it again, where it stops all ranks
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _first_batch(trainer: Trainer) -> tuple[Any, str]:
+    why = "there are no batches to train on"
+    for loader in loaders_in(train_dataloaders(trainer)):
+        if reason := why_not(loader):
+            why = reason
+            continue
+        with closing(first_batches(loader, 1)) as batches:
+            for batch in batches:
+                return batch, ""
+    return None, why
+
+
+def _moved(trainer: Trainer, module: LightningModule, batch: Any, device: torch.device) -> Any:
+    """Return the batch on the device, passed through the user's hooks as the Trainer does."""
+    data = getattr(trainer, "datamodule", None)
+    for hook, more in (
+        ("on_before_batch_transfer", ()),
+        ("transfer_batch_to_device", (device,)),
+        ("on_after_batch_transfer", ()),
+    ):
+        owner = data if data is not None and is_overridden(hook, data) else module
+        batch = getattr(owner, hook)(batch, *more, 0)
+    return batch
+
+
+def _with_small_tables(module: LightningModule, tables: list[Table]) -> LightningModule:
+    """Return a copy of the module without its Trainer, in which every id finds the one row that its table has."""
+    known = without_trainer(module)
+    for table in tables:
+        row = torch.zeros(1, table.config.embedding_dim, dtype=table.parameter.dtype)
+        known[id(table.parameter)] = nn.Parameter(row, table.parameter.requires_grad)
+    there = copy.deepcopy(module, known)
+    for path in {table.collection for table in tables}:
+        part = there.get_submodule(path)
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            part.padding_idx = None  # no row is padding: there is but one
+        part.register_forward_pre_hook(_look_up_first_row, with_kwargs=True)
+    return there
+
+
+def _look_up_first_row(part: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    name = "features" if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)) else "input"
+    if args:
+        return (_of_first_row(args[0]), *args[1:]), options
+    return args, options | {name: _of_first_row(options[name])}
+
+
+def _of_first_row(ids: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
+    if isinstance(ids, Tensor):
+        return torch.zeros_like(ids)
+    return with_ids(ids, torch.zeros_like(ids.values()))
+
+
+def _first(said_by_rank: list[str]) -> str:
+    """Return what the first rank with something to say says."""
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(said_by_rank) if said), "")

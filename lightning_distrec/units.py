@@ -1,0 +1,104 @@
+"""Numbers, sizes and bandwidths as people write and read them."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from lightning_distrec.errors import ConfigError, did_you_mean
+
+PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+SIZE_UNITS = {f"{prefix}B": float(number) for prefix, number in (PREFIXES | BINARY_PREFIXES).items()}
+BANDWIDTH_UNITS = {f"{unit}/s": number for unit, number in SIZE_UNITS.items()}
+BANDWIDTH_UNITS |= {f"{prefix}bit/s": number / 8 for prefix, number in PREFIXES.items()}
+NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
+
+
+def quantity(number: int, what: str) -> str:
+    """Return "1 rank", "2 ranks" and so on."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def shortened(words: Sequence[str], most: int) -> str:
+    """Return up to `most` of the words, and how many there are besides."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "0-3" for [0, 1, 2, 3], "0, 2" for [0, 2]."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def format_bytes(number: float) -> str:
+    """Return a number of bytes: 950 B, 12.3 KiB, 1.2 MiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1023.5 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    return f"{number:.0f} B" if units[0] == "B" else f"{number:.1f} {units[0]}"
+
+
+def parse_bytes(text: str, said: str) -> int:
+    """Return the bytes of "80GB" (10^9 each), "80GiB" (2^30), "1.5 TB" or a plain number, whatever the letters' case.
+
+    said: what was set, as the error begins. Raises ConfigError: it is no size above 0.
+    """
+    found = NUMBER.fullmatch(text)
+    units = {unit.upper(): number for unit, number in SIZE_UNITS.items()} | {"": 1.0}
+    wanted = "A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
+    if found is None or not float(found[1]) > 0:
+        raise ConfigError(f"{said}: {wanted}")
+    if found[2].upper() not in units:
+        raise ConfigError(f"{said}: the unit {found[2]!r} is not known{_near(found[2], SIZE_UNITS)} {wanted}")
+    return int(float(found[1]) * units[found[2].upper()])
+
+
+def parse_bandwidth(given: str | float, said: str) -> float:
+    """Return the bytes per second of "25GB/s", "200Gbit/s", "1.5 TiB/s" or a plain number.
+
+    said: what was set, as the error begins. Raises ConfigError: it is no bandwidth above 0.
+    """
+    wanted = "A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
+    if isinstance(given, str):
+        found = NUMBER.fullmatch(given)
+        if found is None:
+            raise ConfigError(f"{said}: {wanted}")
+        number = float(found[1]) * (_bandwidth_unit(found[2], said, wanted) if found[2] else 1.0)
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        number = float(given)
+    else:
+        raise ConfigError(f"{said}: {wanted}")
+    if not (math.isfinite(number) and number > 0):
+        raise ConfigError(f"{said}: {wanted}")
+    return number
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """Return a bandwidth as it may be given: 950 B/s, 25.0 MB/s, 1.2 TB/s."""
+    units = ["B/s", "KB/s", "MB/s", "GB/s", "TB/s"]
+    while bytes_per_second >= 999.5 and len(units) > 1:
+        bytes_per_second /= 1000
+        units.pop(0)
+    return f"{bytes_per_second:.0f} B/s" if units[0] == "B/s" else f"{bytes_per_second:.1f} {units[0]}"
+
+
+def _bandwidth_unit(unit: str, said: str, wanted: str) -> float:
+    if re.fullmatch(r"[KMGT]?i?b/s", unit, re.IGNORECASE) and "b" in unit:
+        either = f"{unit[:-3].upper()[:1]}bit/s (bits) or {unit[:-3].capitalize()}B/s (bytes)"
+        raise ConfigError(f"{said}: {unit!r} may be bits or bytes. Write {either}.")
+    known = {name.upper(): number for name, number in BANDWIDTH_UNITS.items()}
+    if unit.upper() not in known:
+        raise ConfigError(f"{said}: the unit {unit!r} is not known{_near(unit, BANDWIDTH_UNITS)} {wanted}")
+    return known[unit.upper()]
+
+
+def _near(unit: str, units: dict[str, float]) -> str:
+    """Return which units are meant, perhaps, whatever the letters' case."""
+    by_upper = {name.upper(): name for name in units}
+    near = did_you_mean(unit.upper(), by_upper)
+    for upper, name in by_upper.items():
+        near = near.replace(f"{upper!r}", f"{name!r}")
+    return near
