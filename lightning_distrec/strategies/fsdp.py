@@ -36,7 +36,7 @@ class TunedFSDPStrategy(ShardedHooks):
             on each node, so that parameters travel within nodes, and gradients' sums between them.
         reshard_after_forward: whether a block's parameters are freed after forward, and gathered again for backward.
             "auto": those of all blocks but the last.
-        recompute_activations: whether blocks keep no activations for backward, but run their forward once more.
+        activation_checkpointing: whether blocks keep no activations for backward, but run their forward once more.
         cpu_offload: whether parameters, gradients and optimizer state stay on the host (CUDA).
         uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
         checkpoint: distributed, async_save, start_from, rename: see CheckpointOptions.
@@ -57,7 +57,7 @@ class TunedFSDPStrategy(ShardedHooks):
         min_num_parameters: int = 1_000_000,
         replicas: int | Literal["nodes"] = 1,
         reshard_after_forward: Literal["auto"] | bool = "auto",
-        recompute_activations: bool = False,
+        activation_checkpointing: bool = False,
         cpu_offload: bool = False,
         uneven_inputs: UnevenInputs = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
@@ -73,7 +73,7 @@ class TunedFSDPStrategy(ShardedHooks):
                 min_num_parameters=min_num_parameters,
                 replicas=replicas,
                 reshard_after_forward=reshard_after_forward,
-                recompute_activations=recompute_activations,
+                activation_checkpointing=activation_checkpointing,
                 cpu_offload=cpu_offload,
             )
         )

@@ -98,7 +98,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         static_graph: as DDP's, for dense layers that every step uses alike.
         dense: what the layers without tables train as: "ddp", every rank has them; "fsdp": they are cut over the ranks
             as under "fsdp_tuned".
-        fsdp: wrap, min_num_parameters, replicas, reshard_after_forward, recompute_activations, cpu_offload: see
+        fsdp: wrap, min_num_parameters, replicas, reshard_after_forward, activation_checkpointing, cpu_offload: see
             FSDPOptions; for dense="fsdp".
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         process_group_backend: "gloo" or "nccl"; None takes the device's.

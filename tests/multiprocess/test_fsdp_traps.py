@@ -225,7 +225,7 @@ def _as_under_ddp(name: str) -> dict[str, State]:
         "ddp": run(lambda: "ddp"),
         "blocks": run(lambda: TunedFSDPStrategy(**BLOCKS)),
         "root": run(lambda: TunedFSDPStrategy(**ROOT)),
-        "recomputed": run(lambda: TunedFSDPStrategy(recompute_activations=True, **BLOCKS)),
+        "recomputed": run(lambda: TunedFSDPStrategy(activation_checkpointing=True, **BLOCKS)),
     }
 
 

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "single numbers": (_both, "Numbers", SMALL, {"gradient_clip_val": 0.1}),
     "blocks, and validation in between": (_both, "Layers", SMALL, {"val_check_interval": 2}),
     "freed by backward only": (_both, "Layers", SMALL | {"reshard_after_forward": False}, FEWER_STEPS),
-    "computed once more": (_both, "Layers", SMALL | {"recompute_activations": True}, {}),
+    "computed once more": (_both, "Layers", SMALL | {"activation_checkpointing": True}, {}),
 }
 
 

@@ -23,7 +23,7 @@ class FSDPOptions:
     reshard_after_forward: Literal["auto"] | bool = "auto"
     """Whether a block's parameters are freed after forward, and gathered again; "auto": of all blocks but the last."""
 
-    recompute_activations: bool = False
+    activation_checkpointing: bool = False
     """Whether blocks keep no activations for backward, but run their forward once more."""
 
     cpu_offload: bool = False

@@ -88,7 +88,7 @@ class ShardedModule:
             blocks = ranks.all_or_none("setup", lambda: self._blocks(module))
             whole = kept_whole(module, blocks, module.automatic_optimization)
             say_kept_whole(whole, rank_zero_info)
-            if self._options.recompute_activations:
+            if self._options.activation_checkpointing:
                 recompute(blocks)
             options = self._options
             sharding = Sharding(self.mesh, device, options.reshard_after_forward, dtype, options.cpu_offload)
