@@ -19,10 +19,10 @@ train: install  ## train the first recipe on this machine's CPU
 test test-all: export OMP_NUM_THREADS ?= 1
 PYTEST = .venv/bin/python -m pytest -q --numprocesses=$(WORKERS) --instafail --durations=10
 WORKERS ?= 3
-test: install lint  ## check style and types, then run the tests; WORKERS=N runs so many at a time
+test: install lint  ## check style and types, then run the quick tests; WORKERS=N runs N at a time
 	@$(PYTEST)
 
-test-all: install lint  ## the same with every case of tests that have many
+test-all: install lint  ## check style and types, then run all tests
 	@$(PYTEST) -m ""
 
 lint: install  ## check style (ruff) and types (mypy)

@@ -25,6 +25,7 @@ def _write(*arguments: str, folder: Path) -> int:
     return main(["slurm", f"--config={config}", *arguments])
 
 
+@pytest.mark.slow
 def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.sh"
     sizes = ("--nodes=2", "--ranks_per_node=1", "--gpus=false", "--cpus_per_rank=2", "--time=10")

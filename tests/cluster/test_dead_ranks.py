@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.faulty_script import fit_and_validate
 from tests.support.launches import ONE_THREAD
+from tests.support.parameters import slow_except
 from tests.support.processes import processes_with
 from tests.support.ranks import FAREWELL_SECONDS, RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.slurm import Slurm
@@ -49,7 +50,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, place: str) -> None:
     assert GONE in said[2]
 
 
-@pytest.mark.parametrize("place", ["in a step", "in a checkpoint"])
+@pytest.mark.parametrize("place", slow_except(["in a step"], ["in a step", "in a checkpoint"]))
 def test_a_rank_that_was_stopped_is_named_and_ended_like_the_others(tmp_path: Path, place: str) -> None:
     said = _fails(tmp_path, f"stop {place}", watchdog_seconds=3)
     assert "exit code -9" in said[1]
@@ -57,6 +58,7 @@ def test_a_rank_that_was_stopped_is_named_and_ended_like_the_others(tmp_path: Pa
     assert STOPPED in said[2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_the_interpreter_is_waited_for(tmp_path: Path) -> None:
     options = {"watchdog_seconds": 3}
     losses = run_on_ranks(_run, NUM_RANKS, "hold in a step", str(tmp_path), options)
@@ -97,6 +99,7 @@ def test_a_signal_to_one_rank_ends_all_within_seconds(tmp_path: Path) -> None:
     assert ended - float(at) < 20  # one or two where nothing else runs
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_under_slurm_it_is_named_with_its_node(slurm: Slurm, tmp_path: Path) -> None:
     environment = ONE_THREAD | {"FAULTY_FOLDER": str(tmp_path)}

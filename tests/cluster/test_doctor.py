@@ -26,6 +26,7 @@ def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "not there"
     done = subprocess.run(
@@ -36,6 +37,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
     arguments = ["--json", f"--folder={slurm.folder}"]
     done = slurm.srun(["-N2", "-n3"], [*DOCTOR, *arguments])

@@ -33,6 +33,7 @@ def measured(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_measured_as_such_and_what_stays_on_a_machine_is_not(tmp_path: Path) -> None:
     require(["ip", "tc"], ["iproute2"])
     # All wait for the rank that is alone on its machine, and has its link for itself.

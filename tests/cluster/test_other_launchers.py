@@ -9,6 +9,7 @@ from tests.support.ports import free_port
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_mpirun_says_which_ranks_there_are() -> None:
     require(["mpirun"], ["openmpi-bin"])
     out, err = ended(start("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *SCRIPT))
@@ -16,7 +17,7 @@ def test_mpirun_says_which_ranks_there_are() -> None:
     assert "started by mpirun" in err + out
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_pytorchjob_is_one_rank_for_each_pod() -> None:
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     out, _ = ended(*(start(*SCRIPT, RANK=str(rank), **job) for rank in range(2)))

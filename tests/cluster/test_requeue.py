@@ -46,11 +46,12 @@ def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None
     assert left == ["hpc_ckpt_7.ckpt"], "what has come to its end leaves nothing to go on from"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal", "code", "said"),
     [
         ("SIGUSR1", 75, "the job is not requeued: scontrol: "),
-        pytest.param("SIGTERM", 143, "Asked to stop: saving", marks=pytest.mark.thorough),
+        ("SIGTERM", 143, "Asked to stop: saving"),
     ],
 )
 def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_again(

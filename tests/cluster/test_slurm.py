@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-from tests.support.grids import usually
 from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD, SCRIPT, SHELL, check, results_of
+from tests.support.parameters import slow_except
 from tests.support.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
@@ -26,9 +26,10 @@ IN_STEPS: dict[str, tuple[list[str], list[str], list[int]]] = {
     "a terminal": (["-n2", "--pty"], SCRIPT, [2]),
     "one rank": (["-n1"], SCRIPT, [1]),
 }
-USUAL = ["-n3 over two nodes", "a shell, whose job is called bash", "a terminal"]
+USUAL = ["-n3 over two nodes"]
 
 
+@pytest.mark.slow
 def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
     cpus = len(os.sched_getaffinity(0))
     for arguments, wanted in ((["-n1"], cpus), (["-n1", "-c1"], 1)):
@@ -36,7 +37,7 @@ def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
         assert [result["threads"] for result in results_of(done.stdout)] == [wanted], done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("case", usually(USUAL, IN_STEPS))
+@pytest.mark.parametrize("case", slow_except(USUAL, IN_STEPS))
 def test_a_step_is_counted_as_slurm_counts_it(slurm: Slurm, case: str) -> None:
     arguments, command, per_node = IN_STEPS[case]
     done = slurm.srun(arguments, command, env=ONE_THREAD)
@@ -54,6 +55,7 @@ def _batch(slurm: Slurm, script: str, arguments: list[str], **more: str) -> str:
     return printed
 
 
+@pytest.mark.slow
 def test_a_step_on_the_second_node_alone_meets_there(slurm: Slurm) -> None:
     printed = _batch(slurm, f"srun -N1 -n2 -w node2 {SHELL}", ["-N2", "--ntasks-per-node=2"])
     results = results_of(printed)
@@ -61,6 +63,7 @@ def test_a_step_on_the_second_node_alone_meets_there(slurm: Slurm) -> None:
     assert {result["host"] for result in results} == {"node2"}
 
 
+@pytest.mark.slow
 def test_two_steps_at_the_same_time_never_meet(slurm: Slurm) -> None:
     steps = "\n".join(f"srun -N2 -n2 --exact {SHELL} > step{step}.out 2>&1 &" for step in "ab")
     _batch(slurm, f"{steps}\nwait", ["-N2", "--ntasks-per-node=2"])
@@ -68,7 +71,7 @@ def test_two_steps_at_the_same_time_never_meet(slurm: Slurm) -> None:
         check(results_of((slurm.folder / f"step{step}.out").read_text()), [1, 1])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_jobs_of_an_array_never_meet(slurm: Slurm) -> None:
     script = f"srun {SHELL} > array$SLURM_ARRAY_TASK_ID.out 2>&1"
     first = slurm.sbatch(script, ["-N1", "-n2", "--array=1-2"], env=ONE_THREAD)
@@ -77,19 +80,21 @@ def test_jobs_of_an_array_never_meet(slurm: Slurm) -> None:
         check(results_of((slurm.folder / f"array{task}.out").read_text()), [2])
 
 
+@pytest.mark.slow
 def test_a_step_over_the_groups_of_a_heterogeneous_job_is_one_training(slurm: Slurm) -> None:
     done = slurm.srun(["-n2", *SCRIPT, ":", "-n1"], SCRIPT, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-3000:]
     check(results_of(done.stdout), [2, 1])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_allocation_and_srun(slurm: Slurm) -> None:
     done = slurm.salloc(["-N2", "-n2"], ["srun", *SCRIPT], env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-3000:]
     check(results_of(done.stdout), [1, 1])
 
 
+@pytest.mark.slow
 def test_ranks_in_an_order_of_the_users_own_meet_where_the_first_is(slurm: Slurm) -> None:
     hostfile = slurm.folder / "hosts"
     hostfile.write_text("node2\nnode1\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.parameters import slow_except
 from tests.support.slurm import Slurm, SlurmFailed, require_slurm
 
 pytestmark = pytest.mark.cluster
@@ -41,6 +42,7 @@ def test_a_command_in_an_allocation_runs_on_none_of_its_nodes(slurm: Slurm) -> N
     assert (here, sorted(there)) == ("here: 2,", ["node1", "node2"])
 
 
+@pytest.mark.slow
 def test_a_requeued_job_begins_again_and_counts_its_restarts(slurm: Slurm) -> None:
     job = slurm.sbatch(
         "srun bash -c 'echo restarts: ${SLURM_RESTART_COUNT-none}; [ $SLURM_RESTART_COUNT ] || sleep 60'"
@@ -69,6 +71,7 @@ def test_what_launched_the_tests_is_hidden_from_the_jobs(slurm: Slurm, monkeypat
     assert not seen & {"SLURM_NTASKS", "RANK"}
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_cancelled_and_told_with_the_logs(slurm: Slurm) -> None:
     for launch in (slurm.srun, slurm.salloc):
         with pytest.raises(SlurmFailed, match=r"waited 6 s for s\w+ bash(?s:.)*begun(?s:.)*log of slurmctld"):
@@ -95,7 +98,9 @@ with Slurm() as slurm:
 """
 
 
-@pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end", slow_except(["os.kill(os.getpid(), 9)"], ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
+)
 def test_nothing_is_left_running(end: str) -> None:
     require_slurm()
     root = str(Path(__file__).parents[2])

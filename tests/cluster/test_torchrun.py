@@ -27,6 +27,7 @@ def test_agents_may_have_unequal_numbers_of_ranks() -> None:
     check(results, [2, 1] if sizes == [2, 2, 1] else [1, 2])  # whichever agent came first
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(at_most(10 * KILLS))
 def test_every_attempt_after_a_kill_begins_anew() -> None:
     agent = _agent("--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}", LAUNCHED_KILLS=str(KILLS))

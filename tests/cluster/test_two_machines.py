@@ -42,6 +42,7 @@ def test_the_interface_between_them_is_found(machines: tuple[Machine, Machine]) 
     assert f"by gloo over {machines[0].device}" in err + out
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off_is_named(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     job = JOB | {"MASTER_ADDR": machines[0].address, "FAULTY_FOLDER": str(tmp_path)}
     script = [sys.executable, "-m", "tests.support.faulty_script", "wait in a step", '{"watchdog_seconds": 3}']

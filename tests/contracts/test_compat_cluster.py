@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -42,6 +43,7 @@ def test_choose_environments_decides_for_our_strategies_and_no_others() -> None:
         _AcceleratorConnector._choose_and_init_cluster_environment = installed
 
 
+@pytest.mark.slow
 def test_the_choice_is_made_for_the_strategys_name_and_its_objects() -> None:
     program = f"""
 import lightning_distrec, os

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lightning_distrec
+from tests.support.parameters import slow_except
 from tests.support.variables import environment
 
 
@@ -41,7 +42,7 @@ def test_importing_the_package_registers_its_strategies_with_lightning():
     assert run_python(code) == str(sorted(lightning_distrec._STRATEGIES))
 
 
-@pytest.mark.parametrize("strategy", ["ddp_tuned", "fsdp_tuned"])
+@pytest.mark.parametrize("strategy", slow_except(["fsdp_tuned"], ["ddp_tuned", "fsdp_tuned"]))
 def test_runs_without_tables_import_neither_torchrec_nor_fbgemm(strategy, tmp_path):
     code = (
         "import sys, lightning_distrec\n"

@@ -177,7 +177,7 @@ def _fit_by_console(folder: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_console_script_takes_it_by_name(tmp_path: Path) -> None:
     said = _fit_by_console(tmp_path / "name", "--config", "recipes/strategies/distrec_auto.yaml")
     assert said.count("trained by TunedDDPStrategy") == 2

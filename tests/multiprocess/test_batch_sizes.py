@@ -18,7 +18,7 @@ from tests.support.click_model import (
     seeded,
     train_sharded,
 )
-from tests.support.grids import usually
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
@@ -83,7 +83,7 @@ def _unsharded(kind: type, optimizer: Any) -> ClickModel:
 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "num_ranks"),
-    usually(
+    slow_except(
         [(ClickModel, SGD, 1), (ClickModel, SGD, 4), (SequenceModel, ADAGRAD, 2), (ClickModel, ADAM, 3)],
         [
             (*model, num_ranks)
@@ -102,7 +102,7 @@ def test_any_number_of_ranks_gives_the_same_losses_on_the_same_batches(
     assert max(largest_difference(found[0][0], wanted.state_dict()).values()) <= (1e-6 if optimizer is SGD else 1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", usually([3], [2, 3]))
+@pytest.mark.parametrize("num_ranks", slow_except([3], [2, 3]))
 @pytest.mark.parametrize(
     ("kind", "optimizer", "strategy"),
     [

@@ -36,6 +36,7 @@ from lightning_distrec.chunks import ChunkedTensor, Part
 from lightning_distrec.cluster.process_exit import _leave
 from tests.support.limits import LIMIT_SECONDS, at_most
 from tests.support.lone_rank import LoneRank
+from tests.support.parameters import slow_except
 from tests.support.ports import free_port
 from tests.support.ranks import PRELOAD, _run, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -260,7 +261,7 @@ class Kills:
 
 
 @pytest.mark.timeout(at_most(10 * KILLS))
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", slow_except([True], [False, True]), ids=["sync", "async"])
 def test_after_a_kill_at_any_moment_every_checkpoint_is_whole_and_the_last_is_recent(
     tmp_path: Path, is_async: bool
 ) -> None:
@@ -277,7 +278,9 @@ def test_after_a_kill_at_any_moment_every_checkpoint_is_whole_and_the_last_is_re
 # ------------------------------------------------------------------------------------------------- a script of a user
 
 
-@pytest.mark.parametrize(("is_async", "victim"), [(False, 0), (True, 1)], ids=["sync, first rank", "async, second"])
+@pytest.mark.parametrize(
+    ("is_async", "victim"), slow_except([(True, 1)], [(False, 0), (True, 1)]), ids=["sync, first rank", "async, second"]
+)
 def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_async: bool, victim: int) -> None:
     (folder := tmp_path / "run").mkdir()
     command = [sys.executable, "-m", "tests.multiprocess.test_checkpoint_crashes", str(folder), str(int(is_async))]
@@ -401,7 +404,7 @@ def _die_everywhere(scratch: str, before: bool, exchange: bool) -> dict[str, int
 
 @pytest.mark.parametrize(
     ("before", "exchange"),
-    [(True, True), (True, False), (False, True)],
+    slow_except([(True, True)], [(True, True), (True, False), (False, True)]),
     ids=["over another", "over another, by two renames", "the first"],
 )
 def test_a_writer_that_dies_at_any_line_leaves_the_old_or_the_new_one(

@@ -272,6 +272,7 @@ def _export_alone(source: Path, *targets: Path) -> dict[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_gigabyte_is_exported_within_256_megabytes_of_memory_and_30_seconds(large: Path, tmp_path: Path) -> None:
     assert describe(large).bytes_on_disk > 1e9
     found = _export_alone(large, tmp_path / "out.ckpt", tmp_path / "out.safetensors")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_distrec import TunedFSDPStrategy
 from tests.support.dense_models import KINDS, loader, whole_batches
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -59,7 +60,7 @@ def _check_same(ours: Outcome, other: Outcome, rank: int, most: float = 1e-5) ->
         torch.testing.assert_close(value, other[1][name], atol=most, rtol=most, msg=name)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 3]))
 def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
     for rank, results in enumerate(run_each_on_ranks(CASES, num_ranks)):
         for name, (ours, stock) in results.items():
@@ -80,7 +81,7 @@ AS_ONE: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 4]))
 def test_weights_are_those_of_one_process_with_the_batches_of_all(num_ranks: int) -> None:
     first, *_ = run_each_on_ranks(AS_ONE, num_ranks)
     for case, (_, weights) in first.items():

@@ -1,5 +1,6 @@
 """Ids outside of a table: told on every rank with feature, table, id and range, under every cut."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.click_model import ClickModel, SequenceModel, seeded, train_sharded
+from tests.support.parameters import slow_except
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
 
@@ -31,8 +33,13 @@ def _train(cut: str, mode: str, bad_id: int = 99) -> dict[str, Any]:
     return train_sharded(model, 5, strategy)[0].final_state
 
 
-@pytest.mark.parametrize("bad_id", [37, 10**12, -1])
-@pytest.mark.parametrize("cut", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize(
+    ("cut", "bad_id"),
+    slow_except(
+        [("table_wise", 37), ("row_wise", 10**12), ("column_wise", -1)],
+        product(["table_wise", "row_wise", "column_wise"], [37, 10**12, -1]),
+    ),
+)
 def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_train, 2, cut, "error", bad_id)
@@ -40,7 +47,7 @@ def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> 
     assert str(failed.value).count(said) == 2
 
 
-@pytest.mark.parametrize("mode", ["warn", "ignore"])
+@pytest.mark.parametrize("mode", slow_except(["warn"], ["warn", "ignore"]))
 def test_row_zero_is_looked_up_in_place_of_an_id_out_of_range(mode: str) -> None:
     found = [run_on_ranks(_train, 2, cut, mode)[0] for cut in ("table_wise", "row_wise")]
     wanted = run_on_ranks(_train, 2, "table_wise", "error", 0)[0]

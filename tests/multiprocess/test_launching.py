@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.parameters import slow_except
 from tests.support.variables import environment
 
 SCRIPT = "tests.support.dlrm_script"
@@ -36,6 +37,7 @@ def unsharded() -> dict[str, Any]:
     return _metrics(_run(SCRIPT, "--strategy", "ddp", "--devices", "2"))
 
 
+@pytest.mark.slow
 def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_changed(unsharded: dict[str, Any]) -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2")
     sharded = _metrics(done)
@@ -47,7 +49,7 @@ def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_change
     assert "Adam moves rows that no id touched" in done.stdout
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", slow_except(["1"], ["0", "1"]))
 def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: str) -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", RAISE_ON_RANK=rank)
     assert done.returncode == 1

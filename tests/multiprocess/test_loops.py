@@ -196,6 +196,7 @@ def compiled() -> dict[str, Any]:
     return run_each_on_ranks({"dense": (_compiled_dense,), "module": (_compiled_module,)}, 2)[0]
 
 
+@pytest.mark.slow
 def test_compiled_dense_layers_are_exact(compiled: dict[str, Any]) -> None:
     assert_equal(compiled["dense"], train_plain_click_model)
 

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, seeded, train_sharded, train_unsharded
-from tests.support.grids import usually
+from tests.support.parameters import slow_except
 from tests.support.plain_loop import limit_of
 from tests.support.ranks import run_on_ranks
 
@@ -104,7 +104,7 @@ def _train(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     return model.final_state, kinds
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), usually(USUAL, product(OPTIMIZERS, (2, 3))))
+@pytest.mark.parametrize(("name", "num_ranks"), slow_except(USUAL, product(OPTIMIZERS, (2, 3))))
 def test_sharded_weights_equal_those_of_one_unsharded_process(name: str, num_ranks: int) -> None:
     state, kinds = run_on_ranks(_train, num_ranks, name)[0]
     optimizer, options, kind = OPTIMIZERS[name]
@@ -136,7 +136,7 @@ def _train_sequences(name: str, cuts: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
-    usually(
+    slow_except(
         [("SGD", 2), ("Adagrad initial", 3), ("RowWiseAdagrad", 2)],
         product(["SGD", "Adagrad", "Adagrad initial", "RowWiseAdagrad"], (2, 3)),
     ),

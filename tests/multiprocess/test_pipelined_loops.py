@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support import pipelined_faults as faults
-from tests.support.grids import usually
+from tests.support.parameters import slow_except
 from tests.support.pipelined_runs import Seen, differences
 from tests.support.pipelined_scenarios import SCENARIOS, UNEVEN
 from tests.support.ranks import run_on_ranks
@@ -21,6 +21,7 @@ RARE |= {"min_size", "max_size_cycle", "saved endless sized", "early stopping"}
 RARE |= {f"{kind} {mode} (1, 4, 2) (2, 1, 3)" for kind in ("sized", "unsized") for mode in ("stop", "error")}
 RARE |= {f"{kind} {mode} (3, 3) (0, 2)" for kind in ("sized", "unsized") for mode in ("stop", "error")}
 RARE |= {"sized stop (6, 4, 5) (2, 2)", "unsized stop (4, 4) (3, 1, 2)", "combined min_size", "combined max_size"}
+RARE |= {"sized stop (4, 4) (3, 1, 2)", "sized error (4, 4) (3, 1, 2)"}
 RARE |= {"sized error (6, 4, 5) (2, 2)", "unsized error (4, 4) (3, 1, 2)", "sized error (4, 0) (2, 2)"}
 """Those that are near others."""
 
@@ -36,7 +37,7 @@ def _parts(names: list[str], size: int) -> list[Any]:
     usual_parts, rare_parts = (
         [some[start : start + size] for start in range(0, len(some), size)] for some in (usual, rare)
     )
-    return usually(usual_parts, usual_parts + rare_parts)
+    return slow_except(usual_parts, usual_parts + rare_parts)
 
 
 def assert_equal_to_depth_1(found: list[dict[str, dict[int, Seen]]]) -> None:
@@ -53,7 +54,7 @@ def test_loops_see_what_they_see_without_a_pipeline(names: list[str]) -> None:
     assert_equal_to_depth_1(run_on_ranks(_runs, 2, names, (1, 3)))
 
 
-@pytest.mark.parametrize("depth", usually([4], [2, 4]))
+@pytest.mark.parametrize("depth", slow_except([4], [2, 4]))
 def test_any_depth_sees_the_same_on_three_ranks(depth: int) -> None:
     names = ["val_check_interval unsized", "on_train_batch_start returns -1", "max_size_cycle unsized", "by hand"]
     assert_equal_to_depth_1(run_on_ranks(_runs, 3, names, (1, depth)))
@@ -108,7 +109,7 @@ def _run(function: str, arguments: tuple[Any, ...], depth: int) -> Seen:
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth"), usually([("sized", 3), ("unsized", 2)], product(["sized", "unsized"], [2, 3]))
+    ("kind", "depth"), slow_except([("sized", 3), ("unsized", 2)], product(["sized", "unsized"], [2, 3]))
 )
 def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth: int) -> None:
     first, failed = run_on_ranks(_run, 2, "loader_fails", (kind,), depth)
@@ -117,7 +118,7 @@ def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth
     assert len(first.trained) == len(failed.trained) == 3
 
 
-@pytest.mark.parametrize("depth", usually([3], [2, 3]))
+@pytest.mark.parametrize("depth", slow_except([3], [2, 3]))
 def test_a_transfer_hook_that_fails_on_one_rank_is_named_on_the_others(depth: int) -> None:
     first, failed = run_on_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth)
     assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: ValueError: the user's code failed"
@@ -131,7 +132,7 @@ ONE_OF_SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("depth", usually([3], [2, 3, 4]))
+@pytest.mark.parametrize("depth", slow_except([3], [2, 3, 4]))
 @pytest.mark.parametrize("function", ONE_OF_SEVERAL)
 def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(function: str, depth: int) -> None:
     first, failed = run_on_ranks(_run, 2, function, (), depth)
@@ -157,7 +158,7 @@ PLACES = ["before lookups", "after lookups", "batch start", "batch end", "valida
 
 
 @pytest.mark.parametrize(
-    ("where", "at"), usually([("before lookups", 0), *product(PLACES, [1])], product(PLACES, [0, 1, 3]))
+    ("where", "at"), slow_except([("before lookups", 0), *product(PLACES, [1])], product(PLACES, [0, 1, 3]))
 )
 def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(where: str, at: int) -> None:
     at = 500 + min(at, 2) if where == "validation" else at

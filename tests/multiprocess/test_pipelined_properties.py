@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.limits import at_most
+from tests.support.parameters import slow_except
 from tests.support.pipelined_jobs import LoopJob, jobs_of
 from tests.support.pipelined_runs import Seen, differences
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
@@ -85,6 +86,6 @@ def test_a_difference_and_a_rank_that_fails_are_told() -> None:
 
 
 @pytest.mark.timeout(at_most(10 * LOOPS))
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", slow_except([2], [1, 2, 3]))
 def test_any_fit_is_the_same_at_any_depth(num_ranks: int) -> None:
     check(jobs_of(num_ranks, LOOPS, SEED))

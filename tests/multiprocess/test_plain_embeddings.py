@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.support.click_model import seeded
 from tests.support.embedding_calls import DIM, KINDS, ROWS, UNEQUAL, Arguments, draw_batch
 from tests.support.embedding_models import KeepsState, differences, loader, too_far, train_unsharded
-from tests.support.grids import usually
+from tests.support.parameters import slow_except
 from tests.support.plain_loop import limit_of
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -85,7 +85,7 @@ def _train_every_kind_unsharded(optimizer: str, kinds: Sequence[str], num_ranks:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), usually([("SGD", 3), ("Adagrad", 2), ("Adam", 2)], product(OPTIMIZERS, [2, 3]))
+    ("name", "num_ranks"), slow_except([("SGD", 3), ("Adagrad", 2), ("Adam", 2)], product(OPTIMIZERS, [2, 3]))
 )
 def test_every_kind_of_call_has_the_weights_of_one_unsharded_process(name: str, num_ranks: int) -> None:
     # torch's own Adam takes no gradients of nn.Embedding(sparse=True), sharded or not.

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from lightning_distrec.sharding.planning.topology import NodeLayout
 from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.performance_rounds import join_ranks
@@ -20,6 +22,7 @@ def measure(folder: str) -> Measured:
     return take_turns(JOB, Path(folder))
 
 
+@pytest.mark.slow
 def test_every_plan_takes_its_turns_and_planners_plans_are_among_them(tmp_path: Path) -> None:
     found: Measured = run_on_ranks(measure, 2, str(tmp_path))[0]
     assert len(found.plans) == JOB.num_plans

@@ -23,7 +23,7 @@ from tests.support.click_model import (
     seeded,
     train_sharded,
 )
-from tests.support.grids import usually
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
@@ -126,7 +126,9 @@ def _too_far(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
-    usually([("bf16-true", ADAGRAD), ("16-true", ADAM), ("bf16-mixed", SGD)], product(DTYPES, [SGD, ADAGRAD, ADAM])),
+    slow_except(
+        [("bf16-true", ADAGRAD), ("16-true", ADAM), ("bf16-mixed", SGD)], product(DTYPES, [SGD, ADAGRAD, ADAM])
+    ),
 )
 def test_half_precisions_keep_tables_in_float32(precision: str, optimizer: Any) -> None:
     dtype = DTYPES[precision]
@@ -169,7 +171,7 @@ def _type_of_rows(kind: type) -> torch.dtype:
 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "cut"),
-    usually(
+    slow_except(
         [
             (Overflows, ADAGRAD, "table_wise"),
             (Overflows, ADAM, "row_wise"),

@@ -19,6 +19,7 @@ from tests.support.drawn_jobs import jobs_of
 from tests.support.job_runs import Outcome, start, train_sharded, train_unsharded
 from tests.support.jobs import Collection, Feature, Job, Table
 from tests.support.limits import at_most
+from tests.support.parameters import slow_except
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
 JOBS = int(os.environ.get("DISTREC_PROPERTY_JOBS", "12"))
@@ -116,7 +117,7 @@ def test_wrong_weights_and_failed_ranks_are_told() -> None:
 
 
 @pytest.mark.timeout(at_most(10 * JOBS))
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", slow_except([2], [1, 2, 3]))
 def test_any_job_trains_to_the_weights_of_one_unsharded_process(num_ranks: int) -> None:
     seen = check(jobs_of(num_ranks, JOBS, SEED))
     print(num_ranks, "ranks:", ", ".join(f"{count} {what}" for what, count in sorted(seen.items())))

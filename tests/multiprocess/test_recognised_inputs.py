@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import recognised_models as models
+from tests.support.parameters import slow_except
 from tests.support.ranks import run_each_on_ranks, run_on_ranks
 from tests.support.recognised_models import STEPS, compare, compare_at_depth_two
 
@@ -227,7 +228,7 @@ BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-@pytest.mark.parametrize("rows", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("rows", slow_except(["row_wise"], ["row_wise", "table_wise"]))
 def test_all_ranks_hear_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -> None:
     how, ranks, said_there, said_elsewhere = BREAKS[name]
     of_ranks = run_on_ranks(models.go_wrong, 2, how, ranks, rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import join_batches, seeded
-from tests.support.grids import usually
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.resuming import (
     GLOBAL_BATCH,
@@ -279,19 +279,16 @@ GROUPS = {
     "files": FILES | PLATEAUS,
 }
 USUAL = {
-    "plans": ["from 2"],
-    "optimizers": ["SGD", "RowWiseAdagrad", "Adam", "groups and rates in steps", "two by hand, SparseAdam"],
-    "modules": ["EmbeddingCollection", "nn.Embedding", "weights", "frozen, Adam", "built on meta"],
+    "plans": ["from 3"],
+    "optimizers": ["RowWiseAdagrad", "Adam", "groups and rates in steps"],
+    "modules": ["EmbeddingCollection", "nn.Embedding", "frozen, Adam"],
     "loops": [
         "middle of an epoch",
         "middle, written behind the steps",
         "validated in the middle",
-        "accumulation and clipping",
         "16-mixed",
-        "stops early",
         "random, middle",
         "moving average, middle",
-        "stochastic average, within",
     ],
     "files": ["one file, Adagrad", "stock, RowWiseAdagrad", *PLATEAUS],
 }
@@ -308,12 +305,13 @@ def problems(group: str, name: str) -> list[str]:
     return problems_of(GROUPS[group][name], lived(group, name in USUAL[group])[name])
 
 
-@pytest.mark.parametrize("name", usually(USUAL["plans"], PLANS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_except(USUAL["plans"], PLANS))
 def test_any_number_of_ranks_goes_on_with_any_plan(name: str) -> None:
     assert problems("plans", name) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_cut_and_update_was_followed_by_every_other() -> None:
     cuts, updates = set(), set()
     for life in (lived("plans") | lived("plans", usual=False)).values():
@@ -326,22 +324,22 @@ def test_every_cut_and_update_was_followed_by_every_other() -> None:
     assert updates == set(product(UPDATES, repeat=2))
 
 
-@pytest.mark.parametrize("name", usually(USUAL["optimizers"], OPTIMIZERS))
+@pytest.mark.parametrize("name", slow_except(USUAL["optimizers"], OPTIMIZERS))
 def test_optimizers_go_on_with_their_state(name: str) -> None:
     assert problems("optimizers", name) == []
 
 
-@pytest.mark.parametrize("name", usually(USUAL["modules"], MODULES))
+@pytest.mark.parametrize("name", slow_except(USUAL["modules"], MODULES))
 def test_modules_of_every_kind_go_on(name: str) -> None:
     assert problems("modules", name) == []
 
 
-@pytest.mark.parametrize("name", usually(USUAL["loops"], LOOPS))
+@pytest.mark.parametrize("name", slow_except(USUAL["loops"], LOOPS))
 def test_loops_go_on_where_they_were(name: str) -> None:
     assert problems("loops", name) == []
 
 
-@pytest.mark.parametrize("name", usually([name for name in USUAL["files"] if name in FILES], FILES))
+@pytest.mark.parametrize("name", slow_except([name for name in USUAL["files"] if name in FILES], FILES))
 def test_plain_files_go_on_sharded_and_under_lightnings_own_strategy(name: str) -> None:
     assert problems("files", name) == []
 

@@ -19,6 +19,7 @@ from lightning_distrec.strategies import ddp
 from lightning_distrec.strategies.data_parallel import sparse_gradients
 from tests.support.dense_models import KINDS, WithEmbedding, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
+from tests.support.parameters import slow_except
 from tests.support.ranks import run_each_on_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -76,7 +77,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 3]))
 def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
     results = run_each_on_ranks(CASES, num_ranks)
     for name, (_, kind, settings) in CASES.items():

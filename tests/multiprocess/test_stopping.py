@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from tests.support.grids import usually
+from tests.support.parameters import slow_except
 from tests.support.pipelined_faults import signalled
 from tests.support.pipelined_runs import Seen
 from tests.support.ranks import run_on_ranks
@@ -24,13 +24,11 @@ def _signalled(model: str, depth: int, in_validation: bool) -> dict[str, Seen]:
 
 @pytest.mark.parametrize(
     ("model", "depth", "in_validation"),
-    usually(
+    slow_except(
         [
             ("tables", 3, False),
             ("tables", 3, True),
-            ("tables", 1, True),
             ("no tables", 1, False),
-            ("dataloader_iter", 3, False),
         ],
         product(["tables", "no tables", "dataloader_iter"], [1, 3], [False, True]),
     ),

@@ -49,6 +49,7 @@ def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_strategy_that_refuses_the_module_is_a_row_that_says_why(tmp_path: Path) -> None:
     model = {
         "class_path": "tests.support.advised_models.WithTable",

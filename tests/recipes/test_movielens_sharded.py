@@ -37,6 +37,7 @@ def _train(sharded: bool, data_dir: str) -> dict[str, Any]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.slow
 def test_sharded_and_unsharded_runs_reach_the_same_validation_auroc(data_dir: str) -> None:
     sharded, unsharded = (run_on_ranks(_train, 2, how, data_dir)[0] for how in (True, False))
     assert sharded["val_auroc"] == pytest.approx(unsharded["val_auroc"], abs=0.002)
@@ -72,6 +73,7 @@ def test_cpu_yaml_trains_and_says_what_it_did(data_dir: str, tmp_path: Path) -> 
     assert (folder / "checkpoints" / "best.ckpt" / "complete.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "lightning-distrec"
     arguments = ["--config", "recipes/movielens_dlrm/cpu.yaml", f"--data.init_args.data_dir={tmp_path}/nothing"]

@@ -78,6 +78,7 @@ def test_what_an_argument_cannot_be() -> None:
         ManualDataModule(length=0)
 
 
+@pytest.mark.slow
 def test_cpu_yaml_learns_more_than_pairs_of_characters_tell(tmp_path: Path) -> None:
     arguments = ["--config", "recipes/next_character/cpu.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"]
     done = fit_by_console(*arguments)

@@ -116,6 +116,7 @@ def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no --config is given. Name the YAML that `fit` would be given." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_recipe_is_advised_upon_from_the_console() -> None:
     done = subprocess.run(
         [os.path.join(os.path.dirname(sys.executable), "lightning-distrec"), "advise", "--config"]

@@ -65,6 +65,7 @@ def test_what_crosses_no_node_any_more_is_the_difference_of_two_exchanges() -> N
     assert groups.saved_byte_seconds == pytest.approx((one_table - of_group) / (12.5 * 2**30))
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_the_page_and_its_pictures_and_redraws_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write(tmp_path, redraw=False, quick=True)
