@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_distrec._compat.lightning import choose_environments
+from lightning_distrec._compat.lightning import override_environment_choice
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
@@ -99,7 +99,7 @@ def _is_ours(strategy: Any) -> bool:
     return (isinstance(strategy, str) and strategy in _STRATEGIES) or getattr(strategy, "takes_launched_ranks", False)
 
 
-choose_environments(_is_ours, _choose_environment)
+override_environment_choice(_is_ours, _choose_environment)
 
 
 def _make(class_name: str, **arguments: Any) -> Any:

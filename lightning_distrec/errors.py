@@ -49,7 +49,7 @@ class InfeasiblePlanError(PlanError):
     """The tables need more memory than the ranks have."""
 
 
-class RowsElsewhereError(ShardingError, AttributeError):
+class ShardedWeightError(ShardingError, AttributeError):
     """A sharded table's weight was read as if it were whole. An AttributeError too, so that hasattr says False."""
 
 

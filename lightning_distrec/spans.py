@@ -1,6 +1,6 @@
-"""Where the time of a step goes: spans of time, told where they pass, heard by callbacks.
+"""Spans: where the time of a step goes. The code that spends the time emits them; callbacks subscribe to them.
 
-Without a listener a span costs less than a microsecond.
+Without a subscriber a span costs less than a microsecond.
 """
 
 import time
@@ -8,32 +8,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-FETCH = "wait for data"
+WAIT_DATA = "wait for data"
 """The dataloader is asked for a batch."""
-WAIT_IDS = "wait for ids"
-"""A lookup needs ids that have not arrived yet."""
-WAIT_ROWS = "wait for rows"
-"""User code touches looked up rows that have not arrived yet."""
-WAIT_RANKS = "wait for ranks"
-"""The ranks' message about the step has not arrived yet."""
-SEND_IDS = "send ids"
+WAIT_INPUT_DIST = "wait for input dist"
+"""A lookup waits for ids from other ranks."""
+WAIT_OUTPUT_DIST = "wait for output dist"
+"""User code accesses a lazy output, and its rows have not arrived yet."""
+WAIT_CONTROL_MESSAGE = "wait for control message"
+"""The fetcher waits for the control messages of the other ranks."""
+START_INPUT_DIST = "start input dist"
 """The exchange of a batch's ids is prepared and started."""
-IDS_TRAVEL = "ids travel"
+INPUT_DIST = "input dist"
 """From the start of a batch's exchange of ids to the lookup that takes them."""
-ROWS_TRAVEL = "rows travel"
-"""From the start of an exchange of rows to the first touch of them."""
+OUTPUT_DIST = "output dist"
+"""From the start of an exchange of rows to the first access to them."""
 FORWARD = "forward"
-"""The user's step, on the way to its loss; waits are inside of it."""
+"""The user's step, up to its loss; waits are inside of it."""
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 """The optimizers' own steps."""
-TRAVELS = (IDS_TRAVEL, ROWS_TRAVEL)
-"""These pass beside what the rank does; all others are what it does or waits for."""
+CONCURRENT = (INPUT_DIST, OUTPUT_DIST)
+"""These run while the rank does something else; the other spans are what the rank does or waits for."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time on this rank; seconds of time.perf_counter."""
+    """A named interval on this rank; begin and end are seconds of time.perf_counter."""
 
     name: str
     begin: float
@@ -41,41 +41,41 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Return its duration."""
         return self.end - self.begin
 
 
-Listener = Callable[[Span], None]
-_listeners: list[Listener] = []
+Subscriber = Callable[[Span], None]
+_subscribers: list[Subscriber] = []
 
 
-def listen(listener: Listener) -> Callable[[], None]:
-    """Tell `listener` of every span that ends from now on; returns what stops it."""
-    _listeners.append(listener)
+def subscribe(subscriber: Subscriber) -> Callable[[], None]:
+    """Call `subscriber` with every span that ends from now on; returns a function that unsubscribes it."""
+    _subscribers.append(subscriber)
 
-    def stop() -> None:
-        if listener in _listeners:
-            _listeners.remove(listener)
+    def unsubscribe() -> None:
+        if subscriber in _subscribers:
+            _subscribers.remove(subscriber)
 
-    return stop
+    return unsubscribe
 
 
-def tell(name: str, begin: float, end: float) -> None:
-    """Tell the listeners of a span that has passed."""
-    for listener in list(_listeners):
-        listener(Span(name, begin, end))
+def emit(name: str, begin: float, end: float) -> None:
+    """Pass a span that has ended to all subscribers."""
+    for subscriber in list(_subscribers):
+        subscriber(Span(name, begin, end))
 
 
 class span:  # noqa: N801 - used as `with span(FORWARD):`
-    """The time inside of the context."""
+    """Context manager that emits the time spent inside of it as a span."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.begin = 0.0
 
     def __enter__(self) -> None:
-        self.begin = time.perf_counter() if _listeners else 0.0
+        self.begin = time.perf_counter() if _subscribers else 0.0
 
     def __exit__(self, *_: Any) -> None:
-        if self.begin and _listeners:
-            tell(self.name, self.begin, time.perf_counter())
+        if self.begin and _subscribers:
+            emit(self.name, self.begin, time.perf_counter())

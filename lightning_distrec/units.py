@@ -19,10 +19,10 @@ def quantity(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def shortened(words: Sequence[str], most: int) -> str:
-    """Return up to `most` of the words, and how many there are besides."""
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
+def shortened(words: Sequence[str], max_shown: int) -> str:
+    """Return up to `max_shown` of the words, and how many there are besides."""
+    more = f" and {len(words) - max_shown} more" if len(words) > max_shown else ""
+    return ", ".join(words[:max_shown]) + more
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -41,38 +41,38 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} B" if units[0] == "B" else f"{number:.1f} {units[0]}"
 
 
-def parse_bytes(text: str, said: str) -> int:
+def parse_bytes(text: str, setting: str) -> int:
     """Return the bytes of "80GB" (10^9 each), "80GiB" (2^30), "1.5 TB" or a plain number, whatever the letters' case.
 
-    said: what was set, as the error begins. Raises ConfigError: it is no size above 0.
+    setting: what was set, as the error begins. Raises ConfigError: it is no size above 0.
     """
     found = NUMBER.fullmatch(text)
     units = {unit.upper(): number for unit, number in SIZE_UNITS.items()} | {"": 1.0}
     wanted = "A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
     if found is None or not float(found[1]) > 0:
-        raise ConfigError(f"{said}: {wanted}")
+        raise ConfigError(f"{setting}: {wanted}")
     if found[2].upper() not in units:
-        raise ConfigError(f"{said}: the unit {found[2]!r} is not known{_near(found[2], SIZE_UNITS)} {wanted}")
+        raise ConfigError(f"{setting}: the unit {found[2]!r} is not known{_near(found[2], SIZE_UNITS)} {wanted}")
     return int(float(found[1]) * units[found[2].upper()])
 
 
-def parse_bandwidth(given: str | float, said: str) -> float:
+def parse_bandwidth(given: str | float, setting: str) -> float:
     """Return the bytes per second of "25GB/s", "200Gbit/s", "1.5 TiB/s" or a plain number.
 
-    said: what was set, as the error begins. Raises ConfigError: it is no bandwidth above 0.
+    setting: what was set, as the error begins. Raises ConfigError: it is no bandwidth above 0.
     """
     wanted = "A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
     if isinstance(given, str):
         found = NUMBER.fullmatch(given)
         if found is None:
-            raise ConfigError(f"{said}: {wanted}")
-        number = float(found[1]) * (_bandwidth_unit(found[2], said, wanted) if found[2] else 1.0)
+            raise ConfigError(f"{setting}: {wanted}")
+        number = float(found[1]) * (_bandwidth_unit(found[2], setting, wanted) if found[2] else 1.0)
     elif isinstance(given, (int, float)) and not isinstance(given, bool):
         number = float(given)
     else:
-        raise ConfigError(f"{said}: {wanted}")
+        raise ConfigError(f"{setting}: {wanted}")
     if not (math.isfinite(number) and number > 0):
-        raise ConfigError(f"{said}: {wanted}")
+        raise ConfigError(f"{setting}: {wanted}")
     return number
 
 
@@ -85,13 +85,13 @@ def format_bandwidth(bytes_per_second: float) -> str:
     return f"{bytes_per_second:.0f} B/s" if units[0] == "B/s" else f"{bytes_per_second:.1f} {units[0]}"
 
 
-def _bandwidth_unit(unit: str, said: str, wanted: str) -> float:
+def _bandwidth_unit(unit: str, setting: str, wanted: str) -> float:
     if re.fullmatch(r"[KMGT]?i?b/s", unit, re.IGNORECASE) and "b" in unit:
         either = f"{unit[:-3].upper()[:1]}bit/s (bits) or {unit[:-3].capitalize()}B/s (bytes)"
-        raise ConfigError(f"{said}: {unit!r} may be bits or bytes. Write {either}.")
+        raise ConfigError(f"{setting}: {unit!r} may be bits or bytes. Write {either}.")
     known = {name.upper(): number for name, number in BANDWIDTH_UNITS.items()}
     if unit.upper() not in known:
-        raise ConfigError(f"{said}: the unit {unit!r} is not known{_near(unit, BANDWIDTH_UNITS)} {wanted}")
+        raise ConfigError(f"{setting}: the unit {unit!r} is not known{_near(unit, BANDWIDTH_UNITS)} {wanted}")
     return known[unit.upper()]
 
 

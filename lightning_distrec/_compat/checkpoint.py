@@ -26,7 +26,7 @@ PythonUnpickler: Any = pickle._Unpickler
 """The unpickler that is written in Python, whose steps can be overridden. Source: Lib/pickle.py."""
 
 
-def metadata_kinds() -> set[type]:
+def metadata_classes() -> set[type]:
     """Return the dataclasses among DCP_METADATA_NAMES: their objects are built, and then given their state."""
     named = (getattr(importlib.import_module(module), name) for module, name in DCP_METADATA_NAMES)
     return {kind for kind in named if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
@@ -37,7 +37,7 @@ def is_torch_constant(module: str, name: str) -> bool:
     return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
 
 
-def dcp_places(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
+def chunk_locations(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
     """Yield, of each chunk of a checkpoint's tensors: the tensor's name, the file it is said to lie in, offset, length.
 
     Raises ValueError: what says so is of another kind. Source: torch/distributed/checkpoint/filesystem.py.

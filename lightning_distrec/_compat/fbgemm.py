@@ -19,7 +19,7 @@ def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
 
 
 @contextlib.contextmanager
-def fbgemm_iterations_kept(kernels: list[Any]) -> Iterator[None]:
+def preserve_fbgemm_iterations(kernels: list[Any]) -> Iterator[None]:
     """Undo what forwards inside of the context add to the kernels' iteration counters.
 
     Every forward advances them, evaluation included, and fused Adam corrects its bias by them. Source: `iter` and

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 
-def gathered_of(part: Any) -> Iterator[tuple[Any, Any]]:
+def unsharded_parameters(part: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the sharded parameters of what fully_shard cut, and what each is gathered into; those that were before.
 
     Source: torch/distributed/fsdp/_fully_shard; 2.11 has one group of parameters, later ones have several.
@@ -19,23 +19,23 @@ def gathered_of(part: Any) -> Iterator[tuple[Any, Any]]:
                 yield parameter.sharded_param, parameter
 
 
-def forget_unsent(parameter: Any) -> None:
+def drop_unreduced_gradient(parameter: Any) -> None:
     """Drop the gradient that a gathered parameter (see gathered_of) has added up without an exchange."""
     parameter.unsharded_accumulated_grad = None
     parameter._unsharded_param.grad = None
 
 
-def writes_to(parameter: Any) -> int:
+def unsharded_version(parameter: Any) -> int:
     """Return how often a gathered parameter (see gathered_of) was written to, but for being gathered."""
     return int(parameter._unsharded_param._version)
 
 
-def whole_of(parameter: Any) -> Any:
+def unsharded_parameter(parameter: Any) -> Any:
     """Return what a gathered parameter (see gathered_of) is gathered into."""
     return parameter._unsharded_param
 
 
-def clean_up_after_failure(module: Any) -> None:
+def reset_after_failure(module: Any) -> None:
     """Bring a fully sharded module into order that a failed step has left in its middle; torch 2.13 has a method.
 
     Source: torch/distributed/fsdp/_fully_shard, FSDPModule.reset_iter_state; which a module that never ran has not.

@@ -55,7 +55,7 @@ def unscales_in_step(optimizer: Optimizer) -> bool:
     return bool(_optimizer_handles_unscaling(optimizer))
 
 
-def tell_device(module: Any, device: torch.device, mesh: Any) -> None:
+def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
     """Let a LightningModule's `device` and `device_mesh` be these; its `to` does it for the first, with all tensors.
 
     Source: lightning/fabric/utilities/device_dtype_mixin.py, lightning/pytorch/core/module.py.
@@ -96,7 +96,7 @@ def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
     return states
 
 
-def keep_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
+def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
     """Make checkpoints hold these states of the loaders, in place of those that they have themselves; None undoes it.
 
     Source: lightning/pytorch/loops/fit_loop.py asks for them when a checkpoint is saved.
@@ -107,7 +107,7 @@ def keep_loader_states(combined_loader: Any, states: Callable[[], list[dict[str,
         combined_loader.__dict__.pop("_state_dicts", None)
 
 
-def use_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Callable[[], None]:
+def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Callable[[], None]:
     """Let `make`, called with a stage, give the trainer's loops the fetchers of their data; returns an undo.
 
     It is not asked about steps that take a dataloader_iter.
@@ -137,7 +137,7 @@ def use_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Callable[[], None]
 _makers: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
 
 
-def transfer_hook_once(module: Any, is_done: Callable[[Any], bool]) -> Callable[[], None]:
+def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Callable[[], None]:
     """Do not call the user's on_before_batch_transfer for batches that are done with it; returns an undo.
 
     Source: lightning/pytorch/core/module.py; every loop calls it just before Strategy.batch_to_device.
@@ -160,7 +160,7 @@ def call_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
     return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 
 
-def choose_environments(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> None:
+def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> None:
     """Let `choose` decide about the cluster environment of a Trainer whose strategy `is_ours`.
 
     is_ours: told the strategy's name, or the strategy. What the user passes as a plugin stays, and so does everything
@@ -199,7 +199,9 @@ def mark_stop(trainer: Any) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def agree_on_stop(trainer: Any, asked: Callable[[bool], None], leave: Callable[[], int | None]) -> Callable[[], None]:
+def stop_between_steps(
+    trainer: Any, asked: Callable[[bool], None], leave: Callable[[], int | None]
+) -> Callable[[], None]:
     """Let signals only be noted, with `asked`, and call `leave` between the trainer's steps; returns an undo.
 
     asked: called with whether it was the signal that Slurm requeues by, and not SIGTERM. leave: returns the code with
@@ -243,7 +245,7 @@ def agree_on_stop(trainer: Any, asked: Callable[[bool], None], leave: Callable[[
     return undo
 
 
-def find_resumed(trainer: Any, find: Callable[[], str | None]) -> None:
+def resume_from(trainer: Any, find: Callable[[], str | None]) -> None:
     """Let a fit without ckpt_path go on from the checkpoint that `find` returns; None: from none, by itself.
 
     Lightning takes any `hpc_ckpt_*` in the folder, whichever job has left it, where it believes to be in Slurm.

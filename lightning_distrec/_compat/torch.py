@@ -58,7 +58,7 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
-def send_module_states(module: nn.Module, ignore: list[str]) -> None:
+def broadcast_module_states(module: nn.Module, ignore: list[str]) -> None:
     """Collective. Give every rank rank 0's parameters and buffers, but for those called `ignore`.
 
     Source: torch/distributed/utils.py; DDPStrategy.setup calls it for evaluation, shards included.
@@ -69,7 +69,7 @@ def send_module_states(module: nn.Module, ignore: list[str]) -> None:
     _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
 
 
-def offsets_of(tensor: Any) -> tuple[int, ...]:
+def local_offsets(tensor: Any) -> tuple[int, ...]:
     """Return where the rectangle of a DTensor that this rank holds begins in the whole of it.
 
     Source: torch/distributed/tensor/_utils.py.
@@ -92,14 +92,14 @@ def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch
     module._apply(function)
 
 
-def store_of_ranks() -> Any:
+def default_store() -> Any:
     """Return the store of the default process group. Source: torch/distributed/distributed_c10d.py."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
-def exchanges_of_groups() -> list[int]:
+def collective_counts() -> list[int]:
     """Return how many exchanges this process has begun in each of its process groups, the oldest first.
 
     Source: torch/distributed/distributed_c10d.py; every backend counts its own, for just this comparison of ranks.

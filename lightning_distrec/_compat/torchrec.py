@@ -29,7 +29,7 @@ def detach_fused_optimizer(parameter: nn.Parameter) -> None:
             delattr(parameter, name)
 
 
-def forget_rows(collection: Any) -> None:
+def free_weights(collection: Any) -> None:
     """Free the weights of an unsharded collection and keep its tables, on meta.
 
     Source: torchrec/modules/embedding_modules.py; `_device` is what the `device` property returns, and a sharded
@@ -39,7 +39,7 @@ def forget_rows(collection: Any) -> None:
     collection._device = torch.device("meta")
 
 
-def forget_whole_tables(sharded: Any) -> None:
+def free_unsharded_tables(sharded: Any) -> None:
     """Let go of the whole tables that a sharded collection was made of; it keeps their parameters for their shapes.
 
     Source: EmbeddingShardingInfo in torchrec/distributed/embedding_sharding.py, kept by ShardedEmbeddingBagCollection.
@@ -49,7 +49,7 @@ def forget_whole_tables(sharded: Any) -> None:
             info.param = nn.Parameter(torch.empty_like(info.param, device="meta"), info.param.requires_grad)
 
 
-def leave_mean_to_us(sharded: Any) -> None:
+def disable_mean_pooling_divisor(sharded: Any) -> None:
     """Stop torchrec from dividing the output of a sharded EmbeddingBagCollection by bag sizes.
 
     Rows of a mean-pooled table that is cut by rows are summed over ranks first and divided after. torchrec 1.8 then
@@ -63,7 +63,8 @@ def leave_mean_to_us(sharded: Any) -> None:
 class FusedSplits:
     """Collective. The sizes of several lookups' ids on their way, in one exchange.
 
-    splits: what each sharded module's input_dist returned inside of `sizes_only`. contexts: torchrec's, of each.
+    splits: what each sharded module's input_dist returned inside of `defer_ids_exchange`.
+    contexts: the contexts of these calls, which torchrec creates.
     say: numbers that every rank tells every other one beside.
     Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py. It is made without a process
     group, so that it exchanges nothing, and gets the sizes once the exchange that says more is over.
@@ -92,7 +93,7 @@ class FusedSplits:
             return self._fused.wait(), None
         rows = self._sizes.wait()
         sizes, said = rows[: len(rows) - self._num_said], rows[len(rows) - self._num_said :]
-        self._fused._splits_awaitable = _Arrived(sizes)
+        self._fused._splits_awaitable = _Ready(sizes)
         return self._fused.wait(), [list(of_rank) for of_rank in zip(*said, strict=True)]
 
     def drop(self) -> None:
@@ -101,7 +102,7 @@ class FusedSplits:
             self._sizes.wait()
 
 
-class _Arrived:
+class _Ready:
     """What needs no wait any more."""
 
     def __init__(self, value: Any) -> None:
@@ -112,7 +113,7 @@ class _Arrived:
 
 
 @contextlib.contextmanager
-def sizes_only(sharded: Any, group: Any = None) -> Iterator[None]:
+def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
     """Inside of the context input_dist of `sharded` prepares the exchange of ids and starts none.
 
     group: of all ranks, that the ids are to travel on; None: that of the tables.
@@ -146,17 +147,17 @@ def record_stream(ids: Any, context: Any, stream: torch.cuda.Stream) -> None:
 KEYED_TENSOR_VALUES = "_values"
 """Where torchrec's KeyedTensor keeps its values, and reads them. Source: torchrec/sparse/jagged_tensor.py."""
 
-JAGGED_TENSOR_PARTS = ("_values", "_weights", "_lengths", "_offsets")
+JAGGED_TENSOR_FIELDS = ("_values", "_weights", "_lengths", "_offsets")
 """The same of JaggedTensor and KeyedJaggedTensor, which compute lengths and offsets when they are first asked for."""
 
 
-def jagged_parts(jagged: Any) -> dict[str, torch.Tensor | None]:
+def jagged_fields(jagged: Any) -> dict[str, torch.Tensor | None]:
     """Return what a KeyedJaggedTensor was made of, and computed since: values, weights, lengths, offsets."""
-    return {name.removeprefix("_"): getattr(jagged, name) for name in JAGGED_TENSOR_PARTS}
+    return {name.removeprefix("_"): getattr(jagged, name) for name in JAGGED_TENSOR_FIELDS}
 
 
 @contextlib.contextmanager
-def torchrec_quiet() -> Iterator[None]:
+def silence_torchrec() -> Iterator[None]:
     """Silence torchrec's planner and sharders below ERROR: their warnings speak of what we decide ourselves.
 
     Source: Topology.__init__ warns that "the job will fail" unless it was made by a factory that torchrec 1.6 lacks.
@@ -173,7 +174,7 @@ def torchrec_quiet() -> Iterator[None]:
         root.setLevel(levels[1])
 
 
-def ddp_of_whole_tables(sharded: Any) -> list[Any]:
+def ddp_of_data_parallel_tables(sharded: Any) -> list[Any]:
     """Return the DDPs in which torchrec wraps a sharded collection's data_parallel tables.
 
     Source: init_data_parallel in torchrec/distributed/embeddingbag.py and embedding.py; `_lookups` is a plain list.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_distrec._compat.torch import watch_collectives
-from lightning_distrec._compat.torchrec import ddp_of_whole_tables
+from lightning_distrec._compat.torchrec import ddp_of_data_parallel_tables
 from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
     EXCHANGES,
@@ -178,7 +178,7 @@ def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
     setup = getattr(trainer.strategy, "table_setup", None)  # TorchRecShardedStrategy's
     if setup is not None:
         for sharded in setup.shards.sharded.values():
-            found += ddp_of_whole_tables(sharded)
+            found += ddp_of_data_parallel_tables(sharded)
     return found
 
 

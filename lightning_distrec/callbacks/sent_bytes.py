@@ -11,9 +11,9 @@ from lightning_distrec._compat.torch import in_backward
 
 IDS = "ids"
 ROWS = "rows"
-ROW_GRADIENTS = "gradients of rows"
+ROW_GRADIENTS = "row gradients"
 DENSE_GRADIENTS = "dense gradients"
-OTHER = "agreements and other"
+OTHER = "control messages and other"
 KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, OTHER)
 
 EXCHANGES = ("all_to_all_single", "all_to_all")

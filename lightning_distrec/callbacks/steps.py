@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_distrec._compat.lightning import batches_that_stepped
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.spans import TRAVELS, Span, listen
+from lightning_distrec.spans import CONCURRENT, Span, subscribe
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepClock:
     def start(self) -> None:
         """Begin to listen, and begin the first step."""
         self.stop()
-        self._unlisten = listen(self._hear)
+        self._unlisten = subscribe(self._hear)
         self.begin()
 
     def begin(self) -> None:
@@ -130,7 +130,7 @@ def pieces(spans: Iterable[Span]) -> list[Span]:
                 open_spans.pop()
         now = moment
 
-    for span in sorted((s for s in spans if s.name not in TRAVELS), key=lambda s: (s.begin, -s.end)):
+    for span in sorted((s for s in spans if s.name not in CONCURRENT), key=lambda s: (s.begin, -s.end)):
         until(span.begin)
         open_spans.append(span)
     until(max((s.end for s in open_spans), default=now))

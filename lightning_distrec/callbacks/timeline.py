@@ -14,23 +14,23 @@ from lightning_distrec.callbacks.steps import Clocked, Step, pieces
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import (
     BACKWARD,
-    FETCH,
+    CONCURRENT,
     FORWARD,
-    IDS_TRAVEL,
+    INPUT_DIST,
     OPTIMIZER,
-    ROWS_TRAVEL,
-    SEND_IDS,
-    TRAVELS,
-    WAIT_IDS,
-    WAIT_RANKS,
-    WAIT_ROWS,
+    OUTPUT_DIST,
+    START_INPUT_DIST,
+    WAIT_CONTROL_MESSAGE,
+    WAIT_DATA,
+    WAIT_INPUT_DIST,
+    WAIT_OUTPUT_DIST,
     Span,
 )
 
-WAITS = (FETCH, WAIT_IDS, WAIT_ROWS, WAIT_RANKS)
+WAITS = (WAIT_DATA, WAIT_INPUT_DIST, WAIT_OUTPUT_DIST, WAIT_CONTROL_MESSAGE)
 GROUPS = {
     "computes": ((FORWARD, BACKWARD, OPTIMIZER), ("#2f6fb2", "#5b97cf", "#93bde3")),
-    "exchanges": ((SEND_IDS, IDS_TRAVEL, ROWS_TRAVEL), ("#1f7a6d", "#3ba392", "#86c9bd")),
+    "exchanges": ((START_INPUT_DIST, INPUT_DIST, OUTPUT_DIST), ("#1f7a6d", "#3ba392", "#86c9bd")),
     "waits": (WAITS, ("#c8553d",) * len(WAITS)),
 }
 """Group of lanes -> its lanes from top to bottom and their colours."""
@@ -126,7 +126,7 @@ def draw(steps: list[Step], first_step: int, later: Sequence[Span] = ()) -> Any:
     from matplotlib.figure import Figure
 
     told = [*(span for step in steps for span in step.spans), *later]
-    spans = _from_zero(pieces(told) + [span for span in told if span.name in TRAVELS], steps)
+    spans = _from_zero(pieces(told) + [span for span in told if span.name in CONCURRENT], steps)
     lanes = [
         (group, name, colour)
         for group, (names, colours) in GROUPS.items()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_distrec._compat.torch import offsets_of
+from lightning_distrec._compat.torch import local_offsets
 from lightning_distrec.chunks import ChunkedTensor, Part, Whole
 
 
@@ -46,7 +46,7 @@ def _parts_of_dtensor(tensor: DTensor) -> ChunkedTensor:
         for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
     )
     local = tensor.to_local().detach()
-    parts = [Part(offsets_of(tensor), local)] if is_first and local.numel() else []
+    parts = [Part(local_offsets(tensor), local)] if is_first and local.numel() else []
     return ChunkedTensor(tuple(tensor.shape), tensor.dtype, parts)
 
 
@@ -54,5 +54,5 @@ def read_as(whole: Whole, like: DTensor) -> DTensor:
     """Read this rank's rectangle of a tensor in a file that lies on the ranks as `like` does, and has its shape."""
     local = torch.empty_like(like.to_local(), dtype=whole.dtype)
     if local.numel():
-        whole.fill([Part(offsets_of(like), local)])
+        whole.fill([Part(local_offsets(like), local)])
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

@@ -21,16 +21,16 @@ from typing_extensions import override
 from lightning_distrec._compat.checkpoint import (
     DCP_METADATA_NAMES,
     PythonUnpickler,
-    dcp_places,
+    chunk_locations,
     is_torch_constant,
-    metadata_kinds,
+    metadata_classes,
 )
 from lightning_distrec.checkpoint.planners import ReadPlanner, WritePlanner
 from lightning_distrec.chunks import Box, ChunkedTensor, Part, overlap
 from lightning_distrec.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
-METADATA_KINDS = metadata_kinds()
+METADATA_KINDS = metadata_classes()
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path) -> None:
@@ -86,7 +86,7 @@ class StoredTensors:
         """Return, of each piece, the tensor's name and its file, offset and length in it. Raises CheckpointError."""
         try:
             self._metadata.state_dict_metadata.keys()
-            return list(dcp_places(self._metadata))
+            return list(chunk_locations(self._metadata))
         except (AttributeError, TypeError, ValueError) as error:
             where = self._folder / METADATA_FILE
             raise CheckpointError(f"{where} is no metadata of a checkpoint: {error!r}.") from error

@@ -15,7 +15,7 @@ from weakref import WeakMethod
 
 import torch.distributed as dist
 
-from lightning_distrec._compat.torch import store_of_ranks
+from lightning_distrec._compat.torch import default_store
 from lightning_distrec.cluster.consensus import forget_consensus
 
 FAREWELL_SECONDS = 10.0
@@ -51,7 +51,7 @@ def _leave() -> None:
         return
     # sys.last_value: set by the interpreter when an exception reached the top of the script.
     if not (_failed or hasattr(sys, "last_value")) and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
-        _wait_for_all(store_of_ranks(), dist.get_world_size())
+        _wait_for_all(default_store(), dist.get_world_size())
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec._compat.lightning import DataFetcher, combining_mode, keep_loader_states, loader_states
+from lightning_distrec._compat.lightning import DataFetcher, combining_mode, loader_states, override_loader_states
 from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, End, EvenLoader, next_of
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
 from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
@@ -57,7 +57,7 @@ class PrefetchFetcher(DataFetcher):
         self._count, self._num_drawn, self._has_ended = 0, 0, False
         self._more = self.length != 0
         self._loader_states = loader_states(self.combined_loader)
-        keep_loader_states(self.combined_loader, lambda: self._loader_states)
+        override_loader_states(self.combined_loader, lambda: self._loader_states)
         return self
 
     @contextmanager
@@ -101,7 +101,7 @@ class PrefetchFetcher(DataFetcher):
         return Handed(flight.batch), *flight.handed_out
 
     def _next_flight(self) -> InFlightBatch:
-        with spans.span(spans.FETCH):
+        with spans.span(spans.WAIT_DATA):
             self._fill(1)
         if not self._queue:
             raise StopIteration
@@ -109,7 +109,7 @@ class PrefetchFetcher(DataFetcher):
             self._end_together()
             raise StopIteration
         flight = self._queue.popleft()
-        with spans.span(spans.FETCH):
+        with spans.span(spans.WAIT_DATA):
             self._fill(self._look_ahead.depth - 1)
         return flight
 
@@ -164,5 +164,5 @@ class PrefetchFetcher(DataFetcher):
     def teardown(self) -> None:
         self.drop()
         if self._combined_loader is not None:
-            keep_loader_states(self._combined_loader, None)
+            override_loader_states(self._combined_loader, None)
         super().teardown()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torch import version_of
-from lightning_distrec._compat.torchrec import JAGGED_TENSOR_PARTS, jagged_parts
+from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, jagged_fields
 from lightning_distrec.pipeline.regular import Regular, regular_like
 
 Step = tuple[str, Any]
@@ -196,7 +196,7 @@ class Leaves:
     def _jagged(self, argument: KeyedJaggedTensor) -> Jagged | str:
         if argument.variable_stride_per_key() or argument.inverse_indices_or_none() is not None:
             return "a KeyedJaggedTensor with unequal batch sizes per key is made inside of the step"
-        given = jagged_parts(argument)
+        given = jagged_fields(argument)
         values = self.source_of(given["values"])
         if isinstance(values, str):
             return values
@@ -220,7 +220,7 @@ class Leaves:
 
 def _children(found: Any) -> Iterator[tuple[Step, Any]]:
     if isinstance(found, KeyedJaggedTensor):
-        yield from ((("attr", name), getattr(found, name)) for name in JAGGED_TENSOR_PARTS)
+        yield from ((("attr", name), getattr(found, name)) for name in JAGGED_TENSOR_FIELDS)
     elif isinstance(found, dict):
         yield from ((("item", key), value) for key, value in found.items())
     elif isinstance(found, (list, tuple)):
@@ -284,7 +284,7 @@ def is_foreseen(given: Any, foreseen: Any) -> bool:
 def _is_foreseen_jagged(given: KeyedJaggedTensor, foreseen: KeyedJaggedTensor) -> bool:
     if given.keys() != foreseen.keys() or given.variable_stride_per_key():
         return False
-    ours, theirs = jagged_parts(foreseen), jagged_parts(given)
+    ours, theirs = jagged_fields(foreseen), jagged_fields(given)
     if not is_foreseen(theirs["values"], ours["values"]) or not is_foreseen(theirs["weights"], ours["weights"]):
         return False
     names = [name for name in ("lengths", "offsets") if ours[name] is not None and theirs[name] is not None]
@@ -302,7 +302,7 @@ def stamps(*arguments: Any) -> list[tuple[Tensor, int | None]]:
         if isinstance(argument, Tensor):
             tensors.append(argument)
         elif isinstance(argument, KeyedJaggedTensor):
-            tensors += [part for part in jagged_parts(argument).values() if part is not None]
+            tensors += [part for part in jagged_fields(argument).values() if part is not None]
     return [(tensor, version_of(tensor)) for tensor in tensors]
 
 

@@ -256,7 +256,7 @@ class SparsePipeline:
 
     def _read(self) -> None:
         assert self._message is not None
-        with spans.span(spans.WAIT_RANKS):
+        with spans.span(spans.WAIT_CONTROL_MESSAGE):
             self._message.read()
         try:
             self._message.raise_trouble()

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.torch import share_hooks
-from lightning_distrec.errors import RowsElsewhereError, ShardingError
+from lightning_distrec.errors import ShardedWeightError, ShardingError
 
 FEATURE = "ids"
 """The one feature of a plain embedding's collection."""
@@ -92,7 +92,7 @@ class _NoWeightToRead(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            raise RowsElsewhereError(
+            raise ShardedWeightError(
                 "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up; "
                 "to get the whole table, call trainer.save_checkpoint on every rank. An nn.Embedding whose weight is "
                 "used otherwise (for tied output weights, say) can stay whole: set convert_embeddings to 'none', or to "

@@ -15,9 +15,9 @@ from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from lightning_distrec._compat.torchrec import (
     attach_fused_optimizer,
     detach_fused_optimizer,
-    forget_rows,
-    forget_whole_tables,
-    torchrec_quiet,
+    free_unsharded_tables,
+    free_weights,
+    silence_torchrec,
 )
 from lightning_distrec.chunks import Part
 from lightning_distrec.errors import ShardingError
@@ -282,9 +282,9 @@ def shard_tables(
     for name, pieces in result.pieces().items():
         _note_places(result.shards[name], pieces)
     for module in sharded.values():
-        forget_whole_tables(module)
+        free_unsharded_tables(module)
     for table in tables:
-        forget_rows(table.module)
+        free_weights(table.module)
         if table.plain is not None:
             table.plain.weight = table.parameter
     result.step_in()
@@ -307,7 +307,7 @@ def _make_shards(
             if table.full_name in fused:
                 attach_fused_optimizer(table.parameter, *fused[table.full_name])
         parameter_sharding = {table.name: plan[table.full_name] for table in mine}
-        with torchrec_quiet():
+        with silence_torchrec():
             sharded[path] = sharder_of(mine[0], comms).shard(mine[0].module, parameter_sharding, env, device, path)
         for table in mine:
             detach_fused_optimizer(table.parameter)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_distrec._compat.lightning import tell_device, wrapped_optimizers
+from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -99,7 +99,7 @@ class TunedFSDPStrategy(ShardedHooks):
         assert self._consensus is not None
         self._sharded.meet(self.root_device, self._consensus.everyone(self.num_local_ranks), self._waits)
         assert self.lightning_module is not None
-        tell_device(self.lightning_module, self.lightning_module.device, self.device_mesh)
+        set_device_and_mesh(self.lightning_module, self.lightning_module.device, self.device_mesh)
 
     @override
     def set_up_module(self, trainer: Trainer) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import move_optimizers_to_device, wrapped_optimizers
-from lightning_distrec._compat.torch import ignore_in_ddp, send_module_states
+from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
@@ -287,7 +287,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             tables.undo.append(agree_on_overflows(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, tables.shards, self.lightning_module_state_dict)
         elif self._sharded is None:
-            send_module_states(module, _names_below(module, tables.shards.sharded))
+            broadcast_module_states(module, _names_below(module, tables.shards.sharded))
         self.setup_precision_plugin()
         if self._sharded is None:
             move_optimizers_to_device(self.optimizers, self.root_device)
@@ -335,7 +335,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             assert self._consensus is not None
             self._buffers = QuietBuffers(self.model, self._consensus.carried, rank_zero_info)
         else:
-            send_module_states(module, list(shards))
+            broadcast_module_states(module, list(shards))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

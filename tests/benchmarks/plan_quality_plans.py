@@ -11,7 +11,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
-from lightning_distrec._compat.torchrec import torchrec_quiet
+from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of, sharders
 from lightning_distrec.sharding.planning.planner import cost_of_plan, make_plan
@@ -100,7 +100,7 @@ class Space:
             stats=NoopEmbeddingStats(),
             debug=False,
         )
-        with torchrec_quiet():
+        with silence_torchrec():
             found = planner.plan(self.tree, sharders()).plan["ebc"]
         plan = {table.full_name: found[table.name] for table in self.tables}
         return written_plan(self.tables, plan, self.places, "cpu")

@@ -56,7 +56,7 @@ def _bytes(points: Points) -> Any:
     for number, (name, kind) in enumerate((
         ("ids and lengths", "ids"),
         ("rows", "rows"),
-        ("gradients of rows", "gradients of rows"),
+        ("row gradients", "row gradients"),
     )):
         sent = _of(points.ranks, lambda p, kind=kind: _sent(p, kind) / MEBI)
         _line(left, ranks, sent, name, number, dashed=number == 2)

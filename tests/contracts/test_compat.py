@@ -90,7 +90,7 @@ def _ignored_by_ddp() -> tuple[list[float], list[float], float]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     sent = WithRankWeights(rank)
-    _torch.send_module_states(sent, ["own.weight"])
+    _torch.broadcast_module_states(sent, ["own.weight"])
     module = WithRankWeights(rank)
     _torch.ignore_in_ddp(module, ["own.weight"])
     wrapped = DistributedDataParallel(module)
@@ -175,7 +175,7 @@ def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:
 def test_forget_rows_leaves_a_collection_of_the_same_shape_on_meta() -> None:
     collection = EmbeddingBagCollection(tables=bag_configs())
     shapes = {name: p.shape for name, p in collection.named_parameters()}
-    _torchrec.forget_rows(collection)
+    _torchrec.free_weights(collection)
     assert {name: p.shape for name, p in collection.named_parameters()} == shapes
     assert all(p.is_meta for p in collection.parameters())
     assert collection.device.type == "meta"
@@ -194,12 +194,12 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
         found["kernels"] = len(kernels)
         found["divides"] = sharded._has_mean_pooling_callback
         before = int(kernels[0].iter), int(kernels[0].iter_cpu)
-        with _fbgemm.fbgemm_iterations_kept(kernels):
+        with _fbgemm.preserve_fbgemm_iterations(kernels):
             kernels[0].iter.add_(5)
             kernels[0].iter_cpu.add_(5)
         found["kept"] = (int(kernels[0].iter), int(kernels[0].iter_cpu)) == before
         sharded._has_mean_pooling_callback = True
-        _torchrec.leave_mean_to_us(sharded)
+        _torchrec.disable_mean_pooling_divisor(sharded)
         found["left to us"] = sharded._has_mean_pooling_callback is False
 
     model.on_train_start = look  # type: ignore[method-assign]
@@ -229,7 +229,7 @@ def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
 def test_torchrec_quiet_is_needed_and_restores_the_levels(caplog: pytest.LogCaptureFixture) -> None:
     from torchrec.distributed.planner import Topology
 
-    with _torchrec.torchrec_quiet():
+    with _torchrec.silence_torchrec():
         Topology(world_size=2, compute_device="cpu")
     assert "the job will fail" not in caplog.text
     assert logging.getLogger("torchrec").level == logging.NOTSET
@@ -323,7 +323,7 @@ def _ddps_around_whole_tables() -> int:
     found: list[Any] = []
 
     def look() -> None:
-        found.extend(_torchrec.ddp_of_whole_tables(model.trainer.strategy.table_setup.shards.sharded["ebc"]))
+        found.extend(_torchrec.ddp_of_data_parallel_tables(model.trainer.strategy.table_setup.shards.sharded["ebc"]))
 
     model.on_train_start = look  # type: ignore[method-assign]
     train_sharded(model, 1, {"sharding_types": ["data_parallel"]})

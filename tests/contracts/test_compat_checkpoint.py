@@ -114,7 +114,7 @@ def test_dcp_places_tells_where_every_chunk_lies(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
     with open(tmp_path / METADATA_FILE, "rb") as file:
         metadata = read_metadata(file)
-    places = list(_checkpoint.dcp_places(metadata))
+    places = list(_checkpoint.chunk_locations(metadata))
     found = sorted({(name, file) for name, file, _, _ in places})
     both = [(f"torch.{dtype}", f"__{rank}_0.distcp") for dtype in ("bfloat16", "float32", "int64") for rank in (0, 1)]
     assert found == sorted([*both, ("on the last rank", "__1_0.distcp")])
@@ -122,13 +122,13 @@ def test_dcp_places_tells_where_every_chunk_lies(tmp_path: Path) -> None:
     for file in {file for _, file in found}:
         lengths = sum(length for _, other, _, length in places if other == file)
         assert lengths == (tmp_path / file).stat().st_size
-    assert list(_checkpoint.dcp_places(Metadata({}))) == []
+    assert list(_checkpoint.chunk_locations(Metadata({}))) == []
 
 
 @pytest.mark.parametrize("info", [None, "x", ("x", 0, 1), _StorageInfo(7, 0, 1), _StorageInfo(None, 0, 1)])  # type: ignore[arg-type]
 def test_dcp_places_says_when_a_place_is_told_in_another_way(info: Any) -> None:
     with pytest.raises(ValueError, match="'.*' is said to lie in "):
-        list(_checkpoint.dcp_places(Metadata({}, storage_data={MetadataIndex("x"): info})))
+        list(_checkpoint.chunk_locations(Metadata({}, storage_data={MetadataIndex("x"): info})))
 
 
 def test_the_place_of_a_chunk_is_told_by_what_the_reader_uses_of_it() -> None:
@@ -171,7 +171,7 @@ def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None
 
 
 def test_metadata_kinds_are_the_classes_whose_objects_get_a_state() -> None:
-    kinds = {kind.__name__ for kind in _checkpoint.metadata_kinds()}
+    kinds = {kind.__name__ for kind in _checkpoint.metadata_classes()}
     # Neither the enum nor torch.Size, whose objects are shared, nor the function.
     plain = {"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"}
     assert kinds == plain | {"_StorageInfo"}

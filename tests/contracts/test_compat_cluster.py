@@ -31,9 +31,9 @@ def test_choose_environments_decides_for_our_strategies_and_no_others() -> None:
     installed = _AcceleratorConnector._choose_and_init_cluster_environment
     try:
         _AcceleratorConnector._choose_and_init_cluster_environment = installed.theirs
-        _lightning.choose_environments(lambda strategy: isinstance(strategy, DDPStrategy), Chosen)
+        _lightning.override_environment_choice(lambda strategy: isinstance(strategy, DDPStrategy), Chosen)
         ours = _AcceleratorConnector._choose_and_init_cluster_environment
-        _lightning.choose_environments(lambda strategy: True, SLURMEnvironment)
+        _lightning.override_environment_choice(lambda strategy: True, SLURMEnvironment)
         assert _AcceleratorConnector._choose_and_init_cluster_environment is ours, "installed twice"
         assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment) is Chosen
         assert type(Trainer(strategy="ddp", **QUIET).strategy.cluster_environment) is LightningEnvironment
@@ -68,7 +68,7 @@ def test_find_resumed_decides_what_a_fit_without_a_path_goes_on_from(tmp_path: P
     model = {"model_provided": True, "model_connected": True}
     assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
     for found in ("mine.ckpt", None):
-        _lightning.find_resumed(trainer, lambda found=found: found)
+        _lightning.resume_from(trainer, lambda found=found: found)
         assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == found
         assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, "given.ckpt", **model) == "given.ckpt"
 
@@ -79,12 +79,12 @@ def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         before = store.num_keys()
-        assert _torch.store_of_ranks().add("left", 2) == 2
+        assert _torch.default_store().add("left", 2) == 2
         assert store.num_keys() == before + 1
         dist.all_reduce(torch.zeros(1))
         group = dist.new_group(backend="gloo")
         dist.broadcast(torch.zeros(1), 0, group=group)
         dist.broadcast(torch.zeros(1), 0, group=group)
-        assert _torch.exchanges_of_groups() == [1, 2]
+        assert _torch.collective_counts() == [1, 2]
     finally:
         dist.destroy_process_group()

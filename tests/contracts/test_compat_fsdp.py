@@ -58,21 +58,21 @@ def _on_a_rank() -> dict[str, Any]:
     net(torch.ones(2, 5)).sum().backward()
     net.set_requires_gradient_sync(False)
     net(torch.ones(2, 5)).sum().backward()
-    (sharded, gathered), *_ = _fully_shard.gathered_of(net.low)
-    unsent = _fully_shard.whole_of(gathered).grad
-    _fully_shard.forget_unsent(gathered)
-    writes = _fully_shard.writes_to(gathered)
+    (sharded, gathered), *_ = _fully_shard.unsharded_parameters(net.low)
+    unsent = _fully_shard.unsharded_parameter(gathered).grad
+    _fully_shard.drop_unreduced_gradient(gathered)
+    writes = _fully_shard.unsharded_version(gathered)
     net(torch.ones(2, 5))
-    gathering = _fully_shard.writes_to(gathered) - writes
+    gathering = _fully_shard.unsharded_version(gathered) - writes
     net.low.unshard()
     with torch.no_grad():
-        _fully_shard.whole_of(gathered).add_(1)
-    _fully_shard.clean_up_after_failure(net)
+        _fully_shard.unsharded_parameter(gathered).add_(1)
+    _fully_shard.reset_after_failure(net)
     return {
-        "gathered": (sharded is net.low.weight, tuple(_fully_shard.whole_of(gathered).shape)),
-        "unsent": (unsent is not None, _fully_shard.whole_of(gathered).grad is None),
-        "writes": (gathering, _fully_shard.writes_to(gathered) - writes),
-        "offsets": _torch.offsets_of(cut),
+        "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
+        "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
+        "writes": (gathering, _fully_shard.unsharded_version(gathered) - writes),
+        "offsets": _torch.local_offsets(cut),
         "local": cut.to_local(),
         "class": plain.__name__,
         "is cut": isinstance(net, FSDPModule) and not isinstance(alone, FSDPModule),
@@ -123,7 +123,7 @@ def test_is_view_tells_views() -> None:
 
 def test_tell_device_is_what_a_lightning_module_says() -> None:
     module = LightningModule()
-    _lightning.tell_device(module, torch.device("meta"), "a mesh")
+    _lightning.set_device_and_mesh(module, torch.device("meta"), "a mesh")
     assert module.device.type == "meta"
     assert module.device_mesh == "a mesh"
 

@@ -73,10 +73,10 @@ def test_keep_loader_states_decides_what_a_checkpoint_holds() -> None:
     assert _lightning.loader_states(combined) == [{"given": 1}]
     trainer = make_trainer()
     trainer.fit_loop._combined_loader = combined
-    _lightning.keep_loader_states(combined, lambda: [{"given": 7}])
+    _lightning.override_loader_states(combined, lambda: [{"given": 7}])
     assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 7}]
     assert _lightning.loader_states(combined) == [{"given": 1}]
-    _lightning.keep_loader_states(combined, None)
+    _lightning.override_loader_states(combined, None)
     assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 1}]
 
 
@@ -117,7 +117,7 @@ def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
         return Counting()
 
     trainer = make_trainer()
-    undo = _lightning.use_fetchers(trainer, make)
+    undo = _lightning.replace_fetchers(trainer, make)
     make_trainer().fit(Hooked(), loader())
     assert not stages, "another trainer's fetchers were made too"
     trainer.fit(Hooked(), loader())
@@ -131,7 +131,7 @@ def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
 
 def test_transfer_hook_once_leaves_the_hook_out_for_batches_that_are_done_with_it() -> None:
     module, trainer = Hooked(), make_trainer()
-    undo = _lightning.transfer_hook_once(module, lambda batch: bool(batch[0] == 4))
+    undo = _lightning.skip_transfer_hook_when(module, lambda batch: bool(batch[0] == 4))
     trainer.fit(module, loader())
     assert module.hooked == [0, 2, 6]
     assert float(_lightning.call_transfer_hook(module, torch.tensor([4.0]), 0)) == 4.5
@@ -141,7 +141,7 @@ def test_transfer_hook_once_leaves_the_hook_out_for_batches_that_are_done_with_i
 
 def test_agree_on_stop_only_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
     trainer, asked, codes = make_trainer(), [], [None, 143]
-    undo = _lightning.agree_on_stop(trainer, asked.append, codes.pop)
+    undo = _lightning.stop_between_steps(trainer, asked.append, codes.pop)
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
     trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
     assert asked == [False, True]
@@ -168,13 +168,13 @@ def test_pin_memory_keeps_the_form_of_a_batch() -> None:
 def test_jagged_parts_are_what_a_keyed_jagged_tensor_was_made_of() -> None:
     values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
     jagged = KeyedJaggedTensor(keys=["a"], values=values, offsets=offsets)
-    parts = _torchrec.jagged_parts(jagged)
+    parts = _torchrec.jagged_fields(jagged)
     assert list(parts) == ["values", "weights", "lengths", "offsets"]
     assert parts["values"] is values
     assert parts["offsets"] is offsets
     assert parts["lengths"] is None
     assert jagged.lengths().tolist() == [2, 1]
-    assert _torchrec.jagged_parts(jagged)["lengths"] is not None, "it keeps what it computes"
+    assert _torchrec.jagged_fields(jagged)["lengths"] is not None, "it keeps what it computes"
 
 
 def test_version_of_counts_writes_in_place() -> None:
@@ -234,7 +234,7 @@ def test_keyed_and_jagged_tensors_keep_their_values_where_arriving_ones_put_them
     keyed = KeyedTensor(["a"], [2], torch.ones(3, 2))
     assert vars(keyed)[_torchrec.KEYED_TENSOR_VALUES] is keyed.values()
     jagged = JaggedTensor(torch.ones(3), lengths=torch.tensor([3]))
-    assert set(_torchrec.JAGGED_TENSOR_PARTS) <= set(vars(jagged))
+    assert set(_torchrec.JAGGED_TENSOR_FIELDS) <= set(vars(jagged))
 
 
 def exchanged() -> dict[str, Any]:
@@ -251,7 +251,7 @@ def exchanged() -> dict[str, Any]:
         contexts = [sharded.create_context() for _ in range(2)]
         splits = []
         for context in contexts:
-            with _torchrec.sizes_only(sharded):
+            with _torchrec.defer_ids_exchange(sharded):
                 splits.append(sharded.input_dist(context, features))
         fused = _torchrec.FusedSplits(splits, contexts, (dist.get_rank(), 7))
         awaitables, seen["said"] = fused.wait()

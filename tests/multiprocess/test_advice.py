@@ -119,6 +119,6 @@ def test_a_rank_sends_what_is_reckoned(case: str, counted: list[dict[str, Any]])
 
 def test_bags_that_are_cut_by_rows_send_rows_once_for_each_rank(counted: list[dict[str, Any]]) -> None:
     advice, case = _advice("WithBags", "Adagrad"), "WithBags Adagrad torchrec_sharded"
-    for kind in ("rows", "gradients of rows"):
+    for kind in ("rows", "row gradients"):
         assert _sent(case, counted)[kind] == NUM_RANKS * _row(advice, "torchrec_sharded").sent[kind]
     assert any("cut by rows send as many times more as there are ranks" in said for said in advice.said)

@@ -111,8 +111,8 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = 
         (LooksUpTwice, ADAGRAD, False, "OptimizerError: gradients came to more than one lookup of 'ebc' in a step"),
         (WithL2, SGD, False, "OptimizerError: the loss uses the weight of 'ebc."),
         (AccumulatesLater, SGD, False, "OptimizerError: a second backward before optimizer.step"),
-        (ReadsWeight, SGD, False, "RowsElsewhereError: the weight of a sharded table was read"),
-        (ReadsWeight, ADAM, False, "RowsElsewhereError: the weight of a sharded table was read"),
+        (ReadsWeight, SGD, False, "ShardedWeightError: the weight of a sharded table was read"),
+        (ReadsWeight, ADAM, False, "ShardedWeightError: the weight of a sharded table was read"),
     ],
 )
 def test_is_told_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: str) -> None:

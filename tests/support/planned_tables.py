@@ -12,7 +12,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
-from lightning_distrec._compat.torchrec import torchrec_quiet
+from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
 from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of, sharders
 from lightning_distrec.sharding.planning.planner import cost_of_plan
@@ -109,7 +109,7 @@ def default_critical_path(given: TableSet) -> float:
     )
     tree = nn.Module()
     tree.ebc = given.tables[0].module
-    with torchrec_quiet():
+    with silence_torchrec():
         found = planner.plan(tree, sharders()).plan["ebc"]
     plan = {table.full_name: found[table.name] for table in given.tables}
     return cost_of_plan(given.tables, plan, given.demands, given.topology, given.batch_size).critical_path

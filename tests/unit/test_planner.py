@@ -17,7 +17,7 @@ from torchrec.distributed.planner.constants import CROSS_NODE_BANDWIDTH
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 
-from lightning_distrec._compat.torchrec import torchrec_quiet
+from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.infeasible import InfeasiblePlan, try_all
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
@@ -52,7 +52,7 @@ def test_choices_have_the_shards_and_estimates_of_torchrecs_enumerator(device: s
     constraints = constraints_of(tables.tables, tables.demands)
     tree = nn.Module()
     tree.ebc = tables.tables[0].module
-    with torchrec_quiet():
+    with silence_torchrec():
         enumerator = EmbeddingEnumerator(tables.topology, tables.batch_size, constraints)
         theirs = enumerator.enumerate(tree, sharders())
     expected = {

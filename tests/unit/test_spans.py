@@ -10,7 +10,17 @@ import pytest
 from lightning_distrec import spans
 from lightning_distrec.callbacks import steps
 from lightning_distrec.callbacks.steps import Step, StepClock, pieces, seconds_by_span
-from lightning_distrec.spans import BACKWARD, FORWARD, IDS_TRAVEL, OPTIMIZER, WAIT_ROWS, Span, listen, span, tell
+from lightning_distrec.spans import (
+    BACKWARD,
+    FORWARD,
+    INPUT_DIST,
+    OPTIMIZER,
+    WAIT_OUTPUT_DIST,
+    Span,
+    emit,
+    span,
+    subscribe,
+)
 
 
 @pytest.fixture
@@ -27,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def heard() -> Iterator[list[Span]]:
     """What a listener hears during the test."""
     heard: list[Span] = []
-    stop = listen(heard.append)
+    stop = subscribe(heard.append)
     yield heard
     stop()
 
@@ -35,20 +45,20 @@ def heard() -> Iterator[list[Span]]:
 def test_a_span_is_told_with_its_begin_and_end(clock: SimpleNamespace, heard: list[Span]) -> None:
     with span(FORWARD):
         clock.now += 2.0
-    tell(IDS_TRAVEL, 90.0, 101.0)
-    assert heard == [Span(FORWARD, 100.0, 102.0), Span(IDS_TRAVEL, 90.0, 101.0)]
+    emit(INPUT_DIST, 90.0, 101.0)
+    assert heard == [Span(FORWARD, 100.0, 102.0), Span(INPUT_DIST, 90.0, 101.0)]
     assert [s.seconds for s in heard] == [2.0, 11.0]
 
 
 def test_inner_spans_are_told_before_outer_ones_also_where_they_raise(heard: list[Span]) -> None:
-    with pytest.raises(KeyError), span(FORWARD), span(WAIT_ROWS):
+    with pytest.raises(KeyError), span(FORWARD), span(WAIT_OUTPUT_DIST):
         raise KeyError
-    assert [s.name for s in heard] == [WAIT_ROWS, FORWARD]
+    assert [s.name for s in heard] == [WAIT_OUTPUT_DIST, FORWARD]
 
 
 def test_nothing_is_told_after_stop_and_stop_may_be_called_twice() -> None:
     heard: list[Span] = []
-    stop = listen(heard.append)
+    stop = subscribe(heard.append)
     stop()
     stop()
     with span(FORWARD):
@@ -60,43 +70,43 @@ def test_a_span_that_began_without_a_listener_is_not_told() -> None:
     heard: list[Span] = []
     outer = span(FORWARD)
     outer.__enter__()
-    stop = listen(heard.append)
+    stop = subscribe(heard.append)
     outer.__exit__(None, None, None)
     stop()
     assert heard == []
 
 
 def test_spans_of_other_threads_are_heard(heard: list[Span]) -> None:
-    thread = threading.Thread(target=tell, args=(WAIT_ROWS, 1.0, 2.0))
+    thread = threading.Thread(target=emit, args=(WAIT_OUTPUT_DIST, 1.0, 2.0))
     thread.start()
     thread.join()
-    assert heard == [Span(WAIT_ROWS, 1.0, 2.0)]
+    assert heard == [Span(WAIT_OUTPUT_DIST, 1.0, 2.0)]
 
 
 def test_a_wait_inside_of_forward_is_cut_out_of_it() -> None:
-    cut = pieces([Span(WAIT_ROWS, 3.0, 5.0), Span(FORWARD, 1.0, 8.0), Span(BACKWARD, 8.0, 9.0)])
+    cut = pieces([Span(WAIT_OUTPUT_DIST, 3.0, 5.0), Span(FORWARD, 1.0, 8.0), Span(BACKWARD, 8.0, 9.0)])
     assert cut == [
         Span(FORWARD, 1.0, 3.0),
-        Span(WAIT_ROWS, 3.0, 5.0),
+        Span(WAIT_OUTPUT_DIST, 3.0, 5.0),
         Span(FORWARD, 5.0, 8.0),
         Span(BACKWARD, 8.0, 9.0),
     ]
 
 
 def test_travels_take_no_time_from_others() -> None:
-    assert pieces([Span(IDS_TRAVEL, 0.0, 9.0), Span(FORWARD, 1.0, 8.0)]) == [Span(FORWARD, 1.0, 8.0)]
+    assert pieces([Span(INPUT_DIST, 0.0, 9.0), Span(FORWARD, 1.0, 8.0)]) == [Span(FORWARD, 1.0, 8.0)]
 
 
 def _owner(told: list[Span], moment: float) -> str | None:
     """Return, by trying them all, the name of the span that began last of those that hold `moment`."""
-    holding = [s for s in told if s.begin < moment < s.end and s.name != IDS_TRAVEL]
+    holding = [s for s in told if s.begin < moment < s.end and s.name != INPUT_DIST]
     return max(holding, key=lambda s: s.begin).name if holding else None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_moment_belongs_to_the_span_that_began_last(seed: int) -> None:
     draw = random.Random(seed)
-    names = [FORWARD, BACKWARD, OPTIMIZER, WAIT_ROWS, IDS_TRAVEL]
+    names = [FORWARD, BACKWARD, OPTIMIZER, WAIT_OUTPUT_DIST, INPUT_DIST]
     begins = draw.sample(range(100), 12)
     told = [Span(draw.choice(names), float(begin), float(begin + draw.randint(1, 40))) for begin in begins]
     cut = pieces(told)
@@ -109,17 +119,17 @@ def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clo
     steps_of = StepClock()
     steps_of.start()
     clock.now = 101.0
-    tell(FORWARD, 100.5, 101.0)
+    emit(FORWARD, 100.5, 101.0)
     first = steps_of.end()
     clock.now = 102.0
     steps_of.pause()
-    tell(BACKWARD, 101.0, 102.0)
+    emit(BACKWARD, 101.0, 102.0)
     clock.now = 110.0
     steps_of.resume()
     clock.now = 110.5
     second = steps_of.end()
     steps_of.stop()
-    tell(FORWARD, 110.0, 110.5)
+    emit(FORWARD, 110.0, 110.5)
     clock.now = 120.0
     steps_of.begin()
     clock.now = 121.0
@@ -129,5 +139,7 @@ def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clo
 
 
 def test_what_began_before_the_step_counts_from_its_begin() -> None:
-    step = Step(10.0, 12.0, 2.0, [Span(FORWARD, 8.0, 11.0), Span(WAIT_ROWS, 8.5, 9.0), Span(FORWARD, 11.0, 11.5)])
-    assert seconds_by_span(step) == {FORWARD: 1.5, WAIT_ROWS: 0.0}
+    step = Step(
+        10.0, 12.0, 2.0, [Span(FORWARD, 8.0, 11.0), Span(WAIT_OUTPUT_DIST, 8.5, 9.0), Span(FORWARD, 11.0, 11.5)]
+    )
+    assert seconds_by_span(step) == {FORWARD: 1.5, WAIT_OUTPUT_DIST: 0.0}

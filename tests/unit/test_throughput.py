@@ -19,7 +19,7 @@ from lightning_distrec import Throughput, spans
 from lightning_distrec.callbacks import steps
 from lightning_distrec.callbacks.throughput import count_samples, short
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.spans import BACKWARD, FETCH, FORWARD, IDS_TRAVEL, WAIT_ROWS, span, tell
+from lightning_distrec.spans import BACKWARD, FORWARD, INPUT_DIST, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -48,15 +48,15 @@ class Job(pl.LightningModule):
             self.sleep(seconds)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._pass(FETCH, 1.0)
+        self._pass(WAIT_DATA, 1.0)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         begin = steps.time.perf_counter()
         self.sleep(1.0)
-        self._pass(WAIT_ROWS, 3.0)
+        self._pass(WAIT_OUTPUT_DIST, 3.0)
         if self.tells:
-            tell(FORWARD, begin, steps.time.perf_counter())
-            tell(IDS_TRAVEL, begin - 5.0, begin)
+            emit(FORWARD, begin, steps.time.perf_counter())
+            emit(INPUT_DIST, begin - 5.0, begin)
         self._pass(BACKWARD, 2.0)
         self.sleep(3.0)
         return self.layer(batch).sum()
@@ -110,7 +110,7 @@ def test_the_loggers_get_samples_per_second_and_the_split_of_a_step(
             "samples_per_second": pytest.approx(0.5),
             "step_ms": pytest.approx(10_000),
             "wait_for_data_ms": pytest.approx(1000),
-            "wait_for_rows_ms": pytest.approx(3000),
+            "wait_for_output_dist_ms": pytest.approx(3000),
             "forward_ms": pytest.approx(1000),
             "backward_ms": pytest.approx(2000),
             "other_ms": pytest.approx(3000),
@@ -158,10 +158,10 @@ def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_anew(sleep: Cal
     broken.on_before_zero_grad = lambda optimizer: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(ZeroDivisionError):
         pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(broken, loader(2))
-    assert spans._listeners == []
+    assert spans._subscribers == []
     pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(sleep), loader(1))
     assert callback.numbers["throughput/step_ms"] == pytest.approx(10_000)
-    assert spans._listeners == []
+    assert spans._subscribers == []
 
 
 def test_by_the_real_clock_a_step_takes_at_least_its_sleeps() -> None:
@@ -170,7 +170,7 @@ def test_by_the_real_clock_a_step_takes_at_least_its_sleeps() -> None:
     callback = Throughput()
     pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(lambda seconds: time.sleep(seconds / 500)), loader(5))
     assert 20 <= callback.numbers["throughput/step_ms"] < 200
-    assert 6 <= callback.numbers["throughput/wait_for_rows_ms"] < 60
+    assert 6 <= callback.numbers["throughput/wait_for_output_dist_ms"] < 60
 
 
 @dataclass

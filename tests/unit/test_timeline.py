@@ -14,23 +14,23 @@ from lightning_distrec import Timeline, spans
 from lightning_distrec.callbacks.steps import Step
 from lightning_distrec.callbacks.timeline import draw
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.spans import BACKWARD, FORWARD, IDS_TRAVEL, ROWS_TRAVEL, WAIT_ROWS, Span, span
+from lightning_distrec.spans import BACKWARD, FORWARD, INPUT_DIST, OUTPUT_DIST, WAIT_OUTPUT_DIST, Span, span
 from tests.unit.test_throughput import QUIET
 
 STEPS = [
-    Step(10.0, 10.010, 0.010, [Span(WAIT_ROWS, 10.002, 10.003), Span(FORWARD, 10.0, 10.005)]),
+    Step(10.0, 10.010, 0.010, [Span(WAIT_OUTPUT_DIST, 10.002, 10.003), Span(FORWARD, 10.0, 10.005)]),
     Step(
         *(10.010, 10.030, 0.020),
         [
-            Span(IDS_TRAVEL, 9.0, 10.011),
-            Span(ROWS_TRAVEL, 10.012, 10.016),
-            Span(ROWS_TRAVEL, 10.014, 10.018),
+            Span(INPUT_DIST, 9.0, 10.011),
+            Span(OUTPUT_DIST, 10.012, 10.016),
+            Span(OUTPUT_DIST, 10.014, 10.018),
             Span(BACKWARD, 10.015, 10.030),
             Span("news", 10.011, 10.012),
         ],
     ),
 ]
-LATER = [Span(IDS_TRAVEL, 10.020, 10.050), Span(FORWARD, 10.031, 10.040)]
+LATER = [Span(INPUT_DIST, 10.020, 10.050), Span(FORWARD, 10.031, 10.040)]
 
 
 def bars_of(figure: Any) -> dict[str, list[tuple[float, float]]]:
@@ -50,9 +50,9 @@ def test_each_lane_has_bars_where_its_spans_are() -> None:
     assert bars_of(draw(STEPS, 20, LATER)) == {
         "forward": [(0, 2), (3, 5)],  # the wait is not part of it
         "backward": [(15, 30)],
-        "ids travel": [(0, 11), (20, 30)],  # what began before and ended after reaches to the edge
-        "rows travel": [(12, 16), (14, 18)],
-        "wait for rows": [(2, 3)],
+        "input dist": [(0, 11), (20, 30)],  # what began before and ended after reaches to the edge
+        "output dist": [(12, 16), (14, 18)],
+        "wait for output dist": [(2, 3)],
         "news": [(11, 12)],  # a name of tomorrow gets a lane of its own
     }
 
@@ -95,7 +95,7 @@ class Job(pl.LightningModule):
 def fit(callback: Timeline, batches: int, tells: bool = True) -> None:
     loader = DataLoader([torch.ones(2, 1) for _ in range(batches)], batch_size=None)
     pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(tells), loader)
-    assert spans._listeners == []
+    assert spans._subscribers == []
 
 
 @pytest.mark.parametrize("batches", [10, 4])

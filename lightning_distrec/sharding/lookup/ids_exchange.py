@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from lightning_distrec import spans
-from lightning_distrec._compat.torchrec import FusedSplits, record_stream, sizes_only
+from lightning_distrec._compat.torchrec import FusedSplits, defer_ids_exchange, record_stream
 from lightning_distrec.sharding.lookup.request import Request
 
 
@@ -34,13 +34,13 @@ class IdsExchange:
         self._requests = requests
         self._stream = stream
         self._begin = time.perf_counter()
-        with self._aside(), torch.no_grad(), spans.span(spans.SEND_IDS):
+        with self._aside(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
             splits = []
             for request in requests:
                 lookup = request.lookup
                 lookup.pad(request)
                 request.context = lookup.sharded.create_context()
-                with sizes_only(lookup.sharded, group):
+                with defer_ids_exchange(lookup.sharded, group):
                     splits.append(lookup.sharded.input_dist(request.context, request.sent))
             self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests], say)
         self._said: list[list[int]] | None = None
@@ -53,7 +53,7 @@ class IdsExchange:
         """
         if self._sizes is not None:
             sizes, self._sizes = self._sizes, None
-            with self._aside(), torch.no_grad(), spans.span(spans.SEND_IDS):
+            with self._aside(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
                 awaitables, self._said = sizes.wait()
                 self._ids = [awaitable.wait for awaitable in awaitables]
         return self._said
@@ -64,8 +64,8 @@ class IdsExchange:
         waits, self._ids = self._ids, []
         if not waits:
             return
-        spans.tell(spans.IDS_TRAVEL, self._begin, time.perf_counter())
-        with spans.span(spans.WAIT_IDS):
+        spans.emit(spans.INPUT_DIST, self._begin, time.perf_counter())
+        with spans.span(spans.WAIT_INPUT_DIST):
             with self._aside(), torch.no_grad():
                 for request, wait in zip(self._requests, waits, strict=True):
                     request.ids = wait()

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from lightning_distrec import spans
 from lightning_distrec._compat.torch import register_container
-from lightning_distrec._compat.torchrec import JAGGED_TENSOR_PARTS, KEYED_TENSOR_VALUES
+from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, KEYED_TENSOR_VALUES
 
 
 class LazyOutput:
@@ -36,8 +36,8 @@ class LazyOutput:
         """Return the rows, waiting for them if they are not here."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            spans.tell(spans.ROWS_TRAVEL, self._begin, time.perf_counter())
-            with torch.set_grad_enabled(self._with_gradient), spans.span(spans.WAIT_ROWS):
+            spans.emit(spans.OUTPUT_DIST, self._begin, time.perf_counter())
+            with torch.set_grad_enabled(self._with_gradient), spans.span(spans.WAIT_OUTPUT_DIST):
                 self._rows = wait()
         return self._rows
 
@@ -102,7 +102,7 @@ def _arrived_part(name: str) -> property:
     return property(part)
 
 
-for _name in JAGGED_TENSOR_PARTS:
+for _name in JAGGED_TENSOR_FIELDS:
     setattr(LazyJaggedTensor, _name, _arrived_part(_name))
 
 register_container(

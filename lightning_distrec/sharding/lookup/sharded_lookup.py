@@ -18,9 +18,9 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_distrec._compat.fbgemm import fbgemm_iterations_kept, fbgemm_kernels
+from lightning_distrec._compat.fbgemm import fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import saved_tensors_are_hooked
-from lightning_distrec._compat.torchrec import leave_mean_to_us
+from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor
 from lightning_distrec.errors import IdsError, OptimizerError
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
@@ -85,7 +85,7 @@ class ShardedLookup:
         self._before_forward = before_forward
         self._kernels = fbgemm_kernels(sharded)
         if self._pooled:
-            leave_mean_to_us(sharded)
+            disable_mean_pooling_divisor(sharded)
 
     @property
     def keys(self) -> list[str] | None:
@@ -219,7 +219,7 @@ class ShardedLookup:
     def _gradients(self, frozen: set[str]) -> Iterator[None]:
         """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
         if not torch.is_grad_enabled() or len(frozen) == len(self._outgoing.names):
-            with torch.no_grad(), fbgemm_iterations_kept(self._kernels):
+            with torch.no_grad(), preserve_fbgemm_iterations(self._kernels):
                 yield
             return
         self._before_forward()

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import CollectiveType, Shard, ShardingOp
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ModuleSharder
 
-from lightning_distrec._compat.torchrec import torchrec_quiet
+from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.plan import Plan
 from lightning_distrec.sharding.tables import Table
 
@@ -190,7 +190,7 @@ def _estimate(
     constraints: Mapping[str, ParameterConstraints],
     sharders: Sequence[ModuleSharder[nn.Module]],
 ) -> None:
-    with torchrec_quiet():
+    with silence_torchrec():
         enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=dict(constraints))
         enumerator.enumerate(nn.Module(), list(sharders))  # of nothing: it only gets to know the sharders
         enumerator.populate_estimates(options)

@@ -8,7 +8,7 @@ import torch
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import BasicCommsBandwidths
 
-from lightning_distrec._compat.torchrec import torchrec_quiet
+from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.host_memory import host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths
@@ -141,7 +141,7 @@ def make_topology(
     """
     on_gpu = device.type == "cuda"
     collectives = BasicCommsBandwidths if on_gpu else GlooBandwidths
-    with torchrec_quiet():
+    with silence_torchrec():
         topology = Topology(
             world_size=places.num_ranks,
             local_world_size=places.ranks_on_node if places.alike else 1,

@@ -20,7 +20,7 @@ Vector = NDArray[np.float64]
 
 IDS = "ids"
 ROWS = "rows"
-ROW_GRADIENTS = "gradients of rows"
+ROW_GRADIENTS = "row gradients"
 WHOLE_GRADIENTS = "gradients of whole tables"
 TRAFFIC_KINDS = (IDS, ROWS, ROW_GRADIENTS, WHOLE_GRADIENTS)
 

@@ -182,7 +182,7 @@ def _rows_sent(tables: list[TableSize], job: Job, sample: Sample) -> dict[str, f
         ids += job.share_sent * num_ids * ID_BYTES
         rows += job.share_sent * num_vectors * table.dim * ROW_NUMBER_BYTES
         gradients += job.share_sent * num_vectors * table.dim * ROW_NUMBER_BYTES if table.weight.learns else 0
-    return {"ids": ids, "rows": rows, "gradients of rows": gradients}
+    return {"ids": ids, "rows": rows, "row gradients": gradients}
 
 
 def _nothing() -> dict[str, float]:

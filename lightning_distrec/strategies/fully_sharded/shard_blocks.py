@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_distrec._compat.torch import apply_to_tensors, is_view, send_module_states
+from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states, is_view
 from lightning_distrec.checkpoint.load import placed
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.fully_sharded.deep_copy import let_copy
@@ -67,7 +67,7 @@ class Sharding:
     def _cut(self, module: nn.Module, whole: set[nn.Parameter], reshard: bool) -> None:
         _materialise(module, self.device)
         apply_to_tensors(module, partial(_moved, self.device))
-        send_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
+        broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
         module.register_forward_hook(_outputs_of_their_own)  # before fully_shard's, which comes after it then
         self._apply(module, whole, reshard)
         module.register_forward_hook(_free_after_looking)

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.fully_shard import (
-    clean_up_after_failure,
-    forget_unsent,
-    gathered_of,
-    whole_of,
-    writes_to,
+    drop_unreduced_gradient,
+    reset_after_failure,
+    unsharded_parameter,
+    unsharded_parameters,
+    unsharded_version,
 )
-from lightning_distrec._compat.lightning import tell_device
+from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.mixed_groups import unmixed_groups
@@ -101,7 +101,7 @@ class ShardedModule:
                 f"{self._options}, in {dtype or 'its own type'}, and a module stays as it was cut. Give the strategy "
                 "the same options and precision, or build a new module and load a checkpoint into it."
             )
-        tell_device(module, device, self.mesh)
+        set_device_and_mesh(module, device, self.mesh)
         self._module, self._parts = module, sharded_parts(module)
         self._whole = ReplicatedParameters(module)
 
@@ -117,11 +117,11 @@ class ShardedModule:
     def begin(self, module: nn.Module) -> None:
         """Before optimizers are made: drop what another run, which may have failed, has left gathered or unsent."""
         if isinstance(module, FSDPModule):
-            clean_up_after_failure(module)
+            reset_after_failure(module)
         for part in sharded_parts(module):
             part.reshard()
-            for _, gathered in gathered_of(part):
-                forget_unsent(gathered)
+            for _, gathered in unsharded_parameters(part):
+                drop_unreduced_gradient(gathered)
         self._sends_buffers = self._sends_gradients = True
 
     def begin_training(self, module: nn.Module, optimizers: Iterable[Optimizer], ranks: Consensus) -> QuietBuffers:
@@ -155,16 +155,16 @@ class ShardedModule:
             self.free()
 
     def _writes(self) -> dict[int, int]:
-        found = [gathered for part in self._parts for _, gathered in gathered_of(part)]
-        return {id(gathered): writes_to(gathered) for gathered in found}
+        found = [gathered for part in self._parts for _, gathered in unsharded_parameters(part)]
+        return {id(gathered): unsharded_version(gathered) for gathered in found}
 
     def _refuse_writes(self, before: dict[int, int]) -> None:
         assert self._module is not None
         for part in self._parts:
-            for sharded, gathered in gathered_of(part):
-                if writes_to(gathered) != before.get(id(gathered), writes_to(gathered)):
+            for sharded, gathered in unsharded_parameters(part):
+                if unsharded_version(gathered) != before.get(id(gathered), unsharded_version(gathered)):
                     names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-                    name = names.get(id(sharded)) or names.get(id(whole_of(gathered)), "a weight")
+                    name = names.get(id(sharded)) or names.get(id(unsharded_parameter(gathered)), "a weight")
                     raise UnsupportedError(
                         f"a step has written to '{name}' while it was gathered (an average of weights, max_norm), "
                         "which is lost when it is freed. Write between steps, in on_train_batch_end say, where each "
@@ -230,9 +230,9 @@ def _zero_unsent_too(optimizer: Optimizer, module: nn.Module) -> Callable[[], No
         zero_grad(set_to_none=set_to_none)
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for part in sharded_parts(module):
-            for sharded, gathered in gathered_of(part):
+            for sharded, gathered in unsharded_parameters(part):
                 if id(sharded) in mine:
-                    forget_unsent(gathered)
+                    drop_unreduced_gradient(gathered)
 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 

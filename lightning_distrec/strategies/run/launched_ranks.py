@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 from typing_extensions import override
 
-from lightning_distrec._compat.lightning import find_resumed
+from lightning_distrec._compat.lightning import resume_from
 from lightning_distrec.cluster.consensus import GO_ON, Consensus, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, publish_local_world_size
 from lightning_distrec.cluster.interface import GLOO, choose_interface
@@ -113,7 +113,7 @@ class RanksFromLauncher(DDPStrategy):
             self.setup_environment()  # rank 0 decides, so the ranks must have met
             return checkpoint.found(self.all_ranks()[0])
 
-        find_resumed(trainer, found)
+        resume_from(trainer, found)
 
     @override
     def setup_distributed(self) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning import agree_on_stop
+from lightning_distrec._compat.lightning import stop_between_steps
 from lightning_distrec.cluster.consensus import GO_ON, REQUEUE, STOP, Agreement, Consensus
 from lightning_distrec.cluster.environment import SlurmRanks
 from lightning_distrec.cluster.slurm import requeue
@@ -68,7 +68,7 @@ class StopHandler:
         self._message: Agreement | None = None
         self._num_agreements = 0
         options.apply(trainer.strategy.cluster_environment)  # type: ignore[attr-defined]
-        self._undo: Callable[[], None] = agree_on_stop(trainer, self._note, self._leave)
+        self._undo: Callable[[], None] = stop_between_steps(trainer, self._note, self._leave)
 
     def undo(self, has_failed: bool) -> None:
         """Give Lightning its own back. has_failed: the run has, or was stopped; what it has saved for later stays."""

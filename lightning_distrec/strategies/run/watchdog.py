@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import Store
 
-from lightning_distrec._compat.torch import exchanges_of_groups
+from lightning_distrec._compat.torch import collective_counts
 from lightning_distrec.cluster.watchdog.watchdog import Watchdog
 
 _of_this_process: Watchdog | None = None
@@ -75,4 +75,4 @@ def progress_of(trainer: Trainer) -> str:
         "predict": trainer.predict_loop,
     }
     batch = loops[state.stage.value].batch_progress.current.ready
-    return f"{state.stage.value} batch {batch}, exchanges {'/'.join(map(str, exchanges_of_groups()))}"
+    return f"{state.stage.value} batch {batch}, exchanges {'/'.join(map(str, collective_counts()))}"

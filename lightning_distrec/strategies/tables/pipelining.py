@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning import call_transfer_hook, transfer_hook_once, use_fetchers
+from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetchers, skip_transfer_hook_when
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
@@ -129,8 +129,8 @@ class Pipelining:
             ids_have_their_own_group=group is not None,
         )
         self._undo: list[Callable[[], None]] = [
-            use_fetchers(trainer, self._fetcher),
-            transfer_hook_once(module, lambda batch: isinstance(batch, Handed)),
+            replace_fetchers(trainer, self._fetcher),
+            skip_transfer_hook_when(module, lambda batch: isinstance(batch, Handed)),
         ]
         self._tables = targets
         self._connect(tables, lookups)
