@@ -47,7 +47,7 @@ class Ranks(Protocol):
     def group(self) -> Any:
         """The process group; None for one rank."""
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
 
     def all_or_none(self, what: str, action: Callable[[], T]) -> T:
@@ -81,7 +81,7 @@ def take_snapshot(
     further: name -> content of files that loading does not need; those of rank 0 are written.
     Raises CheckpointError on every rank: something in it is no plain type.
     """
-    on_ranks = [set(of_rank) for of_rank in ranks.everyone(large_tensors(checkpoint))]
+    on_ranks = [set(of_rank) for of_rank in ranks.all_gather(large_tensors(checkpoint))]
     on_all = {path for path, _, _ in set.intersection(*on_ranks)}
     plain, tensors = take_out(checkpoint, on_all, ranks.rank, ranks.num_ranks)
     sizes = {name: [list(parted.shape), str(parted.dtype).removeprefix("torch.")] for name, parted in tensors.items()}
@@ -121,7 +121,7 @@ def write(snapshot: Snapshot, ranks: Ranks) -> None:
 
     try:
         name = _together(ranks, snapshot.path, begin)
-        folder = snapshot.path.parent / ranks.everyone(name)[0]
+        folder = snapshot.path.parent / ranks.all_gather(name)[0]
         _together(ranks, snapshot.path, lambda: _must_see(folder))
         write_tensors(folder, snapshot.tensors, ranks.group, snapshot.path)
         _together(ranks, snapshot.path, write_rest)

@@ -32,7 +32,7 @@ def gather_whole(state: Any, ranks: Ranks) -> Any:
 
     state = collected(state, "")
     ranks.all_or_none("gathering the tables", lambda: _check_memory(found, ranks.rank))
-    boxes = ranks.everyone([[part.box for part in parted.parts] for parted in found])
+    boxes = ranks.all_gather([[part.box for part in parted.parts] for parted in found])
     whole = {id(parted): _send_to_first(parted, [of[i] for of in boxes], ranks.rank) for i, parted in enumerate(found)}
 
     def put(value: Any, path: str) -> Any:

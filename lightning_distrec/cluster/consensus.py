@@ -1,7 +1,7 @@
-"""What all ranks agree on.
+"""Collectives on Python values, and the decisions that all ranks take together.
 
-Every rank calls the same method in the same order; in return no rank goes on alone. The messages travel over a gloo
-group of their own, so that they neither queue behind gradients nor make a GPU wait.
+Every rank calls the same method in the same order, so that no rank goes on alone. The messages travel over gloo groups
+of their own, so that they neither queue behind gradients nor make a GPU wait.
 """
 
 import contextlib
@@ -18,31 +18,35 @@ T = TypeVar("T")
 
 
 class Consensus:
-    """The agreements of the ranks of one job. Collective: making one makes a process group.
+    """Collectives among the ranks of one job. Collective: making one makes a process group.
 
     timeout_seconds: how long a rank waits for the others before the group gives up with an error.
-    carried: what agreements carry; one for all.
+    flags: sent along with every min all-reduce; one object for all consensuses of a process.
     """
 
-    def __init__(self, timeout_seconds: float, carried: "Carried") -> None:
+    def __init__(self, timeout_seconds: float, flags: "RankFlags") -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self.carried = carried
+        self.flags = flags
         self._timeout = timedelta(seconds=timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._ids: Any = None
 
     @property
     def group(self) -> Any:
-        """The process group of the agreements; None for one rank."""
+        """The process group; None for one rank."""
         return None if self.num_ranks == 1 else self._group
 
-    def start_least(self, *values: int) -> "Agreement":
-        """Collective. Begin to agree on the smallest of all ranks, for each of `values`; `Agreement` has them."""
-        return Agreement(values, self.carried, None if self.num_ranks == 1 else self._group)
+    def start_all_reduce_min(self, *values: int) -> "PendingMin":
+        """Collective. Start a min all-reduce of each of `values`, and of the flags; see `PendingMin.wait`."""
+        return PendingMin(values, self.flags, self.group)
 
-    def group_of_ids(self) -> Any:
-        """Collective. Return a process group for ids that travel ahead; None where they share that of the tables.
+    def all_reduce_min(self, value: int) -> int:
+        """Collective. Return the smallest `value` of all ranks."""
+        return self.start_all_reduce_min(value).wait()[0]
+
+    def ids_group(self) -> Any:
+        """Collective. Return a process group for ids that are sent ahead; None where they share the tables' group.
 
         gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
         """
@@ -50,20 +54,16 @@ class Consensus:
             self._ids = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._ids
 
-    def say(self, *values: int) -> tuple[int, ...]:
-        """Return these values, and what is carried, for a message that is not of this file's making."""
-        return (*values, *self.carried.say())
+    def with_flags(self, *values: int) -> tuple[int, ...]:
+        """Return `values` followed by this rank's flags, for a caller that sends them by an exchange of its own."""
+        return (*values, *self.flags.to_send())
 
-    def hear(self, said: list[list[int]]) -> list[list[int]]:
-        """Return the values of each rank, of what all ranks have said; what is carried is taken out."""
-        self.carried.hear(*(min(flags) for flags in zip(*(of_rank[-NUM_CARRIED:] for of_rank in said), strict=True)))
-        return [of_rank[:-NUM_CARRIED] for of_rank in said]
+    def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
+        """Return each rank's values without the flags that `with_flags` appended; the flags are taken over."""
+        self.flags.receive(*(min(flag) for flag in zip(*(of_rank[-NUM_FLAGS:] for of_rank in gathered), strict=True)))
+        return [of_rank[:-NUM_FLAGS] for of_rank in gathered]
 
-    def least(self, value: int) -> int:
-        """Collective. Return the smallest `value` of all ranks."""
-        return self.start_least(value).wait()[0]
-
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order."""
         if self.num_ranks == 1:
             return [value]
@@ -71,8 +71,8 @@ class Consensus:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def all_here(self, seconds: float) -> bool:
-        """Whether all ranks call this within some time; the group is of no more use where they do not."""
+    def barrier(self, seconds: float) -> bool:
+        """Collective. Return whether all ranks arrive within `seconds`; the group must not be used again if not."""
         if self.num_ranks == 1:
             return True
         work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
@@ -93,7 +93,7 @@ class Consensus:
             result = action()
         except Exception as error:
             failure = error
-        reports = self.everyone(None if failure is None else (type(failure).__name__, str(failure)))
+        reports = self.all_gather(None if failure is None else (type(failure).__name__, str(failure)))
         if failure is not None:
             raise failure
         for rank, report in enumerate(reports):
@@ -106,93 +106,97 @@ class Consensus:
         return result  # type: ignore[return-value]
 
 
-NUM_CARRIED = 3
-"""How many numbers each agreement carries besides its own."""
-REQUEUE, STOP, GO_ON = range(3)
-"""What a rank may be asked to do; of what several are asked, the least is what all do."""
+NUM_FLAGS = 3
+"""How many numbers the flags add to a message."""
+REQUEUE, STOP, CONTINUE = range(3)
+"""What a signal requests of a rank. All ranks do the smallest of what was requested."""
 
 
-class Carried:
-    """What a rank tells the others with its next agreement, whatever that is about: that it was asked to stop, say."""
+class RankFlags:
+    """What a rank reports to the others along with its next message, whatever that is about.
+
+    A stop request or a failed write must reach all ranks at the same step, but is too rare for a message of its own at
+    each step: three numbers more in a message that is sent anyway cost nothing.
+    """
 
     def __init__(self) -> None:
-        self.asked = GO_ON
-        """What this rank was asked to do; the others may not know yet."""
-        self.agreed = GO_ON
-        """What all ranks know that one was asked to do."""
-        self.num_agreements = 0
-        """Agreements so far that have carried it."""
+        self.requested = CONTINUE
+        """What a signal has requested of this rank; the others may not know yet."""
+        self.agreed = CONTINUE
+        """What all ranks know to be requested of one."""
+        self.num_exchanges = 0
+        """Messages so far that were sent with flags."""
         self._has_failed: Callable[[], bool] | None = None
         self.has_failed = False
-        """Whether all ranks know that what goes on behind the steps has failed on one."""
+        """Whether all ranks know that background work has failed on one."""
         self._look: Callable[[], bool] | None = None
         self.was_seen = False
         """Whether any rank has seen what it watches for."""
         self.num_unseen = 0
-        """Agreements so far without that."""
+        """Messages so far without that."""
 
-    def ask(self, what: int) -> None:
-        """This rank is asked to do STOP or REQUEUE. A signal's handler may call it, wherever the rank is."""
-        self.asked = min(self.asked, what)
+    def request(self, what: int) -> None:
+        """Request STOP or REQUEUE. A signal handler may call it, wherever the rank is."""
+        self.requested = min(self.requested, what)
 
     def watch(self, look: Callable[[], bool] | None) -> None:
-        """Let `look` say, whenever the ranks begin to agree on something, whether this rank sees something."""
+        """Call `look` for each message: whether this rank sees what it watches for."""
         self._look = look
 
     def watch_failures(self, has_failed: Callable[[], bool] | None) -> None:
-        """Let `has_failed` say, whenever the ranks begin to agree, whether something behind this rank's steps has."""
+        """Call `has_failed` for each message: whether work in the background of this rank's steps has failed."""
         self._has_failed = has_failed
         self.has_failed = False
 
-    def forget(self) -> None:
-        """Begin anew, with another run; one that was asked to stop too late to tell the others still is."""
-        self.asked = self.asked if self.agreed == GO_ON else GO_ON
-        self.agreed = GO_ON
+    def reset(self) -> None:
+        """Start another run. A stop request that came too late to reach the others stays requested."""
+        self.requested = self.requested if self.agreed == CONTINUE else CONTINUE
+        self.agreed = CONTINUE
         self.was_seen = False
         self.num_unseen = 0
         self._look = None
 
-    def say(self) -> tuple[int, int, int]:
-        """Return what this rank says now, as numbers of which the least counts."""
-        self.num_agreements += 1
+    def to_send(self) -> tuple[int, int, int]:
+        """Return this rank's flags now, as numbers of which the smallest counts."""
+        self.num_exchanges += 1
         failed = self._has_failed is not None and self._has_failed()
-        return self.asked, int(self._look is None or not self._look()), int(not failed)
+        return self.requested, int(self._look is None or not self._look()), int(not failed)
 
-    def hear(self, stop: int, seen: int, failed: int) -> None:
-        """All ranks together have said this."""
-        self.agreed = min(self.agreed, stop)
-        if not failed:
+    def receive(self, requested: int, unseen: int, no_failure: int) -> None:
+        """Take over the flags of all ranks: the smallest of each."""
+        self.agreed = min(self.agreed, requested)
+        if not no_failure:
             self.has_failed = True
-        if not seen:
+        if not unseen:
             self.was_seen = True
         else:
             self.num_unseen += 1
 
 
-class Agreement:
-    """Numbers on their way to all ranks: the least of each."""
+class PendingMin:
+    """A min all-reduce in flight."""
 
-    def __init__(self, values: tuple[int, ...], carried: Carried, group: Any) -> None:
-        self._carried = carried
-        self._values = torch.tensor((*values, *carried.say()))
-        self._agreed: list[int] | None = None
+    def __init__(self, values: tuple[int, ...], flags: RankFlags, group: Any) -> None:
+        self._flags = flags
+        self._values = torch.tensor((*values, *flags.to_send()))
+        self._result: list[int] | None = None
         self._work = None
         if group is not None:
             self._work = dist.all_reduce(self._values, dist.ReduceOp.MIN, group=group, async_op=True)
 
     def wait(self) -> list[int]:
-        """Return the agreed numbers; may be called once or more."""
-        if self._agreed is None:
+        """Return the smallest of each number; may be called more than once."""
+        if self._result is None:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            agreed = self._values.tolist()
-            self._agreed = agreed[:-NUM_CARRIED]
-            self._carried.hear(*agreed[-NUM_CARRIED:])
-        return self._agreed
+            smallest = self._values.tolist()
+            self._result = smallest[:-NUM_FLAGS]
+            self._flags.receive(*smallest[-NUM_FLAGS:])
+        return self._result
 
-    def wait_at_most(self, seconds: float) -> None:
-        """Wait for the other ranks for some time; whether they came is not told."""
+    def wait_up_to(self, seconds: float) -> None:
+        """Wait for the other ranks for at most `seconds`, whether they arrive or not."""
         if self._work is not None:
             with contextlib.suppress(RuntimeError):  # what gloo raises when time is up, or when a rank is gone
                 self._work.wait(timedelta(seconds=seconds))
@@ -206,32 +210,33 @@ _of_checkpoints: tuple[Any, Consensus] | None = None
 def consensus_of_all_ranks(timeout_seconds: float) -> tuple[Consensus, Consensus]:
     """Collective. Return two consensuses of the default process group, made on the first call of each group.
 
-    The second is for what is said once at every step. It has a group of its own, because a rank whose step fails says
-    so there, while others may be agreeing on something inside of theirs: gloo aborts a process whose messages meet
+    The second is for the one message of every step. It has a group of its own, because a rank whose step fails reports
+    that there while others may be in the middle of a collective of the first: gloo aborts a process whose messages meet
     others of another size.
     """
     global _current
     world = dist.group.WORLD
     if _current is None or _current[0] is not world:
-        carried = Carried()
-        _current = (world, Consensus(timeout_seconds, carried), Consensus(timeout_seconds, carried))
+        flags = RankFlags()
+        _current = (world, Consensus(timeout_seconds, flags), Consensus(timeout_seconds, flags))
     return _current[1:]
 
 
 def consensus_of_checkpoints(timeout_seconds: float) -> Consensus:
-    """Collective. Return one of the default process group for a thread that writes checkpoints behind the steps.
+    """Collective. Return a consensus of the default process group for the thread that writes checkpoints.
 
-    It carries what `consensus_of_all_ranks` carries, and its own agreements carry nothing.
+    A group must not be used by two threads at once, so that this one has its own. It shares the flags of
+    `consensus_of_all_ranks`, and `all_gather` and `all_or_none`, which the thread uses, send none.
     """
     global _of_checkpoints
     world = dist.group.WORLD
     if _of_checkpoints is None or _of_checkpoints[0] is not world:
-        carried = consensus_of_all_ranks(timeout_seconds)[0].carried
-        _of_checkpoints = (world, Consensus(timeout_seconds, carried))
+        flags = consensus_of_all_ranks(timeout_seconds)[0].flags
+        _of_checkpoints = (world, Consensus(timeout_seconds, flags))
     return _of_checkpoints[1]
 
 
 def forget_consensus() -> None:
-    """Drop the consensus, before its process group is destroyed."""
+    """Drop the consensuses, before their process group is destroyed."""
     global _current, _of_checkpoints
     _current = _of_checkpoints = None

@@ -19,7 +19,7 @@ class Ranks(Protocol):
     rank: int
     num_ranks: int
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
 
 
@@ -62,7 +62,7 @@ class LossWeight:
         if not self._unequal:
             return 1.0
         if self._factor is None:
-            self._factor = self._share(self._ranks.everyone(self._unequal)) * self._ranks.num_ranks
+            self._factor = self._share(self._ranks.all_gather(self._unequal)) * self._ranks.num_ranks
         return self._factor
 
     def _share(self, unequal: list[list[int]]) -> float:

@@ -23,7 +23,7 @@ class Ranks(Protocol):
     rank: int
     num_ranks: int
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
 
 
@@ -44,7 +44,7 @@ class ReplicaCheck:
         if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
             return
         mine = {name: _sums(parameter) for name, parameter in self._replicated() if not isinstance(parameter, DTensor)}
-        for rank, theirs in enumerate(self._ranks.everyone(mine)):
+        for rank, theirs in enumerate(self._ranks.all_gather(mine)):
             for name, (total, size) in theirs.items():
                 ours = mine.get(name, (float("nan"), 0.0))[0]
                 if abs(total - ours) > TOLERANCE * size:

@@ -15,13 +15,13 @@ WELL = 2**31
 BROKEN_PROVENANCE, FAILED_STEP = 0, 1
 
 
-class Agreement(Protocol):
+class PendingMin(Protocol):
     """Numbers that all ranks are agreeing on."""
 
     def wait(self) -> list[int]:
         """Return the agreed numbers."""
 
-    def wait_at_most(self, seconds: float) -> None:
+    def wait_up_to(self, seconds: float) -> None:
         """Wait for the other ranks for some time; whether they came is not told."""
 
 
@@ -31,10 +31,10 @@ class Ranks(Protocol):
     rank: int
     num_ranks: int
 
-    def start_least(self, *values: int) -> Agreement:
+    def start_all_reduce_min(self, *values: int) -> PendingMin:
         """Collective. Begin to agree on the smallest of all ranks, for each of the values."""
 
-    def everyone(self, value: object) -> list[object]:
+    def all_gather(self, value: object) -> list[object]:
         """Collective. Return every rank's value."""
 
 
@@ -61,7 +61,7 @@ class ControlMessage:
         flags = (mine.state, int(mine.ready), int(mine.ids_in_range), mine.trouble)
         leasts = [least for least, _ in mine.sizes]
         mosts = [-most for _, most in mine.sizes]
-        self._agreement: Agreement | None = ranks.start_least(*flags, *leasts, *mosts)
+        self._agreement: PendingMin | None = ranks.start_all_reduce_min(*flags, *leasts, *mosts)
         self._said = mine
 
     def read(self) -> BatchStatus:
@@ -74,10 +74,10 @@ class ControlMessage:
             self._said = BatchStatus(state, bool(ready), bool(in_range), pairs, trouble)
         return self._said
 
-    def wait_at_most(self, seconds: float) -> None:
+    def wait_up_to(self, seconds: float) -> None:
         """Wait for the other ranks to have heard this one, but no longer."""
         if self._agreement is not None:
-            self._agreement.wait_at_most(seconds)
+            self._agreement.wait_up_to(seconds)
 
     def raise_trouble(self) -> None:
         """Raise on the ranks that are well what another rank has; the other one raises by itself."""

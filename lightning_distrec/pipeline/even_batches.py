@@ -25,10 +25,10 @@ class Ranks(Protocol):
 
     num_ranks: int
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest value of all ranks."""
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
 
 
@@ -47,7 +47,7 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
         return loader
     # The length of anything else may be an estimate: it is passed on, and not relied on.
     trusted = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
-    answers = ranks.everyone((sized_len(loader), trusted))
+    answers = ranks.all_gather((sized_len(loader), trusted))
     lengths = [length for length, _ in answers]
     if any(length is None for length in lengths):
         return EvenLoader(loader, ranks, End(ranks, mode, warn))
@@ -120,7 +120,7 @@ class End:
         Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
         differ and mode is "error", or a rank has none.
         """
-        states = self._ranks.everyone((state, failure and f"{type(failure).__name__}: {failure}"))
+        states = self._ranks.all_gather((state, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
         for rank, (other, said) in enumerate(states):
@@ -160,7 +160,7 @@ class EvenLoader(Wrapper):
         count = 0
         while True:
             state, batch, failure = next_of(batches)
-            if self.ranks.least(state) < HAS_BATCH:
+            if self.ranks.all_reduce_min(state) < HAS_BATCH:
                 self.end.together(count, state, failure)
                 return
             count += 1

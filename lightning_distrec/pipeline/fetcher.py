@@ -135,7 +135,11 @@ class PrefetchFetcher(DataFetcher):
         self._num_drawn += 1
         if self.length is not None and self._num_drawn >= self.length:
             return False
-        state = self._look_ahead.ranks.start_least(flight.state).wait()[0] if self._draws_together else flight.state
+        state = (
+            self._look_ahead.ranks.start_all_reduce_min(flight.state).wait()[0]
+            if self._draws_together
+            else flight.state
+        )
         return state == HAS_BATCH
 
     def _draw(self) -> InFlightBatch:

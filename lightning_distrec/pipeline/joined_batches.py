@@ -28,13 +28,13 @@ class Ranks(Protocol):
     rank: int
     num_ranks: int
 
-    def start_least(self, *values: int) -> Waits:
+    def start_all_reduce_min(self, *values: int) -> Waits:
         """Collective. Begin to agree on the smallest of all ranks, for each of `values`."""
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest value of all ranks."""
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
 
 
@@ -47,7 +47,7 @@ def joined(loader: Any, ranks: Ranks) -> Any:
         return loader
     # The length of anything else may be an estimate.
     trusted = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
-    answers = ranks.everyone((sized_len(loader), trusted))
+    answers = ranks.all_gather((sized_len(loader), trusted))
     lengths = [length for length, _ in answers]
     if any(length is None for length in lengths):
         return JoinedLoader(loader, ranks)
@@ -94,7 +94,7 @@ class JoinedLoader(Wrapper):
     def _states(self, state: int, failure: Exception | None, count: int) -> list[int]:
         """Collective. Return the state of every rank's loader. Raises DataError on every rank: one of them failed."""
         mine = [state if rank == self.ranks.rank else HAS_BATCH for rank in range(self.ranks.num_ranks)]
-        states = list(self.ranks.start_least(*mine).wait())
+        states = list(self.ranks.start_all_reduce_min(*mine).wait())
         if FAILED in states:
             End(self.ranks, "stop", _say_nothing).together(count, state, failure)
         return states

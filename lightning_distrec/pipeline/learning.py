@@ -44,7 +44,7 @@ def agree_on_calls(recorded: list[Recorded], ranks: Ranks) -> tuple[list[Call], 
     A module is foreseen in all of its calls, or in none.
     """
     mine = _OfRank(tuple((call.path, repr(call.call), call.reason) for call in recorded))
-    of_ranks: list[Any] = ranks.everyone(mine)
+    of_ranks: list[Any] = ranks.all_gather(mine)
     reasons: dict[str, str] = {}
     for path in sorted({path for of_rank in of_ranks for path, _, _ in of_rank.calls}):
         lists = [of_rank.of(path) for of_rank in of_ranks]

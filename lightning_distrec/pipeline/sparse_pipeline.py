@@ -169,7 +169,7 @@ class SparsePipeline:
 
     def _raise_problems(self, flight: InFlightBatch) -> None:
         if flight.foreseen is not None and not flight.settle().ids_in_range:
-            found = [problem for of_rank in self.ranks.everyone(flight.problems) for problem in of_rank]  # type: ignore[attr-defined]
+            found = [problem for of_rank in self.ranks.all_gather(flight.problems) for problem in of_rank]  # type: ignore[attr-defined]
             raise IdsError(found[0])
 
     def call(self, path: str, arguments: tuple[Any, ...]) -> Any:
@@ -245,7 +245,7 @@ class SparsePipeline:
                 foreseen.take()
             self._post(trouble=self.ranks.rank * 2 + kind)
             assert self._message is not None
-            self._message.wait_at_most(FAREWELL_SECONDS)
+            self._message.wait_up_to(FAREWELL_SECONDS)
 
     def _post(self, trouble: int = WELL) -> None:
         """Collective. Send the step's message, with the news of the first batch that nobody has heard of."""

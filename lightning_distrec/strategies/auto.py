@@ -90,7 +90,7 @@ class AutoStrategy(RanksFromLauncher):
         self.setup_environment()  # rank 0 decides, so the ranks must have met
         ranks = self.all_ranks()[0]
         decided = ranks.all_or_none("setup", lambda: self._decide(trainer) if ranks.rank == 0 else ("", ""))
-        name, reason = ranks.everyone(decided)[0]
+        name, reason = ranks.all_gather(decided)[0]
         rank_zero_info(f"distrec_auto: {name}, because {reason}.")
         self._hand_over(trainer, self._make(name))
         return function(*args, **options)

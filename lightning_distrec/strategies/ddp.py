@@ -220,7 +220,7 @@ class TunedDDPStrategy(DistRecStrategy):
         ddp = self._setting.wrap(module, is_first, device_ids=self.determine_ddp_device_ids(), **self._graph)
         exchange_as(ddp, self._comm_dtype, self._setting.dense_bytes)
         self.model = ddp
-        self._buffers = QuietBuffers(ddp, self._consensus.carried, rank_zero_info)
+        self._buffers = QuietBuffers(ddp, self._consensus.flags, rank_zero_info)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -97,7 +97,7 @@ class TunedFSDPStrategy(ShardedHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self._consensus is not None
-        self._sharded.meet(self.root_device, self._consensus.everyone(self.num_local_ranks), self._waits)
+        self._sharded.meet(self.root_device, self._consensus.all_gather(self.num_local_ranks), self._waits)
         assert self.lightning_module is not None
         set_device_and_mesh(self.lightning_module, self.lightning_module.device, self.device_mesh)
 

@@ -202,7 +202,7 @@ class TorchRecShardedStrategy(ShardedHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self._consensus is not None
-        told = self._consensus.everyone((self.node_rank, self.num_local_ranks))
+        told = self._consensus.all_gather((self.node_rank, self.num_local_ranks))
         self._places = NodeLayout.gathered(told)
         on_nodes = [here for _, here in told]
         if self._sharded is not None:
@@ -333,7 +333,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             self.configure_ddp()
             assert isinstance(self.model, DistributedDataParallel)
             assert self._consensus is not None
-            self._buffers = QuietBuffers(self.model, self._consensus.carried, rank_zero_info)
+            self._buffers = QuietBuffers(self.model, self._consensus.flags, rank_zero_info)
         else:
             broadcast_module_states(module, list(shards))
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_distrec.checkpoint.contents import pieces
 from tests.benchmarks.checkpointing_model import SavedDLRM, endless_loader, fill, must_hold, sharded_tensors, tables_in
 from tests.benchmarks.checkpointing_saves import Job
-from tests.benchmarks.checkpointing_turns import Peak, everyone, slowest
+from tests.benchmarks.checkpointing_turns import Peak, all_gather, slowest
 from tests.benchmarks.performance_rounds import silence
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
@@ -66,7 +66,7 @@ class _LoadsInTurns(pl.Callback):
                 fill(tensors, NOT_SAVED)
                 peak = Peak()
                 seconds = slowest(lambda name=name: self._load(name, trainer, tensors))  # type: ignore[misc]
-                grown = max(everyone(peak.bytes()))
+                grown = max(all_gather(peak.bytes()))
                 must_hold(tensors, self.seed, f"what was loaded, {name},")
                 if name == "ours":
                     self.found.peak = max(self.found.peak, grown)

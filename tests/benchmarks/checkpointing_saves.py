@@ -28,7 +28,7 @@ from tests.benchmarks.checkpointing_model import (
 )
 from tests.benchmarks.checkpointing_turns import (
     Peak,
-    everyone,
+    all_gather,
     folder_bytes,
     forget_freed_memory,
     make_ready,
@@ -131,7 +131,7 @@ def _fit(job: Job, callback: pl.Callback, **checkpoint: Any) -> None:
 def _save_in_turns(job: Job, found: Saves, trainer: pl.Trainer) -> None:
     tensors = sharded_tensors(trainer)
     mine = sum(shard.nbytes for shard in local_shards(tensors))
-    found.tensors = sum(everyone(mine))
+    found.tensors = sum(all_gather(mine))
     contenders: dict[str, tuple[Path, Callable[[], Any]]] = {
         "ours": (job.ours, lambda: trainer.save_checkpoint(job.ours)),
         "bare": (job.bare, lambda: save_barely(job.bare, tensors)),
@@ -145,7 +145,7 @@ def _save_in_turns(job: Job, found: Saves, trainer: pl.Trainer) -> None:
             make_ready(path)
             peak = Peak()
             seconds = slowest(action)
-            found.peak = max([found.peak, *everyone(peak.bytes())]) if name == "ours" else found.peak
+            found.peak = max([found.peak, *all_gather(peak.bytes())]) if name == "ours" else found.peak
             if found.seed:
                 found.seconds[name].append(seconds)
         must_be_saved(job.ours, found.seed, trainer.global_rank, trainer.world_size)
@@ -220,9 +220,9 @@ class _SavesWhileTraining(pl.Callback):
         """Collective. Look at what was saved, copy in the other rounds, and begin anew."""
         assert self.began is not None
         assert self.peak is not None
-        self.times["whole"] = max(everyone(time.perf_counter() - self.began))
+        self.times["whole"] = max(all_gather(time.perf_counter() - self.began))
         writing_step = median(self.steps) if self.steps else self.quiet_step
-        self.found.peak = max([self.found.peak, *everyone(self.peak.bytes())])
+        self.found.peak = max([self.found.peak, *all_gather(self.peak.bytes())])
         must_be_saved(self.path, self.round, trainer.global_rank, trainer.world_size)
         make_ready(self.path)
         if not self.round % 2:

@@ -17,7 +17,7 @@ COMPRESSING = ("btrfs", "zfs", "bcachefs", "f2fs")
 """File systems that may write zeros faster than anything else."""
 
 
-def everyone(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     """Collective. Return every rank's value."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -31,7 +31,7 @@ def slowest(action: Callable[[], Any]) -> float:
     result = action()
     seconds = time.perf_counter() - began
     del result  # giving memory back is no part of it
-    return max(everyone(seconds))
+    return max(all_gather(seconds))
 
 
 def make_ready(*folders: Path) -> None:

@@ -16,7 +16,7 @@ class LoneRank:
     num_ranks = 1
     group = None
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
     def all_or_none(self, what: str, action: Any) -> Any:

@@ -630,10 +630,10 @@ class TwoRanks:
 
     num_ranks = 2
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return value
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value, (3, True)]
 
 

@@ -24,16 +24,16 @@ class Ranks(Protocol):
 
     rank: int
 
-    def say(self, *values: int) -> tuple[int, ...]:
-        """Return these values, and what else the rank has to say, to be sent to all ranks."""
+    def with_flags(self, *values: int) -> tuple[int, ...]:
+        """Return `values` followed by this rank's flags, to be sent to all ranks."""
 
-    def hear(self, said: list[list[int]]) -> list[list[int]]:
-        """Return rank by rank the values, of what all ranks have said."""
+    def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
+        """Return each rank's values without the flags."""
 
-    def start_least(self, *values: int) -> Any:
+    def start_all_reduce_min(self, *values: int) -> Any:
         """Collective. Begin to agree on the smallest of all ranks, for each of the values."""
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
 
 
@@ -83,26 +83,26 @@ class IdsCheck:
 
         Raises IdsError on every rank where the ids of any rank are out of range.
         """
-        fine, least, most = self._ranks.start_least(int(problem is None), examples, -examples).wait()
+        fine, least, most = self._ranks.start_all_reduce_min(int(problem is None), examples, -examples).wait()
         if not fine:
             self._raise(problem)
         return least, -most
 
     def say(self, problem: str | None, examples: int) -> tuple[int, ...]:
         """Return what this rank tells the others with the exchange of ids, for `hear`."""
-        return self._ranks.say(int(problem is None), examples)
+        return self._ranks.with_flags(int(problem is None), examples)
 
     def hear(self, said: list[list[int]] | None, problem: str | None, examples: int) -> tuple[int, int]:
         """As `agree`, of what all ranks have said; None: they have not, and do so now."""
         if said is None:
             return self.agree(problem, examples)
-        values = self._ranks.hear(said)
+        values = self._ranks.take_flags(said)
         if not all(fine for fine, _ in values):
             self._raise(problem)
         return min(number for _, number in values), max(number for _, number in values)
 
     def _raise(self, problem: str | None) -> None:
-        raise IdsError(next(found for found in self._ranks.everyone(problem) if found is not None))
+        raise IdsError(next(found for found in self._ranks.all_gather(problem) if found is not None))
 
     def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
         """Return which ids, (num_ids,), are out of range; None where none is."""

@@ -42,7 +42,7 @@ class Ranks(Protocol):
     rank: int
     num_ranks: int
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's value."""
 
     def all_or_none(self, what: str, action: Callable[[], T]) -> T:
@@ -62,7 +62,7 @@ def measured_bandwidths(
         return {}
     key = _shape(places, device, ranks)
     found = {} if afresh or ranks.rank else _remembered(key)
-    found = {name: one for name, one in ranks.everyone(found)[0].items() if name in names}
+    found = {name: one for name, one in ranks.all_gather(found)[0].items() if name in names}
     numbers = {name: _measure(name, places, device, ranks) for name in names if name not in found}
     if numbers and ranks.rank == 0:
         _remember(key, numbers)
@@ -86,9 +86,9 @@ def _measure(name: str, places: NodeLayout, device: torch.device, ranks: Ranks) 
         return _measure_exchange([places.neighbours(rank) for rank in range(places.num_ranks)], device, ranks)
     if name == "cross_node":
         return _measure_exchange([places.strangers(rank) for rank in range(places.num_ranks)], device, ranks)
-    ranks.everyone(None)  # ranks of a node share its memory: they copy at the same time
+    ranks.all_gather(None)  # ranks of a node share its memory: they copy at the same time
     seconds, moved = ranks.all_or_none("measuring memory", partial(_measure_copies, name, device))
-    return moved / max(ranks.everyone(seconds))
+    return moved / max(ranks.all_gather(seconds))
 
 
 def _measure_exchange(peers: list[list[int]], device: torch.device, ranks: Ranks) -> float:
@@ -122,11 +122,11 @@ def _exchange(to_each: int, peers: list[int], device: torch.device, ranks: Ranks
 
 def _timed(exchange: Callable[[], object], device: torch.device, ranks: Ranks) -> float:
     """Collective. Return how many seconds the slowest rank needs; the same number on all."""
-    ranks.everyone(None)
+    ranks.all_gather(None)
     began = time.perf_counter()
     exchange()
     _wait_for(device)
-    return float(max(ranks.everyone(time.perf_counter() - began)))
+    return float(max(ranks.all_gather(time.perf_counter() - began)))
 
 
 def _measure_copies(name: str, device: torch.device) -> tuple[float, int]:
@@ -155,7 +155,7 @@ def _wait_for(device: torch.device) -> None:
 def _shape(places: NodeLayout, device: torch.device, ranks: Ranks) -> str:
     """Collective. Return what tells this cluster from others: its hosts, ranks, devices and backend."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    told = ranks.everyone((socket.gethostname(), kind, torch.get_num_threads()))
+    told = ranks.all_gather((socket.gethostname(), kind, torch.get_num_threads()))
     hosts = sorted({host for host, _, _ in told})
     rest = [(kind, threads) for _, kind, threads in told]
     return json.dumps([hosts, places.node_of_rank, rest, dist.get_backend(), torch.__version__])

@@ -64,7 +64,7 @@ class Checkpointing:
         """Collective, when a run is set up. Load the weights that it starts from, if it was told to and has not yet."""
         self._module, self._tables, self._owner_of, self._resumed = module, tables, None, None
         self._positions = Positions(self._ranks.rank, self._ranks.num_ranks)
-        self._ranks.carried.watch_failures(lambda: self._saver.has_failed)
+        self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         self._ranks.all_or_none("setup", lambda: _refuse_what_cannot_be_saved(module.trainer))
         if self._options.async_save:
             self._show_what_is_being_written(module.trainer)
@@ -101,7 +101,7 @@ class Checkpointing:
         Raises CheckpointError: the others are not here within 20 s; they may be waiting for this rank elsewhere.
         """
         self._saver.finish(LEAVING_SECONDS)
-        if not self._of_writer.all_here(MEETING_SECONDS):
+        if not self._of_writer.barrier(MEETING_SECONDS):
             raise CheckpointError(
                 f"no checkpoint is saved after the exception above: it was raised on rank {self._ranks.rank}, and not "
                 f"all of the other ranks have come to save their parts within {MEETING_SECONDS:.0f} s. Earlier "
@@ -145,7 +145,7 @@ class Checkpointing:
             "versions": str(find_installed()),
             "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
         }
-        path = Path(self._ranks.everyone(str(path))[0])
+        path = Path(self._ranks.all_gather(str(path))[0])
         further = {} if self._tables is None else self._tables.plan_files()
         self._saver.save(take_snapshot(path.absolute(), checkpoint, of_rank, marker, self._ranks, further))
         assert self._module is not None
@@ -156,7 +156,7 @@ class Checkpointing:
         """Collective. Leave in the checkpoint what any number of ranks can make use of; return what this rank had."""
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         mine: list[Any] = state.pop("combined_loader", [])
-        shared = joined(self._ranks.everyone(mine))
+        shared = joined(self._ranks.all_gather(mine))
         if shared:
             state[POSITIONS] = shared
         return mine
@@ -192,12 +192,12 @@ class Checkpointing:
 
     def before_step(self) -> None:
         """Raise CheckpointError on every rank, at the same step, once a write behind the steps has failed."""
-        if self._ranks.carried.has_failed:
+        if self._ranks.flags.has_failed:
             self._saver.finish()
 
     def finish(self, has_failed: bool) -> None:
         """Collective. Wait for a checkpoint that is being written. has_failed: the run has; the wait has an end."""
-        self._ranks.carried.watch_failures(None)
+        self._ranks.flags.watch_failures(None)
         try:
             self._saver.finish(LEAVING_SECONDS if has_failed else None)
         except CheckpointError as error:

@@ -32,7 +32,7 @@ class JobCheckpoint:
     def found(self, ranks: Consensus) -> str | None:
         """Collective. Return the path where rank 0 sees a complete checkpoint; None: not there, or no job."""
         is_there = self._is_of_a_job and ranks.rank == 0 and is_checkpoint(self.path)
-        return str(self.path) if ranks.everyone(is_there)[0] else None
+        return str(self.path) if ranks.all_gather(is_there)[0] else None
 
     def remove(self) -> None:
         """Remove the checkpoint of a run that has come to its end. On one rank."""

@@ -90,7 +90,7 @@ class OptimizerStates:
             if update.in_backward:
                 state[name] = self._of_fused(table, shards, name)
         # A rank without rows of a table cannot see what its state is like.
-        described = self._consensus.everyone({name: _describe(self._shards[name][1], optimizer) for name in kept})
+        described = self._consensus.all_gather({name: _describe(self._shards[name][1], optimizer) for name in kept})
         for name in kept:
             found = next((of_rank[name] for of_rank in described if of_rank[name] is not None), None)
             if found:

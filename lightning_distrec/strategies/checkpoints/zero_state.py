@@ -19,7 +19,7 @@ def owned_state(
     """Collective. Return state by name: of every tensor the owner has all, the other ranks its shape and type."""
     owned = {name for name, parameter in parameters.items() if owner_of(parameter) == consensus.rank}
     kept = {name: optimizer.state[p] for name, p in parameters.items() if name in owned and p in optimizer.state}
-    told = consensus.everyone({name: {k: _like(v) for k, v in state.items()} for name, state in kept.items()})
+    told = consensus.all_gather({name: {k: _like(v) for k, v in state.items()} for name, state in kept.items()})
     likes = {name: like for of_rank in told for name, like in of_rank.items()}
     return {
         name: {key: _entry(like, kept.get(name, {}).get(key)) for key, like in likes[name].items()}

@@ -39,7 +39,7 @@ def remembered(folder: str, key: str, consensus: Consensus) -> ExchangeSetting |
     found = None
     if consensus.rank == 0:
         found = _read(Path(folder) / FILE).get(key)
-    (found, *_) = consensus.everyone(found)
+    (found, *_) = consensus.all_gather(found)
     return None if found is None else ExchangeSetting(**found)
 
 
@@ -101,7 +101,7 @@ class Autotune:
             self._end_trial()
 
     def _end_trial(self) -> None:
-        medians = self.consensus.everyone(statistics.median(self._seconds[UNCOUNTED:]))
+        medians = self.consensus.all_gather(statistics.median(self._seconds[UNCOUNTED:]))
         self.slowest.append(max(medians))
         self._seconds, self._at = [], 0.0
         if not self.is_done:

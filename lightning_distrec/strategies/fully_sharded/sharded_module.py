@@ -128,7 +128,7 @@ class ShardedModule:
         """Send rank 0's buffers before steps from now on, while they change; let zero_grad reach unsent gradients."""
         self._sent = SentBuffers(module)
         self._undo += [_zero_unsent_too(optimizer, module) for optimizer in optimizers]
-        return QuietBuffers(self._sent, ranks.carried, rank_zero_info)
+        return QuietBuffers(self._sent, ranks.flags, rank_zero_info)
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_distrec._compat.torch import version_of
-from lightning_distrec.cluster.consensus import Carried
+from lightning_distrec.cluster.consensus import RankFlags
 
 TRIAL_STEPS = 8
 """Steps without a write on any rank, after which broadcasts stop."""
@@ -50,12 +50,12 @@ class SentBuffers:
 class QuietBuffers:
     """Looks whether buffers are written to. The ranks tell each other with the agreements that they have anyway.
 
-    ddp: whose broadcasts are left out. carried: what agreements carry. tell: says that broadcasts begin again.
+    ddp: whose broadcasts are left out. flags: sent along with messages between the ranks. tell: warns that they resume.
     """
 
-    def __init__(self, ddp: Broadcasts, carried: Carried, tell: Callable[[str], None]) -> None:
+    def __init__(self, ddp: Broadcasts, flags: RankFlags, tell: Callable[[str], None]) -> None:
         self._ddp = ddp
-        self._carried = carried
+        self._flags = flags
         self._tell = tell
         owners = [(module, path) for path, module in ddp.module.named_modules()]
         self._places = [
@@ -68,20 +68,20 @@ class QuietBuffers:
         self._seen = [buffer.clone() for buffer in self._buffers()]
         self._versions: list[tuple[int, int | None]] = []
         if self._places:
-            carried.watch(self._look)
+            flags.watch(self._look)
 
     def before_step(self) -> None:
         """Choose whether this step's forward broadcasts; all ranks choose alike."""
         if not self._places or not self._ddp.broadcast_buffers and not self._quiet:
             return
-        if self._quiet and self._carried.was_seen:
+        if self._quiet and self._flags.was_seen:
             self._quiet = False
             self._ddp.broadcast_buffers = True
             self._tell(
                 "Buffers of the module did not change at first, so that they were not broadcast, and "
                 f"do now{self._written}; from now on rank 0's are broadcast before every forward, as under DDP."
             )
-        elif not self._quiet and not self._carried.was_seen and self._carried.num_unseen >= TRIAL_STEPS:
+        elif not self._quiet and not self._flags.was_seen and self._flags.num_unseen >= TRIAL_STEPS:
             self._quiet = True
             self._ddp.broadcast_buffers = False
             self._versions = self._versions_now()
@@ -89,7 +89,7 @@ class QuietBuffers:
 
     def stop(self) -> None:
         """Look no more."""
-        self._carried.watch(None)
+        self._flags.watch(None)
 
     def _look(self) -> bool:
         """Whether a buffer was written to on this rank; called when the ranks begin to agree on something."""

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import resume_from
-from lightning_distrec.cluster.consensus import GO_ON, Consensus, consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import CONTINUE, Consensus, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, publish_local_world_size
 from lightning_distrec.cluster.interface import GLOO, choose_interface
 from lightning_distrec.cluster.launched import Launched
@@ -100,7 +100,7 @@ class RanksFromLauncher(DDPStrategy):
 
     def _all_leave(self) -> bool:
         """Whether all ranks know that one was asked to stop."""
-        return dist.is_initialized() and self.all_ranks()[0].carried.agreed != GO_ON
+        return dist.is_initialized() and self.all_ranks()[0].flags.agreed != CONTINUE
 
     def _before_fit(self, trainer: Trainer) -> None:
         job = self.launched.job if self.launched else ""
@@ -149,7 +149,7 @@ class RanksFromLauncher(DDPStrategy):
         if num_ranks > 1:
             start_watchdog(rank, point.host, store, self._watchdog_seconds, nodes)
         if self._sets_threads:
-            ranks = self.all_ranks()[0].everyone(cpus_of_this_process(self.node_rank))
+            ranks = self.all_ranks()[0].all_gather(cpus_of_this_process(self.node_rank))
             use_threads(num_threads(ranks, self.global_rank, os.environ))
         by = self.launched.by if self.launched else type(environment).__name__.removesuffix("Environment")
         total = f"{quantity(self.world_size, 'rank')} on {quantity(self.num_nodes, 'node')}"

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat.lightning import stop_between_steps
-from lightning_distrec.cluster.consensus import GO_ON, REQUEUE, STOP, Agreement, Consensus
+from lightning_distrec.cluster.consensus import CONTINUE, REQUEUE, STOP, Consensus, PendingMin
 from lightning_distrec.cluster.environment import SlurmRanks
 from lightning_distrec.cluster.slurm import requeue
 from lightning_distrec.errors import ConfigError
@@ -63,10 +63,10 @@ class StopHandler:
         self._of_steps = of_steps
         self._options = options
         self._checkpoint = checkpoint
-        self._carried = of_steps.carried
-        self._carried.forget()
-        self._message: Agreement | None = None
-        self._num_agreements = 0
+        self._flags = of_steps.flags
+        self._flags.reset()
+        self._message: PendingMin | None = None
+        self._num_exchanges = 0
         options.apply(trainer.strategy.cluster_environment)  # type: ignore[attr-defined]
         self._undo: Callable[[], None] = stop_between_steps(trainer, self._note, self._leave)
 
@@ -75,10 +75,10 @@ class StopHandler:
         if self._trainer.is_global_zero and self._trainer.state.fn == TrainerFn.FITTING and not has_failed:
             self._checkpoint.remove()
         self._undo()
-        self._carried.watch(None)
+        self._flags.watch(None)
 
     def _note(self, is_requeue: bool) -> None:
-        self._carried.ask(REQUEUE if is_requeue else STOP)
+        self._flags.request(REQUEUE if is_requeue else STOP)
 
     def ends_evaluation(self) -> bool:
         """Collective, at each step of an evaluation: whether it is to end here.
@@ -94,19 +94,19 @@ class StopHandler:
         Where the step before had no agreement that could tell them, there is one for it, which is read at the next.
         """
         if self._of_steps.num_ranks == 1:
-            return self._carried.asked
+            return self._flags.requested
         message, self._message = self._message, None
         if message is not None:
             message.wait()
-        if self._carried.num_agreements == self._num_agreements:
-            self._message = self._of_steps.start_least()
-        self._num_agreements = self._carried.num_agreements
-        return self._carried.agreed
+        if self._flags.num_exchanges == self._num_exchanges:
+            self._message = self._of_steps.start_all_reduce_min()
+        self._num_exchanges = self._flags.num_exchanges
+        return self._flags.agreed
 
     def _leave(self) -> int | None:
         """Collective, between two steps. Return the code to leave with; None: nothing was asked."""
         agreed = self._agreed()
-        if agreed == GO_ON:
+        if agreed == CONTINUE:
             return None
         if agreed == REQUEUE or self._options.on_sigterm == "checkpoint":
             path = self._checkpoint.path
@@ -118,7 +118,7 @@ class StopHandler:
         if self._trainer.is_global_zero:
             _requeue_and_say()
         # Where one rank ends with a code, srun --kill-on-bad-exit ends the others: first rank 0 is to be done.
-        self._of_steps.least(0)
+        self._of_steps.all_reduce_min(0)
         return TRY_AGAIN
 
 

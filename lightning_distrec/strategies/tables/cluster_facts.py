@@ -70,7 +70,7 @@ def find_facts(run: TableRun, tables: list[Table]) -> ClusterFacts:
     settings, consensus, device, places = run.settings, run.consensus, run.device, run.places
     asked, mine = consensus.all_or_none("setup", lambda: _look(settings, device, places, consensus.rank))
     reservation = reserve(run, tables)
-    told = consensus.everyone((asked, mine, device))
+    told = consensus.all_gather((asked, mine, device))
     asked = told[0][0]
     assert asked is not None
     for variable in asked.bare:

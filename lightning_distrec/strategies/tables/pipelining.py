@@ -119,7 +119,7 @@ class Pipelining:
             path: PrefetchableTable(stand_in, lookups[path], tables, self._streams, lambda: self._changes)
             for path, stand_in in tables.shards.in_tree.items()
         }
-        group = consensus.group_of_ids()
+        group = consensus.ids_group()
         self.look_ahead = SparsePipeline(
             depth,
             consensus,

@@ -32,7 +32,7 @@ def estimate_pooling(run: TableRun, look: Decisions) -> dict[str, TableConstrain
     num_batches = run.settings.planning.estimate_pooling
     mine = _count(run.trainer, run.module, num_batches, run.device) if num_batches else (IdCounts.none(), 0, [])
     counts, total, notes = IdCounts.none(), 0, []
-    for rank, (theirs, seen, said) in enumerate(run.consensus.everyone(mine)):
+    for rank, (theirs, seen, said) in enumerate(run.consensus.all_gather(mine)):
         counts.add(theirs)
         total += seen
         notes += [f"rank {rank}: {note}" for note in said]

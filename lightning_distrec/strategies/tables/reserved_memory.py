@@ -30,7 +30,7 @@ def reserve(run: TableRun, tables: list[Table]) -> Reservation:
     Raises ConfigError, on all ranks: the environment says what cannot be.
     """
     trainer, module, settings, consensus = run.trainer, run.module, run.settings, run.consensus
-    given, variable = consensus.everyone((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
+    given, variable = consensus.all_gather((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
     if not is_measured(given):
         return chosen_reservation(given, {VARIABLE: variable})
     activation_bytes, why = sample_step(trainer, module, tables, consensus, run.device)
@@ -40,7 +40,7 @@ def reserve(run: TableRun, tables: list[Table]) -> Reservation:
     weighed = consensus.all_or_none(
         "setup", lambda: weigh(trainer, module, settings, run.device, run.places, run.cuts_dense, activation_bytes)
     )
-    return consensus.everyone(weighed)[0]
+    return consensus.all_gather(weighed)[0]
 
 
 def weigh(

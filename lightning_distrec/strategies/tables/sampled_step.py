@@ -33,11 +33,11 @@ def sample_step(
     with unchanged(include_cuda=device.type == "cuda"):
         mine, why = _prepared(trainer, module, tables, device)
         # All or none: a training_step may exchange something among the ranks.
-        if why := _first(consensus.everyone(why)):
+        if why := _first(consensus.all_gather(why)):
             return None, why
         assert mine is not None
         measured = measure_step(*mine, None, str(trainer.precision))
-    told = consensus.everyone((measured.activation_bytes, "; ".join(measured.said)))
+    told = consensus.all_gather((measured.activation_bytes, "; ".join(measured.said)))
     if why := _first([said for _, said in told]):
         return None, why
     return max(kept for kept, _ in told if kept is not None), ""

@@ -107,7 +107,7 @@ def _refuse_whole_again(present: ShardedTables, module: LightningModule, setting
 def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:
     shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
     mine = (shapes, [t.parameter.is_meta for t in tables])
-    for rank, theirs in enumerate(consensus.everyone(mine)):
+    for rank, theirs in enumerate(consensus.all_gather(mine)):
         if theirs != mine:
             raise ShardingError(
                 f"the ranks have different tables: rank {consensus.rank} has {shapes}, rank {rank} {theirs[0]}. "
@@ -122,7 +122,7 @@ def _shard(run: TableRun, look: Decisions, plan: Plan, held: dict[str, list[Piec
         for name, update in look.updates.items()
         if plan[name].sharding_type != "data_parallel"
     }
-    seed = run.consensus.everyone(torch.initial_seed())[0]
+    seed = run.consensus.all_gather(torch.initial_seed())[0]
     shards = shard_tables(run.module, look.tables, plan, fused, run.device, held, seed, run.settings.comms)
     shards.fill_optimizer_state({n: u.initial_state for n, u in look.updates.items() if u.in_backward})
     kept = {name: _rows_only(update) for name, update in look.updates.items() if not update.in_backward}
