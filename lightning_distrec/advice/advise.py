@@ -6,9 +6,17 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.strategies.estimates.activations import Sample
-from lightning_distrec.strategies.estimates.estimate import DDP, FSDP, TORCHREC, TORCHREC_FSDP, Estimate, Job, reckon
+from lightning_distrec.strategies.estimates.estimate import (
+    DDP,
+    FSDP,
+    TORCHREC,
+    TORCHREC_FSDP,
+    Estimate,
+    Job,
+    estimate_strategies,
+)
 from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, TableSize, measure_module
+from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.units import format_bytes, quantity
 
 FULL_SHARE = 0.8
@@ -33,18 +41,20 @@ class Advice:
         return not row.refused and row.total <= FULL_SHARE * self.job.memory_bytes
 
 
-def advise(module: LightningModule, job: Job, settings: Any, device_type: str, sample: Sample | None = None) -> Advice:
+def advise(
+    module: LightningModule, job: Job, settings: Any, device_type: str, profile: StepProfile | None = None
+) -> Advice:
     """Return what to take for this module, which is left as it is, and needs no memory beyond its own.
 
     settings: the Trainer, or what has its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
-    sample: what one batch has told; None: nothing is known of batches.
+    profile: of a training step; None: no batch was looked at.
     """
-    sample = sample or Sample()
+    profile = profile or StepProfile()
     conversion = Conversion()
     sizes = measure_module(module, settings, device_type, conversion)
-    rows = reckon(sizes, job, sample)
+    rows = estimate_strategies(sizes, job, profile)
     chosen, reason = _choose(sizes, rows, job, conversion.min_rows)
-    return Advice(job=job, rows=rows, chosen=chosen, reason=reason, said=_said(sizes, job, sample))
+    return Advice(job=job, rows=rows, chosen=chosen, reason=reason, said=_said(sizes, job, profile))
 
 
 def _choose(sizes: ModuleSizes, rows: list[Estimate], job: Job, min_rows: int) -> tuple[str, str]:
@@ -86,16 +96,16 @@ def _in_words(tables: list[TableSize], large: TableSize, share: float) -> str:
 def _share_of_tables(sizes: ModuleSizes) -> float:
     """Return which share of parameters and optimizer state belongs to tables."""
     tables = {table.weight.name for table in sizes.tables}
-    total = sum((p.numbers + p.state_numbers) * p.number_bytes for p in sizes.parameters)
-    ours = sum((p.numbers + p.state_numbers) * p.number_bytes for p in sizes.parameters if p.name in tables)
+    total = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters)
+    ours = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters if p.name in tables)
     return ours / total if total else 0.0
 
 
-def _said(sizes: ModuleSizes, job: Job, sample: Sample) -> list[str]:
-    said = [*sizes.said, *sample.said]
-    if sample.activation_bytes is None and not sample.said:
+def _said(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
+    said = [*sizes.notes, *profile.notes]
+    if profile.activation_bytes is None and not profile.notes:
         said.append("activations are left out: no batch was looked at")
-    elif sample.activation_bytes is not None:
+    elif profile.activation_bytes is not None:
         said.append(
             "activations are what a forward with one batch keeps for its backward, the same under each strategy"
         )
@@ -106,14 +116,14 @@ def _said(sizes: ModuleSizes, job: Job, sample: Sample) -> list[str]:
         said.append(f"the sparse gradient of {sparse[0]} is left out of memory, and of what ddp_tuned sends")
     if sizes.tables:
         said.append("tables are shared out evenly; a plan may give one rank more")
-        said.append(_said_of_rows(sizes.tables, sample))
+        said.append(_said_of_rows(sizes.tables, profile))
     return said
 
 
-def _said_of_rows(tables: list[TableSize], sample: Sample) -> str:
+def _said_of_rows(tables: list[TableSize], profile: StepProfile) -> str:
     travel = "each row travels once; pooled tables that are cut by rows send as many times more as there are ranks"
-    if sample.batch_size is None:
+    if profile.batch_size is None:
         return "what lookups send is not known without a batch"
-    if any(table.path in sample.lookups for table in tables):
-        return f"lookups are those of one batch of {quantity(sample.batch_size, 'sample')}; {travel}"
-    return f"{quantity(sample.batch_size, 'sample')} are taken to look up one id of every feature each; {travel}"
+    if any(table.path in profile.lookups for table in tables):
+        return f"lookups are those of one batch of {quantity(profile.batch_size, 'sample')}; {travel}"
+    return f"{quantity(profile.batch_size, 'sample')} are taken to look up one id of every feature each; {travel}"

@@ -14,7 +14,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.meta_tables import tables_on_meta
-from lightning_distrec.strategies.estimates.meta_copy import meta_copy, optimizers_of
+from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.tables.decisions import (
     TableSettings,
     WantedTables,
@@ -66,7 +66,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     said = list(wanted.warnings)
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
     try:
-        optimizers = optimizers_of(there)
+        optimizers = configured_optimizers(there)
     except Exception as error:
         said.append(
             f"configure_optimizers failed without a Trainer ({_line(error)}): every table is taken to be updated by "

@@ -17,8 +17,8 @@ from lightning_distrec.advice.advise import Advice, advise
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-from lightning_distrec.strategies.estimates.activations import Sample, measure_step
 from lightning_distrec.strategies.estimates.estimate import Job
+from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.units import parse_bytes
 
 
@@ -88,8 +88,10 @@ def advise_on(given: Namespace) -> Advice:
         raise ConfigError("advise: there is no GPU here to ask for its memory. Say it: --device-memory 80GB.")
     memory_bytes = memory_bytes_per_rank(torch.device(device), on_node, memory)
     job = Job(num_ranks=num_nodes * on_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
-    sample = Sample(said=("no batch was looked at, as asked",)) if given.no_batch else _look_at_batch(built, precision)
-    return advise(built.model, job, settings, device, sample)
+    profile = (
+        StepProfile(notes=("no batch was looked at, as asked",)) if given.no_batch else _look_at_batch(built, precision)
+    )
+    return advise(built.model, job, settings, device, profile)
 
 
 def full_precision_name(given: Any) -> str:
@@ -120,7 +122,7 @@ def count_devices(devices: Any, device: str) -> int:
     return torch.cuda.device_count()
 
 
-def _look_at_batch(built: BuildsOnly, precision: str) -> Sample:
+def _look_at_batch(built: BuildsOnly, precision: str) -> StepProfile:
     """Run a step with the first batch of training, on the host. What cannot be had is said."""
     module = built.model
     try:
@@ -129,8 +131,8 @@ def _look_at_batch(built: BuildsOnly, precision: str) -> Sample:
             module.configure_model()
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return Sample(said=(f"no batch could be looked at ({why}), so activations are left out",))
-    return measure_step(module, batch, count_samples(batch), precision)
+        return StepProfile(notes=(f"no batch could be looked at ({why}), so activations are left out",))
+    return profile_step(module, batch, count_samples(batch), precision)
 
 
 def _first_batch(module: LightningModule, data: LightningDataModule | None) -> Any:

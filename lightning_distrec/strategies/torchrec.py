@@ -35,7 +35,7 @@ from lightning_distrec.sharding.shard_tables import sharded_tables_of
 from lightning_distrec.strategies.fully_sharded.dense_layers import follow_parameters
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.hooks import ShardedHooks
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded, refuse_to_cut
+from lightning_distrec.strategies.fully_sharded.refusals import refuse_inexact_optimizers, refuse_sharded
 from lightning_distrec.strategies.fully_sharded.sharded_module import ShardedModule
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.run.buffers import QuietBuffers
@@ -303,7 +303,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         dense.set_up(module, precision, self.root_device, self._consensus)
         follow_parameters(tables.optimizers, before, dict(module.named_parameters(remove_duplicate=False)))
         self.model = module
-        refuse_to_cut(tables.optimizers)
+        refuse_inexact_optimizers(tables.optimizers)
 
     @override
     def exchanged_parameters(self) -> list[nn.Parameter]:

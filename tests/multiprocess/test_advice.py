@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication
 from lightning_distrec.advice.advise import Advice, advise
-from lightning_distrec.strategies.estimates.activations import measure_step
 from lightning_distrec.strategies.estimates.estimate import Estimate, Job
+from lightning_distrec.strategies.estimates.step_profile import profile_step
 from tests.support.advised_models import BATCH, KINDS, batches
 from tests.support.embedding_models import loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -80,9 +80,9 @@ def _advice(kind: str, optimizer: str, **job: Any) -> Advice:
     module = KINDS[kind](optimizer)
     batch = batches(0, 1)[0]
     module.configure_model()
-    sample = measure_step(module, batch, BATCH, "32-true")
+    profile = profile_step(module, batch, BATCH, "32-true")
     wanted = {"num_ranks": NUM_RANKS, "num_nodes": 1, "memory_bytes": 10**9} | job
-    return advise(module, Job(**wanted), SETTINGS, "cpu", sample)
+    return advise(module, Job(**wanted), SETTINGS, "cpu", profile)
 
 
 def _row(advice: Advice, strategy: str) -> Estimate:

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         {},
     ),
     "wrap: 'blocks' is a ModuleList, which is never called itself": (Layers, {"wrap": ["blocks"]}, {}),
-    "wrap: 'one' shares a weight with another part": (BareAndTied, {"wrap": ["one"]}, {}),
+    "wrap: 'one' shares a weight with another submodule": (BareAndTied, {"wrap": ["one"]}, {}),
     "replicas=3: 2 ranks cannot be shared out evenly among them. Use a divisor of 2": (Plain, {"replicas": 3}, {}),
     "cpu_offload=true: all is on the host already": (Plain, {"cpu_offload": True}, {}),
     "fsdp_tuned has one of '32-true'": (Plain, {}, {"plugins": MixedPrecision("16-mixed", "cpu")}),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec.sharding.tables import find_tables
-from lightning_distrec.strategies.estimates.activations import measure_step
+from lightning_distrec.strategies.estimates.step_profile import profile_step
 from lightning_distrec.strategies.tables import reserved_memory
 from lightning_distrec.strategies.tables.sampled_step import _with_small_tables
 from lightning_distrec.units import format_bytes
@@ -151,7 +151,7 @@ def _by_the_module_itself(rank: int) -> int:
     """Return what a step of the unsharded module keeps, whose tables are all there."""
     model, ids = AllKinds(), torch.stack([sample["ids"] for sample in samples(rank)[: SIZE * (1 + rank)]])
     batch = model.on_after_batch_transfer({"ids": ids}, 0)
-    kept = measure_step(model, batch, None, "32-true").activation_bytes
+    kept = profile_step(model, batch, None, "32-true").activation_bytes
     assert kept
     return kept
 

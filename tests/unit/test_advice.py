@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from lightning_distrec.advice.advise import Advice, advise
 from lightning_distrec.advice.report import as_json, print_advice
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.strategies.estimates.activations import Sample, measure_step
-from lightning_distrec.strategies.estimates.estimate import Estimate, Job, reckon
+from lightning_distrec.strategies.estimates.estimate import Estimate, Job, estimate_strategies
 from lightning_distrec.strategies.estimates.module_sizes import measure_module
+from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from tests.support.advised_models import Advised, Wide, WithBags, WithTable, batches
 
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
 
 
-def of(module: Any, sample: Sample | None = None, settings: Any = SETTINGS, **job: Any) -> Advice:
+def of(module: Any, profile: StepProfile | None = None, settings: Any = SETTINGS, **job: Any) -> Advice:
     wanted = {"num_ranks": 4, "num_nodes": 1, "memory_bytes": 10**9} | job
-    return advise(module, Job(**wanted), settings, "cpu", sample)
+    return advise(module, Job(**wanted), settings, "cpu", profile)
 
 
 def row(advice: Advice, strategy: str) -> Estimate:
@@ -94,7 +94,7 @@ class HasItsOwn(Wide):
 
 def test_an_unknown_optimizer_is_taken_for_adam_and_it_is_said() -> None:
     advice = of(HasItsOwn())
-    assert "Unheard is not known: 2 tensors of state are taken for each parameter" in advice.said
+    assert "the state of Unheard is unknown: 2 tensors are assumed for each parameter" in advice.said
     assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
 
 
@@ -127,7 +127,7 @@ def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
 def test_tables_may_be_sharded_beside_layers_that_are_cut() -> None:
     sizes = measure_module(WithTable(), SETTINGS, "cpu", Conversion())
     job = Job(num_ranks=4, num_nodes=1, memory_bytes=10**9)
-    *_, alone, hybrid = reckon(sizes, job, Sample(batch_size=8))
+    *_, alone, hybrid = estimate_strategies(sizes, job, StepProfile(batch_size=8))
     assert (alone.strategy, hybrid.strategy) == ("torchrec_sharded", "torchrec_sharded with dense: fsdp")
     layers = 16 * 256 + 256
     tables = (120_000 * 16) // 4
@@ -151,7 +151,7 @@ def test_a_module_on_the_meta_device_has_the_same_needs() -> None:
     with torch.device("meta"):
         there = WithTable()
     assert of(there).rows == of(WithTable()).rows
-    assert "meta device" in measure_step(there, batches(0, 1)[0], 16, "32-true").said[0]
+    assert "meta device" in profile_step(there, batches(0, 1)[0], 16, "32-true").notes[0]
 
 
 def test_what_a_strategy_refuses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,23 +195,25 @@ class TwoLayers(Advised):
 
 def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
     module = TwoLayers()
-    sample = measure_step(module, torch.ones(10, 8), 10, "32-true")
-    assert sample.activation_bytes == 4 * 10 * (8 + 32 + 4)  # the last: what is squared in the loss
+    profile = profile_step(module, torch.ones(10, 8), 10, "32-true")
+    assert profile.activation_bytes == 4 * 10 * (8 + 32 + 4)  # the last: what is squared in the loss
     assert all(parameter.grad is None for parameter in module.parameters())
-    memory = row(of(module, sample), "ddp_tuned").memory
-    assert memory["activations"] == sample.activation_bytes
+    memory = row(of(module, profile), "ddp_tuned").memory
+    assert memory["activations"] == profile.activation_bytes
     assert "activations" not in row(of(module), "ddp_tuned").memory
     assert "activations are left out: no batch was looked at" in of(module).said
 
 
 def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_says_why() -> None:
-    sample = measure_step(TwoLayers(), torch.ones(10, 9), 10, "32-true")
-    assert sample.activation_bytes is None
-    assert sample.said[0].startswith("activations are left out: training_step failed on a batch without a Trainer (Run")
+    profile = profile_step(TwoLayers(), torch.ones(10, 9), 10, "32-true")
+    assert profile.activation_bytes is None
+    assert profile.notes[0].startswith(
+        "activations are left out: training_step failed on a batch without a Trainer (Run"
+    )
 
 
 def test_lookups_are_taken_from_the_batch_size_where_no_step_was_run() -> None:
-    advice = of(WithBags(), Sample(batch_size=8))
+    advice = of(WithBags(), StepProfile(batch_size=8))
     assert row(advice, "torchrec_sharded").sent["rows"] == 8 * (16 + 16 + 8) * 4 * 3 / 4
     assert any(said.startswith("8 samples are taken to look up one id of every feature each") for said in advice.said)
     assert row(of(WithBags()), "torchrec_sharded").sent is None

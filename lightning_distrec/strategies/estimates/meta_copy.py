@@ -1,4 +1,4 @@
-"""A copy of a module that takes no memory, to be looked at, configured and asked for its optimizers."""
+"""A copy of a module on the meta device: it takes no memory, and is configured and asked for its optimizers."""
 
 import copy
 import warnings
@@ -13,44 +13,44 @@ from torch.optim import Optimizer
 
 
 def meta_copy(module: LightningModule) -> LightningModule:
-    """Return a copy of the module on the meta device, without its Trainer, `configure_model` called.
+    """Return a copy of the module on the meta device, without its Trainer, after `configure_model`.
 
-    Weights that are shared are shared there too. Raises whatever the module's parts raise where they cannot be copied,
-    or configured without a Trainer.
+    Weights that are shared are shared in the copy too. Raises whatever the module's `__deepcopy__` and
+    `configure_model` raise, which may need a Trainer.
     """
-    known = without_trainer(module)
+    memo = without_trainer(module)
     for parameter in module.parameters():
-        known[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
-        known[id(buffer)] = torch.empty_like(buffer, device="meta")
-    there = copy.deepcopy(module, known)
-    if is_overridden("configure_model", there):
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    copied = copy.deepcopy(module, memo)
+    if is_overridden("configure_model", copied):
         with torch.device("meta"):
-            there.configure_model()
-    return there
+            copied.configure_model()
+    return copied
 
 
-def optimizers_of(there: LightningModule) -> list[Optimizer]:
-    """Return what the copy's `configure_optimizers` makes. Raises what it raises: it may ask for a Trainer."""
+def configured_optimizers(module: LightningModule) -> list[Optimizer]:
+    """Return the optimizers that `configure_optimizers` makes. Raises what it raises: it may need a Trainer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # schedulers are made only to be thrown away
-        return list(dict.fromkeys(_optimizers(there.configure_optimizers())))
+        warnings.simplefilter("ignore")  # schedulers are made and dropped without a step
+        return list(dict.fromkeys(_optimizers_in(module.configure_optimizers())))
 
 
 def without_trainer(module: LightningModule) -> dict[int, Any]:
-    """Return what copy.deepcopy is to know beforehand, so that the copy has no Trainer."""
+    """Return a memo for copy.deepcopy in which the module's Trainer is already copied, as None."""
     try:
         return {id(module.trainer): None}
     except RuntimeError:  # not attached
         return {}
 
 
-def _optimizers(made: Any) -> Iterator[Optimizer]:
+def _optimizers_in(configured: Any) -> Iterator[Optimizer]:
     """Yield the optimizers in what configure_optimizers returns: one, a list, lists of both kinds, or dicts."""
-    if isinstance(made, Optimizer):
-        yield made
-    elif isinstance(made, dict):
-        yield from _optimizers(made.get("optimizer"))
-    elif isinstance(made, (list, tuple)):
-        for part in made:
-            yield from _optimizers(part)
+    if isinstance(configured, Optimizer):
+        yield configured
+    elif isinstance(configured, dict):
+        yield from _optimizers_in(configured.get("optimizer"))
+    elif isinstance(configured, (list, tuple)):
+        for entry in configured:
+            yield from _optimizers_in(entry)

@@ -1,4 +1,4 @@
-"""What of a module takes memory and travels: its parameters, their optimizer state, its tables and its blocks."""
+"""The sizes of a module: its parameters with their optimizer state, its tables, its buffers and its FSDP blocks."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,74 +13,72 @@ from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS, keeps_stat
 from lightning_distrec.optimizers.translation import translate
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.estimates.meta_copy import meta_copy, optimizers_of
+from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_module
-from lightning_distrec.strategies.fully_sharded.replicated_parameters import kept_whole
+from lightning_distrec.strategies.fully_sharded.replicated_parameters import choose_replicated
 from lightning_distrec.strategies.tables.refusals import why_not_in_backward
 from lightning_distrec.units import shortened
-
-MIN_NUM_PARAMETERS = 1_000_000
-"""TunedFSDPStrategy's, from where on a part of a module is a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSize:
-    """One parameter."""
+    """The size of one parameter."""
 
     name: str
     rows: int
-    """Its first dim; 0 for a single number."""
-    numbers: int
-    number_bytes: int
-    state_numbers: int
-    learns: bool
+    """Its first dim; 0 for a scalar."""
+    numel: int
+    itemsize: int
+    state_numel: int
+    """Elements of its optimizer state."""
+    requires_grad: bool
     has_sparse_gradient: bool
     block: int | None
-    """The block that gathers it under fsdp_tuned, by its place in the module; None: it is gathered for a whole step."""
-    is_cut: bool
-    """Whether fsdp_tuned cuts it."""
+    """The block that gathers it under fsdp_tuned, by its position in the module; None: gathered for a whole step."""
+    is_sharded: bool
+    """Whether fsdp_tuned shards it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSize:
-    """One table that torchrec_sharded would shard."""
+    """The size of one table that torchrec_sharded would shard."""
 
     name: str
     path: str
-    """Where the module that looks it up is."""
+    """Path of the module that looks it up."""
     weight: ParameterSize
     dim: int
     features: tuple[str, ...]
-    keeps_gradient: bool
+    has_dense_gradient: bool
     """Whether a step keeps a gradient as large as the table."""
 
 
 @dataclass(kw_only=True)
 class ModuleSizes:
-    """A module's parts, by size."""
+    """The sizes of a module."""
 
     parameters: list[ParameterSize] = field(default_factory=list)
-    """All, those of tables too; each once."""
+    """All parameters, tables included; each once."""
     tables: list[TableSize] = field(default_factory=list)
     buffer_bytes: int = 0
-    num_blocks: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     """Strategy -> why it would refuse the module."""
-    said: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     """What was assumed."""
 
     @property
-    def in_no_table(self) -> list[ParameterSize]:
-        """The parameters that torchrec_sharded trains as under DDP."""
+    def dense_parameters(self) -> list[ParameterSize]:
+        """The parameters that are no tables, which torchrec_sharded trains as under DDP or FSDP."""
         tables = {table.weight.name for table in self.tables}
         return [parameter for parameter in self.parameters if parameter.name not in tables]
 
 
 def measure_module(module: LightningModule, settings: Any, device_type: str, conversion: Conversion) -> ModuleSizes:
-    """Return the sizes of a module, which is left as it is: a copy without memory is configured and looked at.
+    """Return the sizes of a module, which stays as it is: they are measured on a configured copy without memory.
 
-    settings: the Trainer, or what has its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
+    settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
     """
     with torch.random.fork_rng(devices=[]):  # what configure_model draws must not change what is drawn later
         return _measure(module, settings, device_type, conversion)
@@ -89,86 +87,88 @@ def measure_module(module: LightningModule, settings: Any, device_type: str, con
 def _measure(module: LightningModule, settings: Any, device_type: str, conversion: Conversion) -> ModuleSizes:
     sizes = ModuleSizes()
     try:
-        there = meta_copy(module)
+        measured = meta_copy(module)
     except Exception as error:
-        # The module itself is only looked at: its configure_model and configure_optimizers may change it.
-        there, optimizers = module, None
-        sizes.said.append(
-            f"the module cannot be copied and configured without a Trainer ({_line(error)}): it was looked at as it "
-            f"is, and {UNKNOWN_TENSORS} tensors of state are taken for each parameter"
+        # The module itself is only read: its configure_model and configure_optimizers may change it.
+        measured, optimizers = module, None
+        sizes.notes.append(
+            f"the module cannot be copied and configured without a Trainer ({_one_line(error)}): it was measured as "
+            f"it is, with {UNKNOWN_TENSORS} tensors of optimizer state for each parameter"
         )
     else:
-        optimizers = _made_optimizers(there, sizes)
-    sizes.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in there.buffers())
-    _look_at_parameters(there, optimizers, sizes)
-    _look_at_tables(there, optimizers, settings, device_type, conversion, sizes)
+        optimizers = _optimizers_or_note(measured, sizes)
+    sizes.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in measured.buffers())
+    _measure_parameters(measured, optimizers, sizes)
+    _measure_tables(measured, optimizers, settings, device_type, conversion, sizes)
     return sizes
 
 
-def _made_optimizers(there: LightningModule, sizes: ModuleSizes) -> list[Optimizer] | None:
+def _optimizers_or_note(measured: LightningModule, sizes: ModuleSizes) -> list[Optimizer] | None:
     try:
-        return optimizers_of(there)
+        return configured_optimizers(measured)
     except Exception as error:
-        sizes.said.append(
-            f"configure_optimizers failed on a copy of the module without a Trainer ({_line(error)}): "
-            f"{UNKNOWN_TENSORS} tensors of state are taken for each parameter"
+        sizes.notes.append(
+            f"configure_optimizers failed on a copy of the module without a Trainer ({_one_line(error)}): "
+            f"{UNKNOWN_TENSORS} tensors of optimizer state are assumed for each parameter"
         )
         return None
 
 
-def _look_at_parameters(there: LightningModule, optimizers: list[Optimizer] | None, sizes: ModuleSizes) -> None:
-    states = _states(optimizers, there, sizes)
+def _measure_parameters(measured: LightningModule, optimizers: list[Optimizer] | None, sizes: ModuleSizes) -> None:
+    state_numel = _state_numel(optimizers, measured, sizes)
     sparse = {
-        id(part.weight) for part in there.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        id(submodule.weight)
+        for submodule in measured.modules()
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse
     }
     blocks: list[nn.Module] = []
     try:
-        refuse_module(there)
-        blocks = choose_blocks(there, "auto", MIN_NUM_PARAMETERS)
+        refuse_module(measured)
+        blocks = choose_blocks(measured, "auto", FSDPOptions().min_num_parameters)
     except DistRecError as error:
         sizes.refused["fsdp_tuned"] = str(error)
-    places = {id(parameter): place for place, block in enumerate(blocks) for parameter in block.parameters()}
-    whole = {id(parameter) for parameter in kept_whole(there, blocks, there.automatic_optimization).values()}
-    sizes.num_blocks = len(blocks)
-    for name, parameter in there.named_parameters():
+    block_of = {id(parameter): i for i, block in enumerate(blocks) for parameter in block.parameters()}
+    replicated = choose_replicated(measured, blocks, measured.automatic_optimization)
+    replicated_ids = {id(parameter) for parameter in replicated.values()}
+    for name, parameter in measured.named_parameters():
         size = ParameterSize(
             name=name,
             rows=parameter.shape[0] if parameter.dim() else 0,
-            numbers=parameter.numel(),
-            number_bytes=parameter.itemsize,
-            state_numbers=states.get(id(parameter), 0),
-            learns=parameter.requires_grad,
+            numel=parameter.numel(),
+            itemsize=parameter.itemsize,
+            state_numel=state_numel.get(id(parameter), 0),
+            requires_grad=parameter.requires_grad,
             has_sparse_gradient=id(parameter) in sparse,
-            block=places.get(id(parameter)),
-            is_cut=id(parameter) not in whole,
+            block=block_of.get(id(parameter)),
+            is_sharded=id(parameter) not in replicated_ids,
         )
         sizes.parameters.append(size)
 
 
-def _states(optimizers: list[Optimizer] | None, there: nn.Module, sizes: ModuleSizes) -> dict[int, int]:
-    """Return parameter's id -> how many numbers the optimizers keep beside it."""
+def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes: ModuleSizes) -> dict[int, int]:
+    """Return parameter's id -> number of elements in its optimizer state."""
     if optimizers is None:
-        return {id(p): UNKNOWN_TENSORS * p.numel() for p in there.parameters() if p.requires_grad}
-    states: dict[int, int] = {}
+        return {id(p): UNKNOWN_TENSORS * p.numel() for p in measured.parameters() if p.requires_grad}
+    found: dict[int, int] = {}
     unknown: dict[str, None] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not parameter.requires_grad and not keeps_state_of_frozen(optimizer):
                     continue
-                numbers = state_numbers(optimizer, group, parameter)
-                if numbers is None:
+                numel = state_numbers(optimizer, group, parameter)
+                if numel is None:
                     unknown[type(optimizer).__name__] = None
-                    numbers = UNKNOWN_TENSORS * parameter.numel()
-                states[id(parameter)] = states.get(id(parameter), 0) + numbers
+                    numel = UNKNOWN_TENSORS * parameter.numel()
+                found[id(parameter)] = found.get(id(parameter), 0) + numel
     if unknown:
         kinds = shortened(list(unknown), 3)
-        sizes.said.append(f"{kinds} is not known: {UNKNOWN_TENSORS} tensors of state are taken for each parameter")
-    return states
+        sizes.notes.append(f"the state of {kinds} is unknown: {UNKNOWN_TENSORS} tensors are assumed for each parameter")
+    return found
 
 
-def _look_at_tables(
-    there: LightningModule,
+def _measure_tables(
+    measured: LightningModule,
     optimizers: list[Optimizer] | None,
     settings: Any,
     device_type: str,
@@ -176,12 +176,12 @@ def _look_at_tables(
     sizes: ModuleSizes,
 ) -> None:
     try:
-        tables = find_tables(there, conversion).tables
-        kept = _kept_gradients(there, tables, optimizers, settings, device_type)
+        tables = find_tables(measured, conversion).tables
+        has_dense_gradient = _with_dense_gradients(measured, tables, optimizers, settings, device_type)
     except DistRecError as error:
         sizes.refused["torchrec_sharded"] = str(error)
         return
-    by_id = {id(p): size for (_, p), size in zip(there.named_parameters(), sizes.parameters, strict=True)}
+    by_id = {id(p): size for (_, p), size in zip(measured.named_parameters(), sizes.parameters, strict=True)}
     for table in tables:
         weight: Tensor = table.parameter
         sizes.tables.append(
@@ -191,18 +191,19 @@ def _look_at_tables(
                 weight=by_id[id(weight)],
                 dim=table.config.embedding_dim,
                 features=tuple(table.config.feature_names),
-                keeps_gradient=kept[table.full_name],
+                has_dense_gradient=has_dense_gradient[table.full_name],
             )
         )
 
 
-def _kept_gradients(
-    there: LightningModule,
+def _with_dense_gradients(
+    measured: LightningModule,
     tables: list[Table],
     optimizers: list[Optimizer] | None,
     settings: Any,
     device_type: str,
 ) -> dict[str, bool]:
+    """Return full name of a table -> whether a step keeps a gradient as large as it."""
     if optimizers is None:
         return {table.full_name: table.parameter.requires_grad for table in tables}
     updates = translate(
@@ -210,11 +211,11 @@ def _kept_gradients(
         {table.full_name: "auto" for table in tables},
         optimizers,
         device_type,
-        why_not_in_backward(settings, there, None),  # type: ignore[arg-type]  # only loss scaling is asked for
+        why_not_in_backward(settings, measured, None),  # type: ignore[arg-type]  # only loss scaling needs the precision
         {table.full_name for table in tables if table.plain is not None},
     )
     return {name: update.kind == "dense" for name, update in updates.items()}
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,4 +1,4 @@
-"""Blocks that keep no activations for backward, which runs their forward once more instead."""
+"""Activation checkpointing: blocks save no activations for backward, which runs their forward again."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,48 +8,52 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Place = tuple[nn.Module, str]
+BufferKey = tuple[nn.Module, str]
+"""The module that has a buffer, and the buffer's name in it."""
 
 
-def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Let blocks compute their activations again in backward. Source: torch.utils.checkpoint."""
+def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
+    """Let blocks recompute their activations in backward. Source: torch.utils.checkpoint."""
     for block in blocks:
-        if "forward" not in vars(block):
-            again: Any = partial(
-                checkpoint, block.forward, use_reentrant=False, context_fn=partial(_first_and_again, block)
+        if "forward" not in vars(block):  # an earlier run may have replaced it
+            # An attribute of the instance hides the class's forward. A wrapper module would do the same, but it would
+            # change the paths of the block's parameters, which checkpoints and optimizers go by.
+            recomputed: Any = partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, block)
             )
-            block.forward = again
+            block.forward = recomputed
 
 
-def _first_and_again(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    before: dict[Place, Tensor] = {}
-    return _noted(block, before), _with_buffers(before)
-
-
-@contextmanager
-def _noted(block: nn.Module, before: dict[Place, Tensor]) -> Iterator[None]:
-    """Keep what the buffers that forward writes to were before it: running means, spectral norms."""
-    places = [(part, name) for part in block.modules() for name, _ in part.named_buffers(recurse=False)]
-    now = {place: getattr(*place) for place in places}
-    kept = {place: buffer.clone() for place, buffer in now.items()}
-    try:
-        yield
-    finally:
-        before |= {place: kept[place] for place in places if not _same(getattr(*place), now[place], kept[place])}
-
-
-def _same(buffer: Tensor, then: Tensor, kept: Tensor) -> bool:
-    return buffer is then and buffer.shape == kept.shape and bool((buffer == kept).all())
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a block's first forward and of its recomputation."""
+    written: dict[BufferKey, Tensor] = {}
+    return _record_written_buffers(block, written), _restore_buffers(written)
 
 
 @contextmanager
-def _with_buffers(before: dict[Place, Tensor]) -> Iterator[None]:
-    """Let forward find them as they were, and write to copies: each batch counts once."""
-    now = {place: getattr(*place) for place in before}
-    for (part, name), buffer in before.items():
-        setattr(part, name, buffer.clone())
+def _record_written_buffers(block: nn.Module, written: dict[BufferKey, Tensor]) -> Iterator[None]:
+    """Record the values before forward of the buffers that it writes to, such as running means and spectral norms."""
+    keys = [(submodule, name) for submodule in block.modules() for name, _ in submodule.named_buffers(recurse=False)]
+    before = {key: getattr(*key) for key in keys}
+    values = {key: buffer.clone() for key, buffer in before.items()}
     try:
         yield
     finally:
-        for (part, name), buffer in now.items():
-            setattr(part, name, buffer)
+        written |= {key: values[key] for key in keys if not _is_unchanged(getattr(*key), before[key], values[key])}
+
+
+def _is_unchanged(buffer: Tensor, before: Tensor, value: Tensor) -> bool:
+    return buffer is before and buffer.shape == value.shape and bool((buffer == value).all())
+
+
+@contextmanager
+def _restore_buffers(written: dict[BufferKey, Tensor]) -> Iterator[None]:
+    """Let the recomputation start from the recorded values and write to copies, so that each batch counts once."""
+    current = {key: getattr(*key) for key in written}
+    for (submodule, name), value in written.items():
+        setattr(submodule, name, value.clone())
+    try:
+        yield
+    finally:
+        for (submodule, name), buffer in current.items():
+            setattr(submodule, name, buffer)

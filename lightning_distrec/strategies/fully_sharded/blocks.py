@@ -1,4 +1,4 @@
-"""Which parts of a module are gathered and freed as one, while it is fully sharded."""
+"""Which submodules are blocks, each gathered and freed as one while the module is fully sharded."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,54 +11,56 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_distrec.errors import ConfigError
 
 Wrap = Literal["auto"] | Sequence[str]
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""They use the weights of layers inside of them without calling those."""
+INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""They use the weights of their submodules without calling those, whose weights would not be gathered then."""
 
 
 def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> list[nn.Module]:
-    """Return the blocks of a module, those inside of others first; the rest of it is gathered for the whole of a step.
+    """Return the blocks of a module, nested ones before those that contain them.
 
-    wrap: "auto": of at least min_num_parameters, what stands beside another of its kind and shapes, as the layers of a
-    transformer do, and single layers; or names of classes, and paths in the module.
-    Raises ConfigError: there is no such class or path, or it shares a weight with what is outside of it.
+    wrap: "auto": submodules of at least min_num_parameters that either repeat (siblings of one class and shapes, as the
+    layers of a transformer) or are single layers; or names of classes, and paths in the module.
+    Raises ConfigError: there is no such class or path, or it shares a weight with the rest of the module.
     """
-    owners = _owners(module)
+    holders = _holders(module)
     if wrap == "auto":
-        return list(_found(module, min_num_parameters, owners))
-    paths = {path: part for path, part in module.named_modules() if path}
-    classes = {type(part).__name__ for part in paths.values()}
+        return list(_auto_blocks(module, min_num_parameters, holders))
+    submodules = {path: submodule for path, submodule in module.named_modules() if path}
+    classes = {type(submodule).__name__ for submodule in submodules.values()}
     for name in wrap:
-        if name not in paths and name not in classes:
-            near = get_close_matches(name, [*classes, *paths], n=3)
+        if name not in submodules and name not in classes:
+            near = get_close_matches(name, [*classes, *submodules], n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ConfigError(f"wrap: the module has no '{name}', neither as a class nor as a path.{hint}")
-    chosen = {path: part for path, part in paths.items() if path in wrap or type(part).__name__ in wrap}
-    for path, part in chosen.items():
-        if not _can_be_called(part):
+    blocks = {path: block for path, block in submodules.items() if path in wrap or type(block).__name__ in wrap}
+    for path, block in blocks.items():
+        if not _can_be_called(block):
             raise ConfigError(
-                f"wrap: '{path}' is a {type(part).__name__}, which is never called itself. Name the class of its parts."
+                f"wrap: '{path}' is a {type(block).__name__}, which is never called itself. Name the class of its "
+                "submodules."
             )
-        if not _is_closed(part, owners):
+        if not _shares_no_parameters(block, holders):
             raise ConfigError(
-                f"wrap: '{path}' shares a weight with another part of the module, so that it cannot be gathered and "
-                "freed alone. Leave it out, or name a part that holds both."
+                f"wrap: '{path}' shares a weight with another submodule, so that it cannot be gathered and freed "
+                "alone. Leave it out, or name a submodule that contains both."
             )
-    return [part for _, part in sorted(chosen.items(), key=lambda item: -item[0].count("."))]
+    return [block for _, block in sorted(blocks.items(), key=lambda item: -item[0].count("."))]
 
 
-def _found(module: nn.Module, least: int, owners: dict[int, set[int]]) -> Iterator[nn.Module]:
-    kinds = Counter(_kind(child) for child in module.children())
+def _auto_blocks(module: nn.Module, min_num_parameters: int, holders: dict[int, set[int]]) -> Iterator[nn.Module]:
+    siblings = Counter(_signature(child) for child in module.children())
     for child in dict.fromkeys(module.children()):
-        if isinstance(child, FSDPModule) or sum(p.numel() for p in child.parameters()) < least:
+        if isinstance(child, FSDPModule) or sum(p.numel() for p in child.parameters()) < min_num_parameters:
             continue
-        is_layer = isinstance(child, WHOLE) or not any(True for _ in child.children())
-        if (is_layer or kinds[_kind(child)] > 1) and _can_be_called(child) and _is_closed(child, owners):
+        is_layer = isinstance(child, INDIVISIBLE) or not any(True for _ in child.children())
+        is_block = is_layer or siblings[_signature(child)] > 1
+        if is_block and _can_be_called(child) and _shares_no_parameters(child, holders):
             yield child
-        elif not isinstance(child, WHOLE):
-            yield from _found(child, least, owners)
+        elif not isinstance(child, INDIVISIBLE):
+            yield from _auto_blocks(child, min_num_parameters, holders)
 
 
-def _kind(module: nn.Module) -> tuple[Any, ...]:
+def _signature(module: nn.Module) -> tuple[Any, ...]:
     return type(module), *(tuple(parameter.shape) for parameter in module.parameters())
 
 
@@ -66,16 +68,16 @@ def _can_be_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _owners(module: nn.Module) -> dict[int, set[int]]:
-    """Return parameter's id -> ids of the modules that have it themselves."""
-    owners: dict[int, set[int]] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(part))
-    return owners
+def _holders(module: nn.Module) -> dict[int, set[int]]:
+    """Return parameter's id -> ids of the modules that hold it directly; several where it is shared."""
+    holders: dict[int, set[int]] = {}
+    for submodule in module.modules():
+        for parameter in submodule.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(id(submodule))
+    return holders
 
 
-def _is_closed(module: nn.Module, owners: dict[int, set[int]]) -> bool:
-    """Whether nothing outside of a module has its parameters too."""
-    inside = {id(part) for part in module.modules()}
-    return all(owners[id(parameter)] <= inside for parameter in module.parameters())
+def _shares_no_parameters(module: nn.Module, holders: dict[int, set[int]]) -> bool:
+    """Whether nothing outside of a module holds its parameters too."""
+    inside = {id(submodule) for submodule in module.modules()}
+    return all(holders[id(parameter)] <= inside for parameter in module.parameters())

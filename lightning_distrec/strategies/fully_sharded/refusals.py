@@ -102,7 +102,7 @@ def refuse_module(module: nn.Module) -> None:
         )
 
 
-def refuse_to_cut(optimizers: Sequence[Optimizer]) -> None:
+def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Raise UnsupportedError: optimizers that look at whole weights."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
@@ -122,7 +122,7 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
 
     ConfigError: some are of before the module was sharded. UnsupportedError: see refuse_to_cut.
     """
-    refuse_to_cut(optimizers)
+    refuse_inexact_optimizers(optimizers)
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):

@@ -12,7 +12,7 @@ LARGE_BYTES = 2**20
 """From where on a parameter that is kept whole is worth a word."""
 
 
-def kept_whole(module: nn.Module, blocks: Iterable[nn.Module], automatic: bool) -> dict[str, nn.Parameter]:
+def choose_replicated(module: nn.Module, blocks: Iterable[nn.Module], automatic: bool) -> dict[str, nn.Parameter]:
     """Return name -> parameter of what fully_shard does not cut: single numbers, which it refuses, and, where several
     backwards may run in one step (manual optimization), what is in none of the blocks, since a backward frees it.
     """
@@ -24,7 +24,7 @@ def kept_whole(module: nn.Module, blocks: Iterable[nn.Module], automatic: bool) 
     }
 
 
-def say_kept_whole(whole: dict[str, nn.Parameter], tell: Callable[[str], None]) -> None:
+def log_replicated(whole: dict[str, nn.Parameter], tell: Callable[[str], None]) -> None:
     """Tell of the large ones."""
     large = [name for name, parameter in whole.items() if parameter.numel() * parameter.itemsize >= LARGE_BYTES]
     if large:

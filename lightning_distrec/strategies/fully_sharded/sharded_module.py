@@ -27,7 +27,7 @@ from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.mixed_groups import unmixed_groups
-from lightning_distrec.strategies.fully_sharded.activation_checkpointing import recompute
+from lightning_distrec.strategies.fully_sharded.activation_checkpointing import checkpoint_activations
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS, gather_for_steps
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -41,8 +41,8 @@ from lightning_distrec.strategies.fully_sharded.refusals import (
 )
 from lightning_distrec.strategies.fully_sharded.replicated_parameters import (
     ReplicatedParameters,
-    kept_whole,
-    say_kept_whole,
+    choose_replicated,
+    log_replicated,
 )
 from lightning_distrec.strategies.fully_sharded.shard_blocks import Sharding, make_mesh, sharded_parts
 from lightning_distrec.strategies.run.buffers import QuietBuffers, SentBuffers
@@ -86,10 +86,10 @@ class ShardedModule:
         dtype = compute_dtype(precision)
         if not isinstance(module, FSDPModule):
             blocks = ranks.all_or_none("setup", lambda: self._blocks(module))
-            whole = kept_whole(module, blocks, module.automatic_optimization)
-            say_kept_whole(whole, rank_zero_info)
+            whole = choose_replicated(module, blocks, module.automatic_optimization)
+            log_replicated(whole, rank_zero_info)
             if self._options.activation_checkpointing:
-                recompute(blocks)
+                checkpoint_activations(blocks)
             options = self._options
             sharding = Sharding(self.mesh, device, options.reshard_after_forward, dtype, options.cpu_offload)
             sharding.shard(module, blocks, set(whole.values()))

@@ -16,8 +16,8 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
 from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.strategies.estimates.activations import measure_step
 from lightning_distrec.strategies.estimates.meta_copy import without_trainer
+from lightning_distrec.strategies.estimates.step_profile import profile_step
 
 
 def sample_step(
@@ -36,8 +36,8 @@ def sample_step(
         if why := _first(consensus.all_gather(why)):
             return None, why
         assert mine is not None
-        measured = measure_step(*mine, None, str(trainer.precision))
-    told = consensus.all_gather((measured.activation_bytes, "; ".join(measured.said)))
+        measured = profile_step(*mine, None, str(trainer.precision))
+    told = consensus.all_gather((measured.activation_bytes, "; ".join(measured.notes)))
     if why := _first([said for _, said in told]):
         return None, why
     return max(kept for kept, _ in told if kept is not None), ""

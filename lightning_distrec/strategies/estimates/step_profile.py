@@ -1,0 +1,122 @@
+"""What one batch shows about a training step: its samples, the bytes kept for backward, and the lookups in tables."""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_distrec.sharding.proxies import FEATURE
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """What one module with tables looks up for one rank's batch, by feature."""
+
+    ids: Counter[str] = field(default_factory=Counter)
+    """Integers sent to the table: ids, and the length of each bag of a collection."""
+    vectors: Counter[str] = field(default_factory=Counter)
+    """Rows that come back: one for each id, or one for each bag."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """What is known about a training step on one rank."""
+
+    batch_size: int | None = None
+    activation_bytes: int | None = None
+    """What a forward keeps for its backward, without parameters; None: not measured."""
+    lookups: dict[str, Lookups] = field(default_factory=dict)
+    """Path of a module with tables -> what it looks up."""
+    notes: tuple[str, ...] = ()
+    """What could not be measured, and why."""
+
+
+def profile_step(module: LightningModule, batch: Any, batch_size: int | None, precision: str) -> StepProfile:
+    """Run a training step with this batch and return what it keeps for its backward and looks up; drop its gradients.
+
+    The step runs on the module itself, on the device that it is on: its buffers may change.
+    """
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
+    lookups: dict[str, Lookups] = {}
+    batch_sizes: list[int] = []
+    autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
+    try:
+        with (
+            _count_lookups(module, lookups, batch_sizes),
+            _count_saved_bytes(module) as saved_bytes,
+            autocast,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # self.log without a Trainer
+            loss = module.training_step(batch, 0)
+            loss = loss["loss"] if isinstance(loss, dict) else loss
+            activation_bytes = sum(saved_bytes.values())
+            if isinstance(loss, Tensor):
+                loss.backward()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        note = f"activations are left out: training_step failed on a batch without a Trainer ({reason})"
+        return StepProfile(batch_size=batch_size, lookups=lookups, notes=(note,))
+    finally:
+        module.zero_grad(set_to_none=True)
+    if batch_sizes:  # a lookup's stride is the batch size; the caller's is only the first tensor's length
+        batch_size = batch_sizes[0]
+    return StepProfile(batch_size=batch_size, activation_bytes=activation_bytes, lookups=lookups)
+
+
+@contextmanager
+def _count_saved_bytes(module: nn.Module) -> Iterator[dict[int, int]]:
+    """Yield address of a storage -> its bytes, for all that autograd saves inside; parameters and buffers excluded."""
+    own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+    saved_bytes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        # By storage, because several saved tensors may be views of one.
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved_bytes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved_bytes
+
+
+@contextmanager
+def _count_lookups(module: nn.Module, lookups: dict[str, Lookups], batch_sizes: list[int]) -> Iterator[None]:
+    """Record what every embedding and collection of the module looks up, and the batch sizes of collections' inputs."""
+
+    def count_at(path: str) -> Any:
+        def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            counted = lookups.setdefault(path, Lookups())
+            if args and hasattr(args[0], "length_per_key"):
+                batch_sizes.append(int(args[0].stride()))
+            for feature, ids, vectors in _counts(args[0] if args else None, output):
+                counted.ids[feature] += ids
+                counted.vectors[feature] += vectors
+
+        return count
+
+    with ExitStack() as hooks:
+        for path, submodule in module.named_modules():
+            is_collection = hasattr(submodule, "embedding_bag_configs") or hasattr(submodule, "embedding_configs")
+            if is_collection or isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
+                hooks.callback(submodule.register_forward_hook(count_at(path)).remove)
+        yield
+
+
+def _counts(features: Any, output: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield feature, ids and rows of one lookup."""
+    if isinstance(features, Tensor) and isinstance(output, Tensor):
+        yield FEATURE, features.numel(), output.numel() // output.shape[-1]
+    elif hasattr(features, "length_per_key"):  # a KeyedJaggedTensor
+        is_pooled = hasattr(output, "length_per_key")  # a KeyedTensor: a row for each feature and sample
+        for feature, ids in zip(features.keys(), features.length_per_key(), strict=True):
+            yield feature, ids + features.stride(), features.stride() if is_pooled else ids
