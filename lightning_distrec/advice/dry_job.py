@@ -10,11 +10,11 @@ from lightning_distrec.advice.dry_module import DryModule, default_type
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plan_report.facts import PlanFacts
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, asked_bandwidths
-from lightning_distrec.sharding.planning.kernels import ROWS_ON_HOST
 from lightning_distrec.sharding.planning.plan import TableConstraints
 from lightning_distrec.sharding.planning.planner import MadePlan
 from lightning_distrec.sharding.planning.reservation import chosen_reservation, is_measured
 from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
+from lightning_distrec.sharding.sharding_types import HOST_KERNELS
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, names_of_bandwidths
 from lightning_distrec.strategies.tables.decisions import (
     Decisions,
@@ -55,7 +55,7 @@ def decisions_of(dry: DryModule, job: DryJob) -> Decisions:
 
 
 def _on_device(demand: TableConstraints) -> TableConstraints:
-    kernels = tuple(kernel for kernel in demand.compute_kernels if kernel not in ROWS_ON_HOST)
+    kernels = tuple(kernel for kernel in demand.compute_kernels if kernel not in HOST_KERNELS)
     return replace(demand, compute_kernels=kernels or demand.compute_kernels)
 
 

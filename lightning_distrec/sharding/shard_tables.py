@@ -30,10 +30,10 @@ from lightning_distrec.sharding.initial_weights import (
     spread,
     table_weights,
 )
-from lightning_distrec.sharding.planning.plan import Plan, sharder_of
 from lightning_distrec.sharding.proxies import ShardedProxy, stand_in
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import Shard, give_gradients, shards_of
+from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
 from lightning_distrec.sharding.tables import Table
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
@@ -44,7 +44,9 @@ of one label share a kernel."""
 class ShardedTables:
     """The tables of one module while they are sharded."""
 
-    def __init__(self, root: nn.Module, tables: list[Table], plan: Plan, sharded: dict[str, ShardedModule]) -> None:
+    def __init__(
+        self, root: nn.Module, tables: list[Table], plan: ShardingByTable, sharded: dict[str, ShardedModule]
+    ) -> None:
         self.tables = tables
         self.plan = plan
         self.sharded = sharded
@@ -253,7 +255,7 @@ def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
 def shard_tables(
     root: nn.Module,
     tables: list[Table],
-    plan: Plan,
+    plan: ShardingByTable,
     fused: FusedArguments,
     device: torch.device,
     held: Mapping[str, list[Piece]],
@@ -294,7 +296,7 @@ def shard_tables(
 
 def _make_shards(
     tables: list[Table],
-    plan: Plan,
+    plan: ShardingByTable,
     fused: FusedArguments,
     env: ShardingEnv,
     device: torch.device,

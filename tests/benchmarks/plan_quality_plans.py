@@ -13,9 +13,9 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of
 from lightning_distrec.sharding.planning.planner import cost_of_plan, make_plan
-from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK, EstimatedOption, choices_of, unlike
+from lightning_distrec.sharding.planning.sharding_options import EstimatedOption, choices_of, unlike
 from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
 from lightning_distrec.sharding.planning.written_plan import (
     WrittenPlan,
@@ -26,6 +26,8 @@ from lightning_distrec.sharding.planning.written_plan import (
     size_of,
     written_plan,
 )
+from lightning_distrec.sharding.sharders import sharders
+from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 from lightning_distrec.sharding.tables import find_tables
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, make_tables, options
 
@@ -137,7 +139,7 @@ class Space:
         """Yield the ranks on which a choice's shards can be; of like shards' places, each one once."""
         ranks, on_node = range(self.places.num_ranks), self.places.ranks_on_node
         nodes = [tuple(ranks[start : start + on_node]) for start in range(0, len(ranks), on_node)]
-        if choice.cut in EVERY_RANK:
+        if choice.cut in EVERY_RANK_TYPES:
             yield tuple(ranks)
         elif choice.cut == "table_row_wise":
             yield from nodes

@@ -63,7 +63,6 @@ MAY_IMPORT = {
 
 NOT_YET = {
     "strategies -> advice",
-    "sharding -> sharding/planning",
     "strategies/run -> strategies",
     "strategies/run -> strategies/tables",
     "strategies/run -> strategies/checkpoints",

@@ -14,10 +14,11 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
-from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of, sharders
+from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of
 from lightning_distrec.sharding.planning.planner import cost_of_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
+from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import Table, find_tables
 
 Kind = Literal["uniform", "zipf", "giant", "tiny"]

@@ -16,14 +16,16 @@ from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.planning.plan import Plan, TableConstraints
+from lightning_distrec.sharding.planning.plan import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
 from lightning_distrec.sharding.planning.plan_fits import fitting_plan
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
-from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan, differences, written_plan
+from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.plan_files import VARIABLE, folder_of, wanted_plan
 from tests.support.planned_tables import topology_of
@@ -52,7 +54,7 @@ def demands_of(tables: list[Table], *cuts: str, kept: bool = False, **more: Any)
     return {table.full_name: TableConstraints(tuple(allowed), kept, options, **more) for table in tables}
 
 
-def make(tables: list[Table], places: NodeLayout, *cuts: str) -> tuple[WrittenPlan, Plan]:
+def make(tables: list[Table], places: NodeLayout, *cuts: str) -> tuple[WrittenPlan, ShardingByTable]:
     """Return what torchrec's planner makes for these cuts, written and as it is."""
     plan = make_plan(tables, demands_of(tables, *cuts), topology_of(places, "cpu", 1 << 34), 64).plan
     return written_plan(tables, plan, places, "cpu"), plan

@@ -15,11 +15,11 @@ from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.plan_report.facts import PlanFacts
 from lightning_distrec.sharding.plan_report.text import print_plan, some_ranks_in_words
 from lightning_distrec.sharding.planning.held_memory import held_bytes
-from lightning_distrec.sharding.planning.plan import Plan
 from lightning_distrec.sharding.planning.plan_cost import PlanCost
 from lightning_distrec.sharding.planning.planned_tables import UpdateCost, planned_tables
 from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table, find_tables
 
 
@@ -54,7 +54,7 @@ def costs_of(tables: list[Table]) -> dict[str, UpdateCost]:
 
 
 def printed(
-    tables: list[Table], plan: Plan, places: NodeLayout, cost: PlanCost | None = None, batch_size: int = 1024
+    tables: list[Table], plan: ShardingByTable, places: NodeLayout, cost: PlanCost | None = None, batch_size: int = 1024
 ) -> list[str]:
     """Return the lines that are printed."""
     console = Console(file=io.StringIO(), width=150)

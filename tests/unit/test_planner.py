@@ -21,10 +21,12 @@ from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.infeasible import InfeasiblePlan, try_all
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
-from lightning_distrec.sharding.planning.plan import constraints_of, sharders
+from lightning_distrec.sharding.planning.plan import constraints_of
 from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
 from lightning_distrec.sharding.planning.sharding_options import choices_of
-from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.sharders import sharders
+from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
 from tests.support.parameters import slow_except
 from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
 

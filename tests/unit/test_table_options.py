@@ -20,8 +20,8 @@ from lightning_distrec.sharding.planning.kernels import allowed_kernels, cache_s
 from lightning_distrec.sharding.planning.named_options import left_whole, options_by_table
 from lightning_distrec.sharding.planning.plan import TableConstraints, constraints_of
 from lightning_distrec.sharding.planning.planner import make_plan
-from lightning_distrec.sharding.planning.table_options import KERNELS
 from lightning_distrec.sharding.planning.topology import NodeLayout
+from lightning_distrec.sharding.sharding_types import KERNELS
 from lightning_distrec.sharding.tables import Table, find_tables
 from tests.support.planned_tables import topology_of
 

@@ -15,10 +15,11 @@ from torchrec.distributed.types import EnumerableShardingSpec
 from lightning_distrec.host_memory import cgroup_limits, host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.device_placement import put_on_devices
-from lightning_distrec.sharding.planning.plan import TableConstraints, sharders
+from lightning_distrec.sharding.planning.plan import TableConstraints
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
+from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import find_tables
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

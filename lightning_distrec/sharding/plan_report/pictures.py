@@ -19,8 +19,8 @@ from lightning_distrec.sharding.plan_report.sentences import (
     time_in_words,
 )
 from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
-from lightning_distrec.sharding.planning.table_options import SHARDING_TYPES
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
+from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
 from lightning_distrec.units import format_bytes, quantity
 
 MOST_BARS = 64

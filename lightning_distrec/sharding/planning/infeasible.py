@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan, Ranks
-from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK, EstimatedOption
+from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
+from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 
 WEIGHTS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (1.0, 0.5), (0.5, 1.0), (1.0, 0.1), (0.1, 1.0))
 """How device and host memory are added up, in search of a sum that is too large; any weights prove it."""
@@ -59,7 +60,7 @@ def no_choice_fits(choices: Sequence[EstimatedOption], table: int, room: MemoryB
 def _missing(choice: EstimatedOption, room: MemoryBudget) -> tuple[int, int]:
     """Return how many bytes the choice's shards lack on empty ranks, at the least: the largest by itself, and all."""
     most_device, most_host = room.device_bytes.max(), room.host_bytes.max()
-    if choice.cut in EVERY_RANK:
+    if choice.cut in EVERY_RANK_TYPES:
         most_device, most_host = room.device_bytes, room.host_bytes
     of_one = max(0, int((choice.device_bytes - most_device).max())) + max(0, int((choice.host_bytes - most_host).max()))
     ranks = room.ranks_on_node if choice.cut in ("table_row_wise", "table_column_wise") else room.num_ranks
@@ -103,7 +104,7 @@ def _roles(choices: Sequence[Sequence[EstimatedOption]], room: MemoryBudget) -> 
     """Return equal numbers for ranks that get shards of equal size from all cuts that go by the rank's number."""
     by_number: list[list[int]] = [[] for _ in range(room.num_ranks)]
     for choice in (choice for of_table in choices for choice in of_table):
-        if choice.cut in EVERY_RANK or choice.cut == "table_row_wise":
+        if choice.cut in EVERY_RANK_TYPES or choice.cut == "table_row_wise":
             for rank, role in enumerate(by_number):
                 role.append(int(choice.which[rank % len(choice.which)]))
     known: dict[tuple[int, ...], int] = {}
@@ -186,7 +187,7 @@ class _Tries:
     def _ways(self, choice: EstimatedOption) -> list[Ranks]:
         """Return ranks for the choice's shards: all ways that differ."""
         here, on_node = self.placement, self.placement.room.ranks_on_node
-        if choice.cut in EVERY_RANK:
+        if choice.cut in EVERY_RANK_TYPES:
             ranks = here.find_ranks(choice)
             return [] if ranks is None else [ranks]
         if choice.cut == "table_row_wise":

@@ -6,11 +6,9 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.planning.table_options import KERNELS, TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.sharding_types import HOST_KERNELS, KERNELS
 from lightning_distrec.sharding.tables import Table
-
-ROWS_ON_HOST = ("fused_uvm", "fused_uvm_caching")
-"""Kernels of tables that lie in the host's memory, from which a GPU reads."""
 
 
 def allowed_kernels(
@@ -44,9 +42,9 @@ def _why_not(kernel: str, types: list[str], kept_gradient: bool, device: str) ->
         return "" if "data_parallel" in types else "is for tables whose sharding_types are data_parallel; allow fused"
     if types == ["data_parallel"]:
         return "a data_parallel table has the dense kernel; allow dense"
-    if kernel in ROWS_ON_HOST and device != "cuda":
+    if kernel in HOST_KERNELS and device != "cuda":
         return f"on {device} rows lie in the host's memory already; allow fused"
-    if kernel in ROWS_ON_HOST and kept_gradient:
+    if kernel in HOST_KERNELS and kept_gradient:
         return "the optimizer steps on the rows itself, which needs them in the device's memory; allow fused"
     return ""
 

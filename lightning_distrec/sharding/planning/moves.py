@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_distrec.sharding.planning.partial_plan import PartialPlan, Ranks
-from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK
+from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 
 STEEPNESS = 16
 """Power in which ranks' times are added up, to see progress while several ranks are equally slow."""
@@ -54,7 +54,7 @@ def _on_slowest(placement: PartialPlan) -> list[int]:
     found: list[tuple[float, int]] = []
     for table, ranks in enumerate(placement.ranks):
         choice = placement.choice(table)
-        if choice.cut in EVERY_RANK:
+        if choice.cut in EVERY_RANK_TYPES:
             found.append((float(choice.milliseconds[slowest]), table))
         elif (here := ranks == slowest).any():
             found.append((float(choice.milliseconds[here].sum()), table))

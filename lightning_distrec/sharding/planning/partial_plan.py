@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK, EstimatedOption
+from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
+from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 
 Ranks = NDArray[np.intp]
 """(S,): the rank of each shard of a choice."""
@@ -76,7 +77,7 @@ class PartialPlan:
         return number, ranks
 
     def _count(self, choice: EstimatedOption, ranks: Ranks, sign: int) -> None:
-        if choice.cut in EVERY_RANK:
+        if choice.cut in EVERY_RANK_TYPES:
             self.milliseconds += sign * choice.milliseconds
             self.device_left -= sign * choice.device_bytes
             self.host_left -= sign * choice.host_bytes
@@ -90,7 +91,7 @@ class PartialPlan:
 
         by_memory: those with most memory left instead.
         """
-        if choice.cut in EVERY_RANK:
+        if choice.cut in EVERY_RANK_TYPES:
             fits = bool((choice.device_bytes <= self.device_left).all() and (choice.host_bytes <= self.host_left).all())
             return np.arange(self.room.num_ranks) if fits else None
         if choice.cut == "table_row_wise":

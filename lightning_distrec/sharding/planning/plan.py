@@ -5,29 +5,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.constants import POOLING_FACTOR
-from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding
+from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import errors
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planning.table_options import KERNELS, SHARDING_TYPES, TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import NodeLayout
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.sharding_types import KERNELS, POOLED_TYPES, SEQUENCE_TYPES, TWO_LEVEL_TYPES
 from lightning_distrec.sharding.tables import Table
 
 T = TypeVar("T")
-Plan = dict[str, ParameterSharding]
-"""Full name of a table -> how it is cut and which rank holds which shard."""
-
-POOLED_TYPES = SHARDING_TYPES
-SEQUENCE_TYPES = ("table_wise", "row_wise", "column_wise")
-TWO_LEVEL_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
-"""Cuts that give a table to some nodes, and cut it further among the ranks there."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +38,6 @@ class TableConstraints:
     """Allowed kernels; those that are not possible are left out by torchrec."""
     pooling_factors: tuple[float, ...] | None = None
     """Ids per example of each of its features, as they were counted; None where nobody has."""
-
-
-class _PooledSharder(EmbeddingBagCollectionSharder):
-    """torchrec's sharder without the limit that hides row-wise cuts on CPU, where they work."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(POOLED_TYPES)
-
-
-def sharders() -> list[ModuleSharder[nn.Module]]:
-    """Return the sharders of the two kinds of collection."""
-    return [_PooledSharder(), EmbeddingCollectionSharder()]  # type: ignore[list-item]
-
-
-def sharder_of(table: Table, comms: QuantizedComms) -> BaseEmbeddingSharder:
-    """Return the sharder of `table`'s collection, whose rows and gradients travel in these types."""
-    kind = _PooledSharder if table.pooled else EmbeddingCollectionSharder
-    return kind(qcomm_codecs_registry=comms.registry())
 
 
 def default_types(num_nodes: int) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from torchrec.modules.embedding_configs import DataType
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
 from lightning_distrec.sharding.planning.shard_edges import why_not_inside, why_not_placed
-from lightning_distrec.sharding.planning.table_options import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.planning.written_plan import (
     TableSize,
     WrittenPlan,
@@ -18,6 +17,7 @@ from lightning_distrec.sharding.planning.written_plan import (
     WrittenTable,
     in_order,
 )
+from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
 
 PLAN_FILE = "plan.json"
 """Name of a plan beside logs and in checkpoints."""

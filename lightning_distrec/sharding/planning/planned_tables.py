@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torchrec.distributed.types import EnumerableShardingSpec
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planning.plan import Plan
+from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
 
 
@@ -80,7 +80,7 @@ class PlannedTable:
 
 def planned_tables(
     tables: Iterable[Table],
-    plan: Plan,
+    plan: ShardingByTable,
     updates: Mapping[str, UpdateCost],
     num_ranks: int,
     pooling_factors: Mapping[str, Sequence[float]] | None = None,
@@ -97,7 +97,7 @@ def planned_tables(
 
 
 def _planned(
-    table: Table, plan: Plan, update: UpdateCost, num_ranks: int, factors: Sequence[float] | None
+    table: Table, plan: ShardingByTable, update: UpdateCost, num_ranks: int, factors: Sequence[float] | None
 ) -> PlannedTable:
     name, config = table.full_name, table.config
     if name not in plan:

@@ -18,22 +18,21 @@ from lightning_distrec.sharding.planning.infeasible import (
 )
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
 from lightning_distrec.sharding.planning.plan import (
-    Plan,
     TableConstraints,
     check_sequence_widths,
     constraints_of,
-    sharders,
 )
 from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS, PlanCost
 from lightning_distrec.sharding.planning.search import search
 from lightning_distrec.sharding.planning.sharding_options import (
-    EVERY_RANK,
     EstimatedOption,
     capacities,
     choices_of,
     estimated,
     unlike,
 )
+from lightning_distrec.sharding.sharders import ShardingByTable, sharders
+from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 from lightning_distrec.sharding.tables import Table
 
 
@@ -41,7 +40,7 @@ from lightning_distrec.sharding.tables import Table
 class MadePlan:
     """Where tables go, and what that costs."""
 
-    plan: Plan
+    plan: ShardingByTable
     cost: PlanCost
     lower_bound: float | None = None
     """Milliseconds that no plan's critical path is below; None for a plan that was not searched for."""
@@ -86,7 +85,11 @@ def room_of(topology: Topology) -> MemoryBudget:
 
 
 def cost_of_plan(
-    tables: Sequence[Table], plan: Plan, demands: Mapping[str, TableConstraints], topology: Topology, batch_size: int
+    tables: Sequence[Table],
+    plan: ShardingByTable,
+    demands: Mapping[str, TableConstraints],
+    topology: Topology,
+    batch_size: int,
 ) -> PlanCost:
     """Return what a plan costs that was not searched for here: one from a file, or of an earlier run."""
     tables = list(tables)
@@ -94,7 +97,7 @@ def cost_of_plan(
     choices = estimated(tables, plan, constraints_of(tables, demands), topology, batch_size, sharders(), update_bytes)
     placement = PartialPlan([[choice] for choice in choices], room_of(topology))
     for number, table in enumerate(tables):
-        ranks = range(topology.world_size) if choices[number].cut in EVERY_RANK else plan[table.full_name].ranks
+        ranks = range(topology.world_size) if choices[number].cut in EVERY_RANK_TYPES else plan[table.full_name].ranks
         placement.put(number, 0, np.asarray(ranks, dtype=np.intp))
     return cost_of_placement(placement)
 
@@ -115,7 +118,7 @@ def cost_of_placement(placement: PartialPlan) -> PlanCost:
     )
 
 
-def _as_plan(tables: Sequence[Table], placement: PartialPlan, topology: Topology) -> Plan:
+def _as_plan(tables: Sequence[Table], placement: PartialPlan, topology: Topology) -> ShardingByTable:
     return {
         table.full_name: _as_sharding(placement.choice(number), placement.ranks[number].tolist(), topology)
         for number, table in enumerate(tables)

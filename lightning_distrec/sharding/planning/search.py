@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from lightning_distrec.sharding.planning.moves import Effort, polish, thrown_about
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
-from lightning_distrec.sharding.planning.sharding_options import EVERY_RANK, EstimatedOption
+from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
+from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """What all memory of a kind costs, in units of all time that the tables need."""
@@ -184,6 +185,6 @@ def _order(choices: Sequence[Sequence[EstimatedOption]], picked: NDArray[np.intp
     def size(table: int) -> tuple[bool, float]:
         choice = choices[table][picked[table]]
         largest = choice.device_bytes + choice.host_bytes if by_memory else choice.milliseconds
-        return choice.cut in EVERY_RANK, float(largest.max())
+        return choice.cut in EVERY_RANK_TYPES, float(largest.max())
 
     return sorted(range(len(choices)), key=size, reverse=True)

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_distrec.sharding.planning.written_plan import WrittenShard, WrittenTable
-
-ROW_CUTS = ("row_wise", "table_row_wise", "grid_shard")
-COLUMN_CUTS = ("column_wise", "table_column_wise", "grid_shard")
-ONE_NODE_CUTS = ("table_row_wise", "table_column_wise")
+from lightning_distrec.sharding.sharding_types import COLUMN_TYPES, ONE_NODE_TYPES, ROW_TYPES
 
 Strip = list[WrittenShard]
 """The shards of some columns, by their first row."""
@@ -76,9 +73,9 @@ def _why_no_row_of(blocks: list[tuple[int, int]], end: int, what: str, of: str) 
 
 
 def _why_not_so_many(strips: list[Strip], cut: str) -> str:
-    if cut not in COLUMN_CUTS and len(strips) > 1:
+    if cut not in COLUMN_TYPES and len(strips) > 1:
         return f"{cut} does not cut columns, and the shards do"
-    if cut not in ROW_CUTS and any(len(strip) > 1 for strip in strips):
+    if cut not in ROW_TYPES and any(len(strip) > 1 for strip in strips):
         return f"{cut} does not cut rows, and the shards do"
     return ""
 
@@ -90,7 +87,7 @@ def _why_not_aligned(strips: list[Strip]) -> str:
 
 def _why_not_on_these(strips: list[Strip], table: WrittenTable, num_ranks: int, ranks_per_node: int) -> str:
     cut = table.sharding_type
-    if cut in ROW_CUTS:
+    if cut in ROW_TYPES:
         first_ranks = [0 if cut == "row_wise" else s[0].rank // ranks_per_node * ranks_per_node for s in strips]
         wanted = num_ranks if cut == "row_wise" else ranks_per_node
         for strip, first in zip(strips, first_ranks, strict=True):
@@ -103,6 +100,6 @@ def _why_not_on_these(strips: list[Strip], table: WrittenTable, num_ranks: int, 
             if any(shard.sizes[0] != block for shard in strip[:-1]):
                 return f"{cut} cuts {table.size.rows} rows for {wanted} ranks into blocks of {block}, and the last less"
     nodes = {shard.rank // ranks_per_node for strip in strips for shard in strip}
-    if cut in ONE_NODE_CUTS and len(nodes) > 1:
+    if cut in ONE_NODE_TYPES and len(nodes) > 1:
         return f"{cut} keeps a table on one node, and the shards are on {len(nodes)}"
     return ""

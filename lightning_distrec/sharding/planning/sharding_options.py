@@ -15,14 +15,11 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ModuleSharder
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.sharding.planning.plan import Plan
+from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
 
 Cells = tuple[tuple[int, int], ...]
 """Sizes, or offsets, of a table's shards: (rows, columns) of each."""
-
-EVERY_RANK = ("row_wise", "data_parallel")
-"""Cuts that give one shard to every rank, in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +97,7 @@ def choices_of(
 
 def estimated(
     tables: Sequence[Table],
-    plan: Plan,
+    plan: ShardingByTable,
     constraints: Mapping[str, ParameterConstraints],
     topology: Topology,
     batch_size: int,

@@ -5,20 +5,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
 EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "sparse", "dense", "fused_lazy")
-SHARDING_TYPES: tuple[str, ...] = (
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "data_parallel",
-)
-KERNELS: tuple[str, ...] = ("fused", "fused_uvm", "fused_uvm_caching", "dense")
 DEVICES: tuple[str, ...] = ("cpu", "cuda")
-ROW_TYPES: tuple[str, ...] = ("fp32", "fp16")
+DTYPES: tuple[str, ...] = ("fp32", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +64,7 @@ class TableOptions:
             raise ConfigError(f"batch_size={self.batch_size}: must be at least 1.")
         self._check_cache()
         _check_name("device_group", self.device_group, DEVICES)
-        _check_name("dtype", self.dtype, ROW_TYPES)
+        _check_name("dtype", self.dtype, DTYPES)
         if self.keep_whole and (others := [name for name in self.said() if name != "keep_whole"]):
             raise ConfigError(
                 f"keep_whole=True: a table that every rank holds whole is not planned, and {' and '.join(others)} "

@@ -7,8 +7,8 @@ import torch
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
 from lightning_distrec.errors import PlanError, did_you_mean
-from lightning_distrec.sharding.planning.plan import Plan
 from lightning_distrec.sharding.planning.topology import NodeLayout
+from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_ranks, quantity
 
@@ -67,7 +67,7 @@ class WrittenPlan:
     tables: Mapping[str, WrittenTable]
     """By full name."""
 
-    def as_plan(self, device: str, ranks_per_node: int) -> Plan:
+    def as_plan(self, device: str, ranks_per_node: int) -> ShardingByTable:
         """Return it as sharders take it, for ranks with devices of this type."""
         return {name: _sharding(table, device, ranks_per_node) for name, table in self.tables.items()}
 
@@ -82,7 +82,7 @@ def size_of(table: Table) -> TableSize:
     return TableSize(table.config.num_embeddings, table.config.embedding_dim, table.config.data_type.value)
 
 
-def written_plan(tables: Iterable[Table], plan: Plan, places: NodeLayout, device: str) -> WrittenPlan:
+def written_plan(tables: Iterable[Table], plan: ShardingByTable, places: NodeLayout, device: str) -> WrittenPlan:
     """Return a plan of these tables in plain numbers. device: type of the ranks' devices.
 
     Raises PlanError: something is set in it that plan files have no word for.

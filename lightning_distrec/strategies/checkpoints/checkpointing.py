@@ -32,7 +32,7 @@ from lightning_distrec.strategies.checkpoints.zero_state import OwnerOf
 from lightning_distrec.versions import find_installed
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
-    from lightning_distrec.sharding.planning.plan import Plan
+    from lightning_distrec.sharding.sharders import ShardingByTable
     from lightning_distrec.strategies.tables.table_setup import TableSetup
 
 HYPERPARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
@@ -365,7 +365,7 @@ def _shape(config: Any) -> tuple[int, int]:
     return config.num_embeddings, config.embedding_dim
 
 
-def _plan_in_words(plan: Plan) -> dict[str, Any]:
+def _plan_in_words(plan: ShardingByTable) -> dict[str, Any]:
     """Return how each table is cut and where, for people and for JSON."""
     return {
         name: {"cut": p.sharding_type, "kernel": p.compute_kernel, "ranks": sorted(set(p.ranks or []))}

@@ -10,10 +10,11 @@ from lightning_distrec.sharding.plan_report.text import print_plan
 from lightning_distrec.sharding.planning.device_placement import put_on_devices
 from lightning_distrec.sharding.planning.held_memory import check_memory
 from lightning_distrec.sharding.planning.kernels import cache_share
-from lightning_distrec.sharding.planning.plan import Plan, constraints_of, plan_together
+from lightning_distrec.sharding.planning.plan import constraints_of, plan_together
 from lightning_distrec.sharding.planning.planned_tables import PlannedTable, UpdateCost, planned_tables
 from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
 from lightning_distrec.sharding.planning.written_plan import ranks_per_node
+from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions, TableSettings
 from lightning_distrec.strategies.tables.plan_files import follow, wanted_plan
@@ -21,7 +22,7 @@ from lightning_distrec.strategies.tables.table_run import TableRun
 
 
 def plan_tables(
-    run: TableRun, look: Decisions, old_plan: Plan, facts: ClusterFacts
+    run: TableRun, look: Decisions, old_plan: ShardingByTable, facts: ClusterFacts
 ) -> tuple[MadePlan, PlanFacts | None]:
     """Collective. Return the plan, and on rank 0 of a fit, which prints it, what reports tell of it.
 
@@ -38,7 +39,9 @@ def plan_tables(
     return made, told
 
 
-def plan_or_follow(look: Decisions, old_plan: Plan, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
+def plan_or_follow(
+    look: Decisions, old_plan: ShardingByTable, settings: TableSettings, facts: ClusterFacts
+) -> MadePlan:
     """Return the plan of a file that is named, or else the old one where it suits, or else a new one. On one rank.
 
     Raises PlanError, and of those InfeasiblePlanError where memory does not suffice.
@@ -53,7 +56,7 @@ def plan_anew(look: Decisions, settings: TableSettings, facts: ClusterFacts) -> 
     return _checked(look, made, facts)
 
 
-def cost_of(look: Decisions, plan: Plan, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
+def cost_of(look: Decisions, plan: ShardingByTable, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
     """Return a plan that is there already, with its cost. Raises InfeasiblePlanError: a rank cannot hold its tables."""
     cost = cost_of_plan(look.tables, plan, look.demands, facts.topology, settings.batch_size_per_rank)
     return _checked(look, MadePlan(plan, cost), facts)
@@ -86,7 +89,7 @@ def facts_of_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts,
     )
 
 
-def _given_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts) -> Plan | None:
+def _given_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts) -> ShardingByTable | None:
     """Return the plan of the file that the user named; None for no file."""
     wanted = wanted_plan(settings.planning, os.environ)
     if wanted is None:
@@ -95,7 +98,7 @@ def _given_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts) -
     return follow(*wanted, look, facts.places, device).as_plan(device, ranks_per_node(facts.places))
 
 
-def _kept_plan(old: Plan, look: Decisions) -> Plan | None:
+def _kept_plan(old: ShardingByTable, look: Decisions) -> ShardingByTable | None:
     """Return the earlier plan where it still suits every table, so that rows stay where they are."""
     if set(old) != {table.full_name for table in look.tables}:
         return None

@@ -26,7 +26,6 @@ from lightning_distrec.sharding.initial_weights import Piece
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.output_dist import TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
-from lightning_distrec.sharding.planning.plan import Plan
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan, written_plan
 from lightning_distrec.sharding.shard_tables import (
     ShardedTables,
@@ -34,6 +33,7 @@ from lightning_distrec.sharding.shard_tables import (
     shard_tables,
     sharded_tables_of,
 )
+from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.decisions import Decisions, TableSettings, decide, tables_to_shard
@@ -115,7 +115,7 @@ def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:
             )
 
 
-def _shard(run: TableRun, look: Decisions, plan: Plan, held: dict[str, list[Piece]]) -> TableSetup:
+def _shard(run: TableRun, look: Decisions, plan: ShardingByTable, held: dict[str, list[Piece]]) -> TableSetup:
     unsharded = {table.full_name: table.parameter for table in look.tables}
     fused = {
         name: (update.arguments, update.owner.label) if update.in_backward and update.owner else (NO_UPDATE, "none")
