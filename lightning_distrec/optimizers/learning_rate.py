@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import Owner
+from lightning_distrec.optimizers.param_groups import TableParamGroup
 from lightning_distrec.optimizers.translation import TableUpdate, exact_form, sparse_form
 
 
@@ -17,10 +17,16 @@ class LearningRates:
 
     def __init__(self, updates: Mapping[str, TableUpdate]) -> None:
         self._groups = {
-            u.owner.label: (name, u.owner, u) for name, u in updates.items() if u.owner and u.kind == "fused"
+            u.param_group.label: (name, u.param_group, u)
+            for name, u in updates.items()
+            if u.param_group and u.kind == "fused"
         }
-        self._sparse = {u.owner.label: (name, u.owner) for name, u in updates.items() if u.owner and u.kind == "sparse"}
-        self._links: dict[int, tuple[Owner, Any]] = {}
+        self._sparse = {
+            u.param_group.label: (name, u.param_group)
+            for name, u in updates.items()
+            if u.param_group and u.kind == "sparse"
+        }
+        self._links: dict[int, tuple[TableParamGroup, Any]] = {}
         self._pushed: dict[int, float] = {}
         self._updates = updates
 
@@ -31,18 +37,18 @@ class LearningRates:
         """
         handles = []
         for name, optimizer in fused_optimizers.items():
-            owner = self._updates[name].owner
+            param_group = self._updates[name].param_group
             in_backward = self._updates[name].in_backward  # other kernels update nothing, at a rate of 0
-            if owner is not None and in_backward and id(optimizer) not in handles:
-                self._links[id(optimizer)] = (owner, optimizer)
+            if param_group is not None and in_backward and id(optimizer) not in handles:
+                self._links[id(optimizer)] = (param_group, optimizer)
                 handles.append(id(optimizer))
         return handles
 
     def push(self, handles: Iterable[int]) -> None:
         """Give the kernels the rates that their groups have now."""
         for handle in handles:
-            owner, optimizer = self._links[handle]
-            rate = float(owner.group["lr"])
+            param_group, optimizer = self._links[handle]
+            rate = float(param_group.group["lr"])
             if rate != self._pushed.get(handle):
                 optimizer.param_groups[0]["lr"] = rate
                 optimizer.step()  # passes the rate to the kernel, updates nothing
@@ -53,10 +59,10 @@ class LearningRates:
 
         Every rank looks at every group, whether it holds its tables or not, so that all raise alike.
         """
-        for name, owner, update in self._groups.values():
-            _check_unchanged(name, owner, update)
-        for name, owner in self._sparse.values():
-            form, why_not = sparse_form(owner)
+        for name, param_group, update in self._groups.values():
+            _check_unchanged(name, param_group, update)
+        for name, param_group in self._sparse.values():
+            form, why_not = sparse_form(param_group)
             if form is None:
                 raise OptimizerError(
                     f"table '{name}': a hyperparameter of its param group was changed while training ({why_not}), "
@@ -64,8 +70,8 @@ class LearningRates:
                 )
 
 
-def _check_unchanged(name: str, owner: Owner, update: TableUpdate) -> None:
-    now, why_not = exact_form(owner)
+def _check_unchanged(name: str, param_group: TableParamGroup, update: TableUpdate) -> None:
+    now, why_not = exact_form(param_group)
     changed = why_not if now is None else _difference(now.arguments, update.arguments)
     if changed:
         raise OptimizerError(

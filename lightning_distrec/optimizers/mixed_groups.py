@@ -11,7 +11,7 @@ from lightning_distrec.errors import UnsupportedError
 
 
 @contextmanager
-def unmixed_groups(optimizer: Optimizer) -> Iterator[None]:
+def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     """Let a step inside of the context see param groups with parameters of one kind: torch's batched updates refuse
     both at once. The step's closure, hooks, schedulers and checkpoints see the groups as they were made.
 

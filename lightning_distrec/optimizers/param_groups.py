@@ -12,7 +12,7 @@ from lightning_distrec.errors import OptimizerError
 
 
 @dataclass(frozen=True)
-class Owner:
+class TableParamGroup:
     """The optimizer and param group that a table belongs to."""
 
     optimizer: optim.Optimizer
@@ -30,11 +30,11 @@ class Owner:
         return f"{self.optimizer_index}.{self.group_index}"
 
 
-def owners_of(
+def param_groups_of(
     parameters: Mapping[str, nn.Parameter],
     optimizers: list[optim.Optimizer],
     earlier: Mapping[str, list[nn.Parameter]],
-) -> dict[int, Owner]:
+) -> dict[int, TableParamGroup]:
     """Return id of an unsharded weight -> the optimizer and group that hold it, or held its shards in an earlier fit.
 
     parameters: full name of a table -> its unsharded weight. earlier: full name -> the shards of an earlier fit; the
@@ -44,19 +44,19 @@ def owners_of(
     for optimizer in optimizers:
         _put_back(optimizer, parameters, earlier)
     ids = {id(parameter): name for name, parameter in parameters.items()}
-    owners: dict[int, Owner] = {}
+    param_groups: dict[int, TableParamGroup] = {}
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in ids:
                     continue
-                if id(parameter) in owners:
+                if id(parameter) in param_groups:
                     raise OptimizerError(
                         f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both update it exactly. "
                         "Give it to one."
                     )
-                owners[id(parameter)] = Owner(optimizer, index, group_index)
-    return owners
+                param_groups[id(parameter)] = TableParamGroup(optimizer, index, group_index)
+    return param_groups
 
 
 def _put_back(
@@ -91,12 +91,12 @@ def _has_begun(state: Mapping[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def owner_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> Owner | None:
+def param_group_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> TableParamGroup | None:
     """Return the optimizer and group that hold `parameter` now, or None."""
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
             if any(held is parameter for held in group["params"]):
-                return Owner(optimizer, index, group_index)
+                return TableParamGroup(optimizer, index, group_index)
     return None
 
 

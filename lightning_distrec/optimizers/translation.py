@@ -20,7 +20,7 @@ from torch import nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import Owner, owners_of
+from lightning_distrec.optimizers.param_groups import TableParamGroup, param_groups_of
 
 Kind = Literal["fused", "sparse", "dense", "fused_lazy", "frozen"]
 
@@ -47,7 +47,7 @@ class TableUpdate:
 
     kind: Kind
     why: str
-    owner: Owner | None = None
+    param_group: TableParamGroup | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     """FBGEMM's, where it updates the table; the learning rate is the one at the start."""
     initial_state: float = 0.0
@@ -101,72 +101,76 @@ def translate(
     earlier: full name -> the shards of an earlier fit, which an optimizer that outlived it still holds.
     Raises OptimizerError: the table's name, the reason and the way out.
     """
-    owners = owners_of(parameters, optimizers, earlier or {})
+    param_groups = param_groups_of(parameters, optimizers, earlier or {})
     updates = {}
     for name, parameter in parameters.items():
-        owner = owners.get(id(parameter))
-        if owner is None or not parameter.requires_grad:
-            updates[name] = frozen("in no optimizer" if owner is None else "requires_grad is False", owner)
+        param_group = param_groups.get(id(parameter))
+        if param_group is None or not parameter.requires_grad:
+            updates[name] = frozen("in no optimizer" if param_group is None else "requires_grad is False", param_group)
         else:
-            updates[name] = _update(name, owner, modes[name], device_type, not_in_backward)
+            updates[name] = _update(name, param_group, modes[name], device_type, not_in_backward)
             if name in looked_up_often and modes[name] == "auto":
                 updates[name] = _for_several_lookups(updates[name])
     return updates
 
 
-def frozen(why: str, owner: Owner | None = None) -> TableUpdate:
+def frozen(why: str, param_group: TableParamGroup | None = None) -> TableUpdate:
     """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
-    keeps_state = owner is not None and isinstance(owner.optimizer, optim.Adagrad)  # from the start, one element each
-    return TableUpdate("frozen", why, owner, bytes_per_element=4.0 if keeps_state else 0.0)
+    keeps_state = param_group is not None and isinstance(
+        param_group.optimizer, optim.Adagrad
+    )  # from the start, one element each
+    return TableUpdate("frozen", why, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
 
 
 NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 """FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
 
 
-def exact_form(owner: Owner) -> tuple[TableUpdate | None, str]:
+def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     """Return FBGEMM's form of the owner's update with the same numbers, or None and the reason why there is none."""
-    group, kind = owner.group, type(owner.optimizer)
+    group, kind = param_group.group, type(param_group.optimizer)
     name = kind.__name__
     if kind is optim.SGD:
         if reason := _first_set(group, momentum=0, weight_decay=0, dampening=0, nesterov=False, maximize=False):
             return None, f"FBGEMM's SGD has no {reason}"
-        return _fused(owner, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_SGD, {}, 0.0), ""
+        return _fused(param_group, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_SGD, {}, 0.0), ""
     if kind is optim.Adagrad:
         if reason := _first_set(group, weight_decay=0, lr_decay=0, maximize=False):
             return None, f"FBGEMM's Adagrad has no {reason}"
-        start = float(owner.optimizer.defaults["initial_accumulator_value"])
+        start = float(param_group.optimizer.defaults["initial_accumulator_value"])
         arguments = {"eps": float(group["eps"])}
-        update = _fused(owner, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_ADAGRAD, arguments, 4.0)
+        update = _fused(
+            param_group, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_ADAGRAD, arguments, 4.0
+        )
         return replace(update, initial_state=start), ""
     if kind is RowWiseAdagrad:
         if reason := _first_set(group, weight_decay=0, lr_decay=0, maximize=False):
             return None, f"FBGEMM's row-wise Adagrad has no {reason}"
-        start = float(owner.optimizer.defaults["initial_accumulator_value"])
+        start = float(param_group.optimizer.defaults["initial_accumulator_value"])
         arguments = {"eps": float(group["eps"])}
         why = f"{name} has the same numbers in FBGEMM"
-        update = _fused(owner, why, EmbOptimType.EXACT_ROWWISE_ADAGRAD, arguments, 0.0)
+        update = _fused(param_group, why, EmbOptimType.EXACT_ROWWISE_ADAGRAD, arguments, 0.0)
         return replace(update, initial_state=start, whole_rows=True, bytes_per_row=4.0), ""
     return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
 
 
-def sparse_form(owner: Owner) -> tuple[TableUpdate | None, str]:
+def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     """Return the owner's update by gradients of touched rows, where it has the same numbers, or None and why not."""
-    kind, name = type(owner.optimizer), type(owner.optimizer).__name__
+    kind, name = type(param_group.optimizer), type(param_group.optimizer).__name__
     if kind is optim.SparseAdam:
-        return TableUpdate("sparse", f"{name} takes sparse gradients", owner, bytes_per_element=8.0), ""
-    exact, why_not = exact_form(owner)
+        return TableUpdate("sparse", f"{name} takes sparse gradients", param_group, bytes_per_element=8.0), ""
+    exact, why_not = exact_form(param_group)
     if exact is None:
         return None, why_not
     if kind is RowWiseAdagrad:
         return None, f"{name} takes no sparse gradients"
-    if owner.group.get("fused") or owner.group.get("differentiable"):
+    if param_group.group.get("fused") or param_group.group.get("differentiable"):
         return None, f"{name}(fused=True) takes no sparse gradients"
-    return TableUpdate("sparse", "", owner, bytes_per_element=exact.bytes_per_element), ""
+    return TableUpdate("sparse", "", param_group, bytes_per_element=exact.bytes_per_element), ""
 
 
-def _update(name: str, owner: Owner, mode: str, device_type: str, not_in_backward: str) -> TableUpdate:
-    fused, why_not_fused = exact_form(owner)
+def _update(name: str, param_group: TableParamGroup, mode: str, device_type: str, not_in_backward: str) -> TableUpdate:
+    fused, why_not_fused = exact_form(param_group)
     if mode == "fused":
         if fused is None:
             raise OptimizerError(
@@ -176,10 +180,10 @@ def _update(name: str, owner: Owner, mode: str, device_type: str, not_in_backwar
             )
         return fused
     if mode == "fused_lazy":
-        return _lazy(name, owner, device_type)
+        return _lazy(name, param_group, device_type)
     if mode == "dense":
-        return _dense(name, owner, "asked for", asked=True)
-    sparse, why_not_sparse = sparse_form(owner)
+        return _dense(name, param_group, "asked for", asked=True)
+    sparse, why_not_sparse = sparse_form(param_group)
     if mode == "sparse":
         if sparse is None:
             raise OptimizerError(
@@ -192,27 +196,27 @@ def _update(name: str, owner: Owner, mode: str, device_type: str, not_in_backwar
     if sparse is not None:
         return replace(sparse, why=not_in_backward or sparse.why)
     why = f"{not_in_backward}; {why_not_sparse}" if fused is not None else why_not_fused
-    return _dense(name, owner, why, asked=False)
+    return _dense(name, param_group, why, asked=False)
 
 
 def _for_several_lookups(update: TableUpdate) -> TableUpdate:
     """FBGEMM updates once for each lookup; where that is not one update with their sum, let the gradients meet."""
-    if update.adds_up or update.owner is None:
+    if update.adds_up or update.param_group is None:
         return update
-    sparse, _ = sparse_form(update.owner)
+    sparse, _ = sparse_form(update.param_group)
     return update if sparse is None else replace(sparse, why="a step may look it up more than once")
 
 
-def _dense(name: str, owner: Owner, why: str, asked: bool) -> TableUpdate:
-    kind = type(owner.optimizer)
+def _dense(name: str, param_group: TableParamGroup, why: str, asked: bool) -> TableUpdate:
+    kind = type(param_group.optimizer)
     if kind is RowWiseAdagrad:
-        return TableUpdate("dense", why, owner, whole_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
+        return TableUpdate("dense", why, param_group, whole_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
     if kind in ELEMENTWISE:
-        return TableUpdate("dense", why, owner, bytes_per_element=4.0 * (1 + _states(owner)))
+        return TableUpdate("dense", why, param_group, bytes_per_element=4.0 * (1 + _states(param_group)))
     if kind is optim.SparseAdam:
         raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients. Set embedding_update='sparse'.")
     if asked:
-        return TableUpdate("dense", f"{why}; not known to be exact", owner, bytes_per_element=12.0)
+        return TableUpdate("dense", f"{why}; not known to be exact", param_group, bytes_per_element=12.0)
     raise OptimizerError(
         f"table '{name}': {kind.__module__}.{kind.__qualname__} is not known to give the same numbers on a part of a "
         "table as on the whole. Give the table an optimizer of its own (torch.optim.Adagrad, Adam, SGD ...), or set "
@@ -220,16 +224,16 @@ def _dense(name: str, owner: Owner, why: str, asked: bool) -> TableUpdate:
     )
 
 
-def _states(owner: Owner) -> int:
-    group = owner.group
-    if type(owner.optimizer) is optim.SGD and not group["momentum"]:
+def _states(param_group: TableParamGroup) -> int:
+    group = param_group.group
+    if type(param_group.optimizer) is optim.SGD and not group["momentum"]:
         return 0
     extra = ("amsgrad", "centered")
-    return ELEMENTWISE[type(owner.optimizer)] + sum(bool(group.get(flag)) for flag in extra)
+    return ELEMENTWISE[type(param_group.optimizer)] + sum(bool(group.get(flag)) for flag in extra)
 
 
-def _lazy(name: str, owner: Owner, device_type: str) -> TableUpdate:
-    group, kind = owner.group, type(owner.optimizer)
+def _lazy(name: str, param_group: TableParamGroup, device_type: str) -> TableUpdate:
+    group, kind = param_group.group, type(param_group.optimizer)
     if kind not in (optim.Adam, optim.AdamW):
         raise OptimizerError(
             f"table '{name}': embedding_update='fused_lazy' is for Adam and AdamW, not {kind.__name__}. "
@@ -250,14 +254,18 @@ def _lazy(name: str, owner: Owner, device_type: str) -> TableUpdate:
         "beta2": float(group["betas"][1]),
         "weight_decay": float(group["weight_decay"]),
     }
-    update = _fused(owner, "touched rows only, as asked for; not the same numbers", EmbOptimType.ADAM, arguments, 8.0)
+    update = _fused(
+        param_group, "touched rows only, as asked for; not the same numbers", EmbOptimType.ADAM, arguments, 8.0
+    )
     return replace(update, kind="fused_lazy")
 
 
-def _fused(owner: Owner, why: str, kind: EmbOptimType, arguments: dict[str, Any], state: float) -> TableUpdate:
-    learning_rate = float(owner.group["lr"])
+def _fused(
+    param_group: TableParamGroup, why: str, kind: EmbOptimType, arguments: dict[str, Any], state: float
+) -> TableUpdate:
+    learning_rate = float(param_group.group["lr"])
     full = {"optimizer": kind, "learning_rate": learning_rate, **arguments}
-    return TableUpdate("fused", why, owner, full, bytes_per_element=state)
+    return TableUpdate("fused", why, param_group, full, bytes_per_element=state)
 
 
 def _first_set(group: Mapping[str, Any], **neutral: Any) -> str:

@@ -50,9 +50,9 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     answers = ranks.all_gather((sized_len(loader), trusted))
     lengths = [length for length, _ in answers]
     if any(length is None for length in lengths):
-        return EvenLoader(loader, ranks, End(ranks, mode, warn))
+        return EvenLoader(loader, ranks, EndPolicy(ranks, mode, warn))
     if not all(is_trusted for _, is_trusted in answers):
-        return SizedEvenLoader(loader, ranks, End(ranks, mode, warn), min(lengths))
+        return SizedEvenLoader(loader, ranks, EndPolicy(ranks, mode, warn), min(lengths))
     if len(set(lengths)) == 1:
         return loader
     said = f"the ranks have {', '.join(map(str, lengths))} batches of {type(loader).__name__}"
@@ -103,7 +103,7 @@ class ShortenedLoader(Wrapper):
         return islice(iter(self._loader), self.length)
 
 
-class End:
+class EndPolicy:
     """What becomes of ranks whose batches end, or whose loader fails, at different places.
 
     warn: says, where ranks have more, that they stop.
@@ -144,7 +144,7 @@ class EvenLoader(Wrapper):
     own datamodule instead.
     """
 
-    def __init__(self, loader: Any, ranks: Ranks, end: End) -> None:
+    def __init__(self, loader: Any, ranks: Ranks, end: EndPolicy) -> None:
         super().__init__(loader)
         self.ranks = ranks
         self.end = end
@@ -152,7 +152,7 @@ class EvenLoader(Wrapper):
         """Whether iterators that begin now agree; false where whoever fetches the batches does."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Collective. Return batches while every rank has one. Raises DataError as `End` does."""
+        """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy` does."""
         batches = _started(self._loader)
         return self._agreed(batches) if self.agrees else batches
 
@@ -170,7 +170,7 @@ class EvenLoader(Wrapper):
 class SizedEvenLoader(EvenLoader):
     """The same over loaders that say how long they are, though it may not be exact; `length` is the least of them."""
 
-    def __init__(self, loader: Any, ranks: Ranks, end: End, length: int) -> None:
+    def __init__(self, loader: Any, ranks: Ranks, end: EndPolicy, length: int) -> None:
         super().__init__(loader, ranks, end)
         self.length = length
 

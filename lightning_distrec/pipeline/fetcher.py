@@ -1,7 +1,7 @@
 """Draws batches ahead of their steps, in the place of Lightning's own fetcher.
 
 What Lightning does to a batch between loader and step (precision, transfer hooks, device) is done here, once, when the
-batch is drawn; Lightning's loop then gets it `Handed`, and takes it out where it would have moved it.
+batch is drawn; Lightning's loop then gets it `ReadyBatch`, and takes it out where it would have moved it.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import DataFetcher, combining_mode, loader_states, override_loader_states
-from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, End, EvenLoader, next_of
+from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, next_of
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
 from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 
 
-class Handed:
+class ReadyBatch:
     """A batch that is ready for its step. No container, so that what Lightning does to batches leaves it alone."""
 
     def __init__(self, batch: Any) -> None:
@@ -27,18 +27,18 @@ class Handed:
 
 
 class PrefetchFetcher(DataFetcher):
-    """Holds `look_ahead.depth` batches, the one of this step among them.
+    """Holds `pipeline.depth` batches, the one of this step among them.
 
     kind: what the steps are called: "training", "validation", ...
     make_ready: from the loader's batch and its dataloader_idx to a Flight's batch, roots and leaves.
     """
 
     def __init__(
-        self, kind: str, look_ahead: SparsePipeline, end: End, make_ready: Callable[[InFlightBatch, Any, int], None]
+        self, kind: str, pipeline: SparsePipeline, end: EndPolicy, make_ready: Callable[[InFlightBatch, Any, int], None]
     ) -> None:
         super().__init__()
         self._kind = kind
-        self._look_ahead = look_ahead
+        self._look_ahead = pipeline
         self._end = end
         self._make_ready = make_ready
         self._queue: deque[InFlightBatch] = deque()
@@ -79,7 +79,7 @@ class PrefetchFetcher(DataFetcher):
     def __next__(self) -> Any:
         """Collective. Return the next batch, its index and its loader's.
 
-        Raises StopIteration where not every rank has another one, or DataError as `End` says.
+        Raises StopIteration where not every rank has another one, or DataError as `EndPolicy` says.
         """
         self._look_ahead.finish_step()
         if self.length is not None and self.fetched >= self.length:
@@ -98,7 +98,7 @@ class PrefetchFetcher(DataFetcher):
             self._end_together()  # now: Lightning does not ask again after the last batch
         self.done = counted or self._has_ended
         self._look_ahead.arm(flight, list(self._queue))
-        return Handed(flight.batch), *flight.handed_out
+        return ReadyBatch(flight.batch), *flight.handed_out
 
     def _next_flight(self) -> InFlightBatch:
         with spans.span(spans.WAIT_DATA):
@@ -114,7 +114,7 @@ class PrefetchFetcher(DataFetcher):
         return flight
 
     def _end_together(self) -> None:
-        """Collective. Not every rank has a batch like the first of the queue. Raises DataError as `End` does."""
+        """Collective. Not every rank has a batch like the first of the queue. Raises DataError as `EndPolicy` does."""
         self.done = True
         if not self._has_ended:
             self._has_ended = True

@@ -8,7 +8,7 @@ from lightning_distrec.pipeline.control_message import BatchStatus, ControlMessa
 from lightning_distrec.pipeline.provenance import Call, are_unwritten, is_foreseen, stamps
 
 
-class Request(Protocol):
+class PreparedLookup(Protocol):
     """A lookup that is prepared."""
 
     problem: str | None
@@ -19,7 +19,7 @@ class Request(Protocol):
     """The least and the most examples of any rank, once they are known."""
 
 
-class Table(Protocol):
+class Prefetchable(Protocol):
     """A module whose calls can be foreseen."""
 
     early: bool
@@ -54,12 +54,12 @@ class Exchange(Protocol):
 class PrefetchedLookup:
     """One call that the step will make."""
 
-    def __init__(self, call: Call, table: Table, batch: Any) -> None:
+    def __init__(self, call: Call, table: Prefetchable, batch: Any) -> None:
         self.call = call
         self._table = table
         self._arguments = call.get(batch)
         self._stamps = stamps(*self._arguments)
-        self.request: Request = table.prepare(self._arguments)
+        self.request: PreparedLookup = table.prepare(self._arguments)
         self._looked_up: Any = None
         self._state: Any = None
         self.taken = False
@@ -113,7 +113,7 @@ class InFlightBatch:
         self._message: ControlMessage | None = None
         self._read = False
 
-    def prepare(self, calls: list[Call], tables: dict[str, Table]) -> None:
+    def prepare(self, calls: list[Call], tables: dict[str, Prefetchable]) -> None:
         """Prepare the lookups of the step; a batch for which they cannot be is looked up as its step calls."""
         try:
             self.foreseen = [PrefetchedLookup(call, tables[call.path], self.roots) for call in calls]

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader
 
 from lightning_distrec.errors import DataError
-from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, End, Wrapper, next_of
+from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, Wrapper, next_of
 
 
 class Waits(Protocol):
@@ -38,7 +38,7 @@ class Ranks(Protocol):
         """Collective. Return every rank's value."""
 
 
-def joined(loader: Any, ranks: Ranks) -> Any:
+def join_loader(loader: Any, ranks: Ranks) -> Any:
     """Collective. Return a loader that gives as many batches as the rank with most has; `loader` itself if all do.
 
     Raises DataError on every rank: a rank has no batch at all.
@@ -68,14 +68,14 @@ class JoinedLoader(Wrapper):
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         super().__init__(loader)
         self.ranks = ranks
-        self.whose: deque[list[bool]] = deque()
+        self.own_batches: deque[list[bool]] = deque()
         """For each batch that was handed on, the oldest first: which ranks have one of their own."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.whose = deque()
-        return self._batches(self.whose)
+        self.own_batches = deque()
+        return self._batches(self.own_batches)
 
-    def _batches(self, whose: deque[list[bool]]) -> Iterator[Any]:
+    def _batches(self, own_batches: deque[list[bool]]) -> Iterator[Any]:
         batches = _started(self._loader)
         state, last, failure, count = HAS_BATCH, None, None, 0
         while True:
@@ -87,7 +87,7 @@ class JoinedLoader(Wrapper):
                 return
             if count == 0 and ENDED in states:
                 raise _no_batch(f"rank {states.index(ENDED)} has no batch")
-            whose.append([of_rank == HAS_BATCH for of_rank in states])
+            own_batches.append([of_rank == HAS_BATCH for of_rank in states])
             count += 1
             yield last
 
@@ -96,7 +96,7 @@ class JoinedLoader(Wrapper):
         mine = [state if rank == self.ranks.rank else HAS_BATCH for rank in range(self.ranks.num_ranks)]
         states = list(self.ranks.start_all_reduce_min(*mine).wait())
         if FAILED in states:
-            End(self.ranks, "stop", _say_nothing).together(count, state, failure)
+            EndPolicy(self.ranks, "stop", _say_nothing).together(count, state, failure)
         return states
 
 

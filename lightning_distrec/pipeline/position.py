@@ -20,10 +20,10 @@ from lightning_distrec.pipeline.even_batches import ShortenedLoader, Wrapper
 
 State = dict[str, Any]
 """A position in plain types and a tensor: batches that this rank was given, samples (entries) that all ranks together
-were, `Indices.layout`, and `Indices.origin`, what the order of the epoch is made from."""
+were, `ResumableSampler.layout`, and `ResumableSampler.origin`, what the order of the epoch is made from."""
 
 
-def positioned(loader: Any, rank: int, num_ranks: int, say: Callable[[str], None]) -> Any:
+def resumable(loader: Any, rank: int, num_ranks: int, say: Callable[[str], None]) -> Any:
     """Return a loader of the same batches whose position Lightning stores in checkpoints.
 
     `loader` itself where it has a state of its own, or nothing can be left out of it: it is no DataLoader, nor one that
@@ -35,7 +35,7 @@ def positioned(loader: Any, rank: int, num_ranks: int, say: Callable[[str], None
     sampler = torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
     if sized_len(sampler) is None:  # that of an IterableDataset is one of these
         return loader
-    return PositionedLoader(loader, torch_loader, Indices(sampler, rank, num_ranks), say)
+    return PositionedLoader(loader, torch_loader, ResumableSampler(sampler, rank, num_ranks), say)
 
 
 def num_batches(state: State, num_ranks: int, batch_size: int, trained: int = 0) -> int:
@@ -62,7 +62,7 @@ def rescaled(progress: int, state: State, num_ranks: int, batch_size: int) -> in
     return progress - state["batches"] + position
 
 
-def joined(of_ranks: list[list[State]]) -> list[State]:
+def states_of_all_ranks(of_ranks: list[list[State]]) -> list[State]:
     """Return the states of the loaders, for any number of ranks; of_ranks: those that each rank has of them.
 
     Ranks that draw in orders of their own, or batches of unequal size, can go on from their own states only: what is
@@ -76,7 +76,7 @@ def joined(of_ranks: list[list[State]]) -> list[State]:
     return [{**states[0], "order": order, "rank": None} for states, order in zip(loaders, orders, strict=True)]
 
 
-def move(fit_loop: dict[str, Any], num_ranks: int) -> None:
+def adapt_progress(fit_loop: dict[str, Any], num_ranks: int) -> None:
     """Let positions and what Lightning has counted, which ends an epoch, agree for `num_ranks` ranks.
 
     fit_loop: `checkpoint["loops"]["fit_loop"]`, which is changed. The longest loader counts. Batch sizes are taken to
@@ -103,7 +103,7 @@ def move(fit_loop: dict[str, Any], num_ranks: int) -> None:
             state.update(batches=0, samples=0)
 
 
-class Indices:
+class ResumableSampler:
     """What a DataLoader draws from in the place of its own sampler: the entries of that one, from `start` on.
 
     order: how the entries of all ranks come about, if other ranks can be told; None if each rank has its own order.
@@ -203,7 +203,7 @@ class PositionedLoader(Wrapper):
 
     _own = ("torch_loader", "indices", "say", "start", "state")
 
-    def __init__(self, loader: Any, torch_loader: Any, indices: Indices, say: Callable[[str], None]) -> None:
+    def __init__(self, loader: Any, torch_loader: Any, indices: ResumableSampler, say: Callable[[str], None]) -> None:
         super().__init__(loader)
         self.torch_loader, self.indices, self.say = torch_loader, indices, say
         self.start: State | None = None
@@ -283,7 +283,7 @@ class PositionedLoader(Wrapper):
 
 
 @contextmanager
-def _drawing_from(loader: DataLoader[Any], indices: Indices) -> Iterator[None]:
+def _drawing_from(loader: DataLoader[Any], indices: ResumableSampler) -> Iterator[None]:
     """Let iterators that begin now draw from `indices`. They keep it; DataLoader itself refuses that it be set."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     own = getattr(loader, name)

@@ -25,7 +25,7 @@ from lightning_distrec.pipeline.control_message import (
     ControlMessage,
     Ranks,
 )
-from lightning_distrec.pipeline.in_flight_batch import Exchange, InFlightBatch, Table
+from lightning_distrec.pipeline.in_flight_batch import Exchange, InFlightBatch, Prefetchable
 from lightning_distrec.pipeline.learning import Recorded, agree_on_calls
 from lightning_distrec.pipeline.provenance import Call
 
@@ -34,7 +34,7 @@ FAREWELL_SECONDS = 5.0
 
 
 @dataclass
-class Count:
+class LookupCounts:
     """Lookups of one kind of step."""
 
     lookups: int = 0
@@ -58,7 +58,7 @@ class SparsePipeline:
         self,
         depth: int,
         ranks: Ranks,
-        tables: dict[str, Table],
+        tables: dict[str, Prefetchable],
         exchange: Callable[[list[Any]], Exchange],
         tell: Callable[[str], None],
         ids_have_their_own_group: bool,
@@ -82,12 +82,12 @@ class SparsePipeline:
         self._late: set[tuple[str, int]] = set()
         """Calls of a kind of step whose rows change between its beginning and the call."""
         self._rows_due: set[int] = set()
-        self._count = Count()
+        self._count = LookupCounts()
         self._was_sent = False
         self._told = False
         self.failed = False
         """Whether a step has failed on this rank: what is on its way must not be waited for."""
-        self.counts: dict[str, Count] = {}
+        self.counts: dict[str, LookupCounts] = {}
         """Kind of step -> its lookups so far."""
 
     @property
@@ -146,7 +146,7 @@ class SparsePipeline:
             return
         self._in_step = self._calls_are_foreseen = True
         self._message = None
-        self._count = self.counts.setdefault(flight.kind, Count())
+        self._count = self.counts.setdefault(flight.kind, LookupCounts())
         if flight.kind not in self._calls:
             self._recorded = []
             return

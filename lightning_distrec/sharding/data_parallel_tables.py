@@ -46,7 +46,7 @@ def make_freezable(weight: TableBatchedEmbeddingSlice) -> TableBatchedEmbeddingS
     return weight
 
 
-class HeldStill(torch.autograd.Function):
+class ZeroGradient(torch.autograd.Function):
     """Hands values on; what comes back is a gradient of zeros, whatever it was, so that the table's DDP meets one."""
 
     @staticmethod

@@ -18,7 +18,7 @@ BLOCK_ROWS = 2**16
 
 
 @dataclass(frozen=True)
-class Piece:
+class TableShard:
     """A rectangle of a table, and where it is."""
 
     rank: int
@@ -30,14 +30,14 @@ class Piece:
     """(num_rows, num_columns); None on ranks that do not hold it."""
 
 
-def pieces_of(weight: Tensor, num_ranks: int, rank: int) -> list[Piece]:
+def pieces_of(weight: Tensor, num_ranks: int, rank: int) -> list[TableShard]:
     """Return all pieces of a sharded table on all ranks, `tensor` set for those of this rank.
 
     weight: a ShardedTensor, or the plain tensor of a table that every rank holds whole.
     """
     if not isinstance(weight, ShardedTensor):
         rows, columns = weight.shape
-        return [Piece(r, 0, 0, rows, columns, weight if r == rank else None) for r in range(num_ranks)]
+        return [TableShard(r, 0, 0, rows, columns, weight if r == rank else None) for r in range(num_ranks)]
     local = {tuple(s.metadata.shard_offsets): s.tensor for s in weight.local_shards()}
     pieces = []
     for shard in weight.metadata().shards_metadata:
@@ -46,18 +46,18 @@ def pieces_of(weight: Tensor, num_ranks: int, rank: int) -> list[Piece]:
         assert owner is not None
         tensor = local[tuple(shard.shard_offsets)] if owner == rank else None
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-        pieces.append(Piece(owner, row, column, rows, columns, tensor))
+        pieces.append(TableShard(owner, row, column, rows, columns, tensor))
     return pieces
 
 
-def table_weights(sharded: nn.Module, tables: list[Table]) -> dict[str, Tensor]:
+def sharded_weights(sharded: nn.Module, tables: list[Table]) -> dict[str, Tensor]:
     """Return the weights of one sharded collection by the tables' full names; ShardedTensors that share memory."""
     state = sharded.state_dict()
     return {table.full_name: state[table.local_key] for table in tables}
 
 
 @torch.no_grad()
-def spread(sources: list[Piece], targets: list[Piece], device: torch.device) -> None:
+def spread(sources: list[TableShard], targets: list[TableShard], device: torch.device) -> None:
     """Collective. Copy the source pieces into the target pieces, of one table, whoever holds them.
 
     Sources that overlap must hold the same values. Nothing travels where every rank already has what it needs.
@@ -81,15 +81,15 @@ def spread(sources: list[Piece], targets: list[Piece], device: torch.device) -> 
                 _copy_overlap(buffer, chunk, target)
 
 
-def copy_from_whole(targets: list[Piece], tensor: Tensor) -> None:
+def copy_from_full(targets: list[TableShard], tensor: Tensor) -> None:
     """Copy a whole table that this rank holds, `tensor` (num_rows, dim), into the pieces of this rank."""
     rows, columns = tensor.shape
-    whole = Piece(0, 0, 0, rows, columns, tensor)
+    whole = TableShard(0, 0, 0, rows, columns, tensor)
     for target in targets:
         _copy_overlap(tensor, whole, target)
 
 
-def initialise(table: Table, targets: list[Piece], seed: int) -> None:
+def initialise(table: Table, targets: list[TableShard], seed: int) -> None:
     """Fill this rank's pieces of a table that was built without memory, by the init function of its config.
 
     The function is called on whole blocks of BLOCK_ROWS rows, each with a generator seeded by the seed, the table and
@@ -108,7 +108,7 @@ def initialise(table: Table, targets: list[Piece], seed: int) -> None:
             with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []), torch.no_grad():
                 torch.manual_seed(_seed(seed, table.full_name, block))
                 config.init_fn(values)
-            _copy_overlap(values, Piece(target.rank, start, 0, rows, config.embedding_dim), target)
+            _copy_overlap(values, TableShard(target.rank, start, 0, rows, config.embedding_dim), target)
 
 
 def _seed(seed: int, name: str, block: int) -> int:
@@ -116,26 +116,26 @@ def _seed(seed: int, name: str, block: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _same_place(a: Piece, b: Piece) -> bool:
+def _same_place(a: TableShard, b: TableShard) -> bool:
     return (a.rank, a.row, a.column, a.num_rows, a.num_columns) == (b.rank, b.row, b.column, b.num_rows, b.num_columns)
 
 
-def _without_copies(pieces: list[Piece]) -> list[Piece]:
-    seen: dict[tuple[int, int, int, int], Piece] = {}
+def _without_copies(pieces: list[TableShard]) -> list[TableShard]:
+    seen: dict[tuple[int, int, int, int], TableShard] = {}
     for piece in pieces:
         seen.setdefault((piece.row, piece.column, piece.num_rows, piece.num_columns), piece)
     return list(seen.values())
 
 
-def _chunks(piece: Piece) -> Iterator[Piece]:
+def _chunks(piece: TableShard) -> Iterator[TableShard]:
     rows_at_once = max(1, CHUNK_BYTES // (4 * piece.num_columns))
     for first in range(0, piece.num_rows, rows_at_once):
         rows = min(rows_at_once, piece.num_rows - first)
         tensor = None if piece.tensor is None else piece.tensor[first : first + rows]
-        yield Piece(piece.rank, piece.row + first, piece.column, rows, piece.num_columns, tensor)
+        yield TableShard(piece.rank, piece.row + first, piece.column, rows, piece.num_columns, tensor)
 
 
-def _copy_overlap(values: Tensor, source: Piece, target: Piece) -> None:
+def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> None:
     if target.tensor is None:
         return
     top, left = max(source.row, target.row), max(source.column, target.column)

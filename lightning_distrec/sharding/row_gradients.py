@@ -23,7 +23,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(eq=False)
-class Shard:
+class LocalShard:
     """One rectangle of a table on this rank, as optimizers step on it."""
 
     table: str
@@ -42,19 +42,19 @@ class Shard:
     """Names of the tables whose rows, of the lookup that is going on, get a gradient on this rank; None: all do."""
 
 
-def shards_of(kernel: Any) -> list[Shard]:
+def local_shards_of(kernel: Any) -> list[LocalShard]:
     """Return the shards in a kernel's memory, in its order; tables of several columns shards have as many.
 
     kernel: fbgemm_gpu's SplitTableBatchedEmbeddingBagsCodegen.
     """
     weights = kernel.split_embedding_weights()
-    return [Shard(name, nn.Parameter(weight)) for name, weight in zip(kernel.table_names, weights, strict=True)]
+    return [LocalShard(name, nn.Parameter(weight)) for name, weight in zip(kernel.table_names, weights, strict=True)]
 
 
-def give_gradients(kernel: Any, shards: list[Shard]) -> None:
+def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
     """From now on the kernel's lookups leave gradients on `shards` and update nothing.
 
-    shards: as `shards_of` returned them. Those whose weight needs no gradient when they are looked up get none.
+    shards: as `local_shards_of` returned them. Those whose weight needs no gradient when they are looked up get none.
     """
     layout = _layout(kernel)
 
@@ -123,7 +123,13 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, layout: _Layout, ids: _Ids, shards: list[Shard], used: set[str] | None, *_: Tensor
+        ctx: Any,
+        output: Tensor,
+        layout: _Layout,
+        ids: _Ids,
+        shards: list[LocalShard],
+        used: set[str] | None,
+        *_: Tensor,
     ) -> Tensor:
         ctx.layout, ctx.ids, ctx.shards, ctx.used = layout, ids, shards, used
         return output.view_as(output)
@@ -136,7 +142,7 @@ class _Lookup(torch.autograd.Function):
         for table, rows, values in _row_gradients(ctx.layout, ctx.ids, gradient):
             if table in of_rows:
                 of_rows[table].append((rows, values))
-        shards: list[Shard] = ctx.shards
+        shards: list[LocalShard] = ctx.shards
         for i in of_rows:
             if _is_unused(shards[i], ctx.used, of_rows[i]):
                 wanted = (*wanted[:i], False, *wanted[i + 1 :])
@@ -144,7 +150,7 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, None, *gradients
 
 
-def _is_unused(shard: Shard, used: set[str] | None, of_rows: list[tuple[Tensor, Tensor]]) -> bool:
+def _is_unused(shard: LocalShard, used: set[str] | None, of_rows: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether the rows that were looked up went into no loss: optimizers must then pass the table over, as unsharded.
 
     One backward serves all tables of a kernel. That a table's rows were not used shows on this rank; another rank's
@@ -195,7 +201,7 @@ def _bag_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> list[Tensor]
     return [torch.cat(of_ranks) for of_ranks in by_feature]
 
 
-def _gradient(shard: Shard, of_rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _gradient(shard: LocalShard, of_rows: list[tuple[Tensor, Tensor]]) -> Tensor:
     weight = shard.weight
     if of_rows:
         rows = torch.cat([rows for rows, _ in of_rows]).long()

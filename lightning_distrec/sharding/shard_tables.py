@@ -23,16 +23,16 @@ from lightning_distrec.chunks import Part
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.data_parallel_tables import make_freezable
 from lightning_distrec.sharding.initial_weights import (
-    Piece,
-    copy_from_whole,
+    TableShard,
+    copy_from_full,
     initialise,
     pieces_of,
+    sharded_weights,
     spread,
-    table_weights,
 )
 from lightning_distrec.sharding.proxies import ShardedProxy, stand_in
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.row_gradients import Shard, give_gradients, shards_of
+from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients, local_shards_of
 from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
 from lightning_distrec.sharding.tables import Table
 
@@ -51,11 +51,11 @@ class ShardedTables:
         self.plan = plan
         self.sharded = sharded
         """Path of a collection, or of a plain embedding -> torchrec's sharded module."""
-        self.in_tree: dict[str, ShardedProxy] = {}
+        self.proxies: dict[str, ShardedProxy] = {}
         """Path -> what stands there in the module tree while the tables are sharded."""
-        self.shards: dict[str, list[Shard]] = {}
+        self.shards: dict[str, list[LocalShard]] = {}
         """Full name of a table -> this rank's part of it; one empty shard where it has none."""
-        self.kernels: list[tuple[Any, list[Shard]]] = []
+        self.kernels: list[tuple[Any, list[LocalShard]]] = []
         """FBGEMM's kernels on this rank, each with the shards in its memory."""
         self._root = ref(root)  # the registry below is keyed by it, weakly
 
@@ -68,18 +68,18 @@ class ShardedTables:
         return {
             name: weight
             for path, module in self.sharded.items()
-            for name, weight in table_weights(module, self.tables_of(path)).items()
+            for name, weight in sharded_weights(module, self.tables_of(path)).items()
         }
 
-    def pieces(self) -> dict[str, list[Piece]]:
+    def pieces(self) -> dict[str, list[TableShard]]:
         """Return the tables' pieces on all ranks by full name."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         return {name: pieces_of(weight, num_ranks, rank) for name, weight in self.weights().items()}
 
-    def pieces_of(self, name: str) -> list[Piece]:
+    def pieces_of(self, name: str) -> list[TableShard]:
         """Return the pieces on all ranks of one table, by its full name."""
         table = next(table for table in self.tables if table.full_name == name)
-        weight = table_weights(self.sharded[table.collection], [table])[name]
+        weight = sharded_weights(self.sharded[table.collection], [table])[name]
         return pieces_of(weight, dist.get_world_size(), dist.get_rank())
 
     def parameters(self) -> dict[str, list[nn.Parameter]]:
@@ -89,7 +89,7 @@ class ShardedTables:
     def keys_in_tree(self) -> dict[str, str]:
         """Return key of a table in the root's state_dict -> its full name; a module with two names has two keys."""
         paths = self._module().named_modules(remove_duplicate=False)
-        at = {id(module): path for path, module in self.in_tree.items()}
+        at = {id(module): path for path, module in self.proxies.items()}
         return {
             f"{path}.{table.key.removeprefix(f'{table.collection}.')}": table.full_name
             for path, module in paths
@@ -97,11 +97,11 @@ class ShardedTables:
             for table in self.tables_of(at[id(module)])
         }
 
-    def own_parameters(self) -> list[nn.Parameter]:
+    def sharded_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that only this rank has."""
         return [shard.weight for shards in self.shards.values() for shard in shards if not shard.replicated]
 
-    def keep_rows_only(self, name: str, rows_only: bool) -> None:
+    def set_sparse_gradient(self, name: str, rows_only: bool) -> None:
         """Choose whether a table's gradient, where it is kept, holds the touched rows only."""
         for shard in self.shards[name]:
             shard.sparse = rows_only
@@ -112,7 +112,7 @@ class ShardedTables:
         All tables of a kernel are kept, or none. rows_only: full name -> whether only the touched rows' are kept.
         """
         for name, only in rows_only.items():
-            self.keep_rows_only(name, only)
+            self.set_sparse_gradient(name, only)
         kept = {id(shard) for name in rows_only for shard in self.shards[name]}
         for kernel, shards in self.kernels:
             if any(id(shard) in kept for shard in shards):
@@ -120,7 +120,7 @@ class ShardedTables:
                 give_gradients(kernel, shards)
 
     @contextmanager
-    def counted_whole(self) -> Iterator[None]:
+    def full_numel(self) -> Iterator[None]:
         """Inside of the context `numel` of a table's parameter says how many elements the whole table has."""
         parts = [(table, shard) for table in self.tables for shard in self.shards[table.full_name]]
         counted: set[str] = set()
@@ -139,13 +139,13 @@ class ShardedTables:
 
         And but embeddings with max_norm, which renorm the rows that a rank looks up, on that rank, under any DDP.
         """
-        own = {id(weight) for weight in self.own_parameters()}
+        own = {id(weight) for weight in self.sharded_parameters()}
         for module in self._module().modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 own.add(id(module.weight))
         return [(name, p) for name, p in self._module().named_parameters() if id(p) not in own]
 
-    def note_use(self, path: str, used: set[str] | None) -> None:
+    def note_looked_up_tables(self, path: str, used: set[str] | None) -> None:
         """The lookup of the collection at `path` that begins now will put into `used` the tables that get gradients."""
         for table in self.tables_of(path):
             for shard in self.shards[table.full_name]:
@@ -189,36 +189,36 @@ class ShardedTables:
         """
         pieces = self.pieces_of(name)
         if isinstance(weight, Tensor):
-            copy_from_whole(pieces, weight)
+            copy_from_full(pieces, weight)
         else:
             weight.fill(_parts(pieces))
 
-    def step_out(self) -> None:
+    def put_originals_back(self) -> None:
         """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
         for table in self.tables:
             table.parameter.requires_grad_(self.learns(table.full_name))
         for original in self._originals().values():
             original.__dict__.pop("forward", None)
-        _replace(self._module(), {self.in_tree[path]: original for path, original in self._originals().items()})
+        _replace(self._module(), {self.proxies[path]: original for path, original in self._originals().items()})
 
-    def step_in(self) -> None:
-        """Undo `step_out`."""
+    def put_proxies_back(self) -> None:
+        """Undo `put_originals_back`."""
         for path, original in self._originals().items():
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
-        _replace(self._module(), {original: self.in_tree[path] for path, original in self._originals().items()})
+        _replace(self._module(), {original: self.proxies[path] for path, original in self._originals().items()})
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Take the tables out of the module tree inside of the context, for what must not reach them."""
-        places: dict[nn.Module, nn.Module] = {module: nn.Module() for module in self.in_tree.values()}
+        places: dict[nn.Module, nn.Module] = {module: nn.Module() for module in self.proxies.values()}
         _replace(self._module(), places)
         try:
             yield
         finally:
             _replace(self._module(), {place: module for module, place in places.items()})
 
-    def hand_over(self, tables: list[Table]) -> dict[str, list[Piece]]:
-        """After `step_out`: return the rows in pieces for the next sharding, by full name.
+    def hand_over(self, tables: list[Table]) -> dict[str, list[TableShard]]:
+        """After `put_originals_back`: return the rows in pieces for the next sharding, by full name.
 
         tables: those of the next sharding. Where the user has put another collection in the place of one that was
         sharded here, it brings rows of its own, and ours are not returned.
@@ -231,7 +231,7 @@ class ShardedTables:
             pieces = {name: [_on_host(piece) for piece in ps] for name, ps in pieces.items()}
             for module in self.sharded.values():
                 module.__dict__.pop("forward", None)
-            self.sharded, self.in_tree, self.shards, self.kernels = {}, {}, {}, []
+            self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
             _by_module.pop(self._module(), None)
         return pieces
 
@@ -258,7 +258,7 @@ def shard_tables(
     plan: ShardingByTable,
     fused: FusedArguments,
     device: torch.device,
-    held: Mapping[str, list[Piece]],
+    held: Mapping[str, list[TableShard]],
     seed: int,
     comms: QuantizedComms,
 ) -> ShardedTables:
@@ -277,10 +277,10 @@ def shard_tables(
         _bring_rows(result, device, held, seed)
     for path, module in sharded.items():
         mine = result.tables_of(path)
-        kernels = [(kernel, shards_of(kernel)) for kernel in fbgemm_kernels(module)]
+        kernels = [(kernel, local_shards_of(kernel)) for kernel in fbgemm_kernels(module)]
         result.kernels += kernels
         result.shards |= _by_table(module, mine, [shard for _, shards in kernels for shard in shards])
-        result.in_tree[path] = _stand_in(module, mine, result.shards)
+        result.proxies[path] = _stand_in(module, mine, result.shards)
     for name, pieces in result.pieces().items():
         _note_places(result.shards[name], pieces)
     for module in sharded.values():
@@ -289,7 +289,7 @@ def shard_tables(
         free_weights(table.module)
         if table.plain is not None:
             table.plain.weight = table.parameter
-    result.step_in()
+    result.put_proxies_back()
     _by_module[root] = result
     return result
 
@@ -316,7 +316,7 @@ def _make_shards(
     return sharded
 
 
-def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, list[Piece]], seed: int) -> None:
+def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, list[TableShard]], seed: int) -> None:
     rank, pieces = dist.get_rank(), result.pieces()
     for table in result.tables:
         targets = pieces[table.full_name]
@@ -326,7 +326,7 @@ def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, 
             initialise(table, targets, seed)
         else:
             rows, columns = table.parameter.shape
-            spread([Piece(0, 0, 0, rows, columns, table.parameter if rank == 0 else None)], targets, device)
+            spread([TableShard(0, 0, 0, rows, columns, table.parameter if rank == 0 else None)], targets, device)
 
 
 def _replace(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
@@ -340,7 +340,7 @@ def _replace(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
 def refuse_foreign_shards(root: nn.Module) -> None:
     """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
     present = sharded_tables_of(root)
-    known = set(present.in_tree.values()) if present is not None else set()
+    known = set(present.proxies.values()) if present is not None else set()
     for path, module in root.named_modules():
         if isinstance(module, (ShardedProxy, ShardedModule)) and module not in known:
             raise ShardingError(
@@ -349,9 +349,9 @@ def refuse_foreign_shards(root: nn.Module) -> None:
             )
 
 
-def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[Shard]) -> dict[str, list[Shard]]:
+def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[LocalShard]) -> dict[str, list[LocalShard]]:
     """Return this rank's part of each table of a collection, by full name; `shards` are those in kernels."""
-    found: dict[str, list[Shard]] = {table.full_name: [] for table in tables}
+    found: dict[str, list[LocalShard]] = {table.full_name: [] for table in tables}
     full_names = {table.name: table.full_name for table in tables}
     for shard in shards:
         found[full_names[shard.table]].append(shard)
@@ -359,16 +359,16 @@ def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[Shard]) 
         mine = found[table.full_name]
         weight = sharded.get_parameter(table.local_key)
         if not mine and weight.numel():  # data_parallel: torchrec's DDP has its hands on this very parameter
-            mine.append(Shard(table.name, make_freezable(weight), sparse=False, replicated=True))
+            mine.append(LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True))
         elif not mine:
             empty = torch.empty(0, table.config.embedding_dim, device=weight.device)  # optimizers ask for columns
-            mine.append(Shard(table.name, nn.Parameter(empty)))
+            mine.append(LocalShard(table.name, nn.Parameter(empty)))
         for shard in mine:
             shard.weight.requires_grad_(table.parameter.requires_grad)
     return found
 
 
-def _note_places(shards: list[Shard], pieces: list[Piece]) -> None:
+def _note_places(shards: list[LocalShard], pieces: list[TableShard]) -> None:
     """Tell this rank's shards of a table which rectangle of it they are."""
     at = {piece.tensor.data_ptr(): piece for piece in pieces if piece.tensor is not None and piece.tensor.numel()}
     for shard in shards:
@@ -377,14 +377,14 @@ def _note_places(shards: list[Shard], pieces: list[Piece]) -> None:
             shard.row, shard.column = piece.row, piece.column
 
 
-def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[Shard]]) -> ShardedProxy:
+def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]]) -> ShardedProxy:
     prefix = f"{tables[0].collection}."
     keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
     weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}
     return stand_in(tables[0].original, sharded, keys, weights, partial(_load, sharded))
 
 
-def _parts(pieces: list[Piece]) -> list[Part]:
+def _parts(pieces: list[TableShard]) -> list[Part]:
     return [Part((p.row, p.column), p.tensor) for p in pieces if p.tensor is not None and p.tensor.numel()]
 
 
@@ -396,7 +396,7 @@ def _load(sharded: ShardedModule, name: str, value: Any) -> str:
         return f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into it."
     pieces = pieces_of(target, dist.get_world_size(), dist.get_rank())
     if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
-        copy_from_whole(pieces, value)
+        copy_from_full(pieces, value)
         return ""
     if not isinstance(value, ShardedTensor):
         try:
@@ -425,6 +425,6 @@ def _refuse_forward(path: str) -> Any:
     return forward
 
 
-def _on_host(piece: Piece) -> Piece:
+def _on_host(piece: TableShard) -> TableShard:
     tensor = None if piece.tensor is None else piece.tensor.cpu()
-    return Piece(piece.rank, piece.row, piece.column, piece.num_rows, piece.num_columns, tensor)
+    return TableShard(piece.rank, piece.row, piece.column, piece.num_rows, piece.num_columns, tensor)

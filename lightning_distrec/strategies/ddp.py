@@ -19,7 +19,7 @@ from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, refuse_to_share_out, share_out
 from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
-from lightning_distrec.pipeline.joined_batches import JoinedLoader, joined
+from lightning_distrec.pipeline.joined_batches import JoinedLoader, join_loader
 from lightning_distrec.strategies.data_parallel.autotune import Autotune, candidates, fingerprint, remember, remembered
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
@@ -227,7 +227,7 @@ class TunedDDPStrategy(DistRecStrategy):
         assert self.lightning_module is not None
         assert self._consensus is not None
         if self._joins and not self.lightning_module.trainer.predicting:
-            dataloader = joined(dataloader, self._consensus)
+            dataloader = join_loader(dataloader, self._consensus)
             if isinstance(dataloader, JoinedLoader):
                 return dataloader
         return super().process_dataloader(dataloader)

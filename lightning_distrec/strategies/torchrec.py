@@ -20,10 +20,10 @@ from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_d
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
-from lightning_distrec.pipeline.even_batches import End, UnevenInputs
-from lightning_distrec.pipeline.fetcher import Handed
+from lightning_distrec.pipeline.even_batches import EndPolicy, UnevenInputs
+from lightning_distrec.pipeline.fetcher import ReadyBatch
 from lightning_distrec.pipeline.options import PipelineOptions
-from lightning_distrec.pipeline.sparse_pipeline import Count
+from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
 from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
@@ -160,7 +160,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         self._sharded = ShardedModule(chosen("fsdp", FSDPOptions, fsdp)) if dense == "fsdp" else None
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
-        self._lookups_ahead: dict[str, Count] = {}
+        self._lookups_ahead: dict[str, LookupCounts] = {}
         self._places = NodeLayout.of_nodes(1)
         self._tables: TableSetup | None = None
         self._clipping = GlobalClipping()
@@ -194,7 +194,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         return self._sharded is not None
 
     @property
-    def lookups_ahead(self) -> dict[str, Count]:
+    def lookups_ahead(self) -> dict[str, LookupCounts]:
         """Kind of step -> its lookups in this run, or the last, and how many had their ids sent ahead of the step."""
         return self._lookups_ahead
 
@@ -255,13 +255,13 @@ class TorchRecShardedStrategy(ShardedHooks):
                 self._tables,
                 self._pipeline_options.depth,
                 self._of_steps,
-                End(self._consensus, self._uneven_inputs, warn),
+                EndPolicy(self._consensus, self._uneven_inputs, warn),
                 lambda batch, dataloader_idx: super(DDPStrategy, self).batch_to_device(
                     batch, dataloader_idx=dataloader_idx
                 ),
                 self.root_device,
             )
-            self._lookups_ahead = self._pipelining.look_ahead.counts
+            self._lookups_ahead = self._pipelining.pipeline.counts
 
     def _setup_around_tables(self, trainer: Trainer, tables: TableSetup) -> None:
         """The rest of DDPStrategy.setup, with the shards left out of DDP's broadcast and averaging."""
@@ -283,7 +283,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
             if self._sharded is None:
                 self._wrap_dense(module, tables)
-            self._clipping.put_on(self.precision_plugin, tables.shards.own_parameters, tables.fused_tables)
+            self._clipping.put_on(self.precision_plugin, tables.shards.sharded_parameters, tables.fused_tables)
             tables.undo.append(agree_on_overflows(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, tables.shards, self.lightning_module_state_dict)
         elif self._sharded is None:
@@ -339,7 +339,7 @@ class TorchRecShardedStrategy(ShardedHooks):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, Handed):
+        if isinstance(batch, ReadyBatch):
             assert self._pipelining is not None
             return self._pipelining.take(batch)
         return super().batch_to_device(batch, device, dataloader_idx)

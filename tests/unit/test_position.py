@@ -34,11 +34,11 @@ from lightning_distrec.pipeline.even_batches import ShortenedLoader, even
 from lightning_distrec.pipeline.position import (
     PositionedLoader,
     State,
-    joined,
-    move,
+    adapt_progress,
     num_batches,
-    positioned,
     rescaled,
+    resumable,
+    states_of_all_ranks,
 )
 
 Batches = list[list[int]]
@@ -64,7 +64,7 @@ def _never(message: str) -> None:
 
 
 def _wrapped(loader: DataLoader[int], rank: int = 0, num_ranks: int = 1, say: Callable[[str], None] = _never) -> Any:
-    wrapped = positioned(loader, rank, num_ranks, say)
+    wrapped = resumable(loader, rank, num_ranks, say)
     assert isinstance(wrapped, PositionedLoader)
     return wrapped
 
@@ -382,21 +382,21 @@ def test_ranks_with_batches_of_unequal_size_go_on_from_their_own_states():
 
 def test_one_state_is_made_of_all_ranks_only_where_it_says_the_same_to_all():
     dealt = [[_state_after(_dealt(40, 2, rank, 2), 3)] for rank in range(2)]
-    (state,) = joined(dealt)
+    (state,) = states_of_all_ranks(dealt)
     assert (state["order"], state["batches"]) == ("DistributedSampler", 3)
     unequal = [[_state_after(_dealt(40, 2, rank, 2 + rank), 3)] for rank in range(2)]
-    (state,) = joined(unequal)
+    (state,) = states_of_all_ranks(unequal)
     assert (state["order"], state["rank"]) == (None, None)
-    assert joined([[{"_snapshot": 1}], [{"_snapshot": 2}]]) == []
+    assert states_of_all_ranks([[{"_snapshot": 1}], [{"_snapshot": 2}]]) == []
     of_one = [_state_after(LOADERS["weighted"](), 3), {"_snapshot": 1}]
-    assert joined([of_one]) == of_one
-    assert joined([of_one[:1]]) == of_one[:1]
-    assert joined([[], []]) == []
+    assert states_of_all_ranks([of_one]) == of_one
+    assert states_of_all_ranks([of_one[:1]]) == of_one[:1]
+    assert states_of_all_ranks([[], []]) == []
 
 
 def _joined(loaders: list[DataLoader[int]], count: int) -> State:
     states = [_state_after(loader, count, rank, len(loaders)) for rank, loader in enumerate(loaders)]
-    return joined([[state] for state in states])[0]
+    return states_of_all_ranks([[state] for state in states])[0]
 
 
 REFUSED: dict[str, tuple[Callable[[], State], Callable[[], Any], str]] = {
@@ -614,7 +614,7 @@ class Resumable(DataLoader[int]):
     ids=["list", "stream", "without a length", "with a state", "with a state, shortened", "list, shortened"],
 )
 def test_other_loaders_are_left_as_they_are(loader):
-    assert positioned(loader, 0, 1, _never) is loader
+    assert resumable(loader, 0, 1, _never) is loader
 
 
 @pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
@@ -795,7 +795,7 @@ def test_without_it_lightning_warns_and_trains_the_first_batches_again(tmp_path)
 def _move(path: Path, num_ranks: int) -> None:
     """Do to a checkpoint what a strategy does that loads it on `num_ranks` ranks."""
     checkpoint = torch.load(path, weights_only=True)
-    move(checkpoint["loops"]["fit_loop"], num_ranks)
+    adapt_progress(checkpoint["loops"]["fit_loop"], num_ranks)
     torch.save(checkpoint, path)
 
 
@@ -843,7 +843,7 @@ def test_counts_of_several_loaders_follow_the_longest(tmp_path, after):
 def test_loaders_of_other_kinds_are_not_moved():
     fit_loop = {"state_dict": {"combined_loader": [{"_snapshot": 1}]}, "epoch_loop.batch_progress": {"current": {}}}
     before = deepcopy(fit_loop)
-    move(fit_loop, 3)
+    adapt_progress(fit_loop, 3)
     assert fit_loop == before
 
 
@@ -885,7 +885,7 @@ def test_a_step_that_failed_is_made_again(tmp_path, name, failed):
 
 def test_a_fit_that_cannot_go_on_begins_its_epoch_anew_and_trains_all_of_it(tmp_path):
     def make(num_ranks: int, say: Callable[[str], None]) -> Any:
-        return positioned(LOADERS["weighted"](), 0, num_ranks, say)
+        return resumable(LOADERS["weighted"](), 0, num_ranks, say)
 
     _fit(lambda: make(1, _never), seed=1, callbacks=_every_step(tmp_path))
     path = tmp_path / "step10.ckpt"

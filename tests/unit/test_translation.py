@@ -81,7 +81,7 @@ def test_frozen_tables_are_left_where_they_are() -> None:
         "frozen": ("frozen", "requires_grad is False"),
         "loose": ("frozen", "in no optimizer"),
     }
-    assert updates["frozen"].owner is not None  # it keeps its place in the group, in case it is unfrozen
+    assert updates["frozen"].param_group is not None  # it keeps its place in the group, in case it is unfrozen
 
 
 def test_a_table_in_two_optimizers_is_told() -> None:

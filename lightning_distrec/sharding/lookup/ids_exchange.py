@@ -12,7 +12,7 @@ import torch
 
 from lightning_distrec import spans
 from lightning_distrec._compat.torchrec import FusedSplits, defer_ids_exchange, record_stream
-from lightning_distrec.sharding.lookup.request import Request
+from lightning_distrec.sharding.lookup.request import LookupRequest
 
 
 class IdsExchange:
@@ -26,7 +26,7 @@ class IdsExchange:
 
     def __init__(
         self,
-        requests: list[Request],
+        requests: list[LookupRequest],
         say: tuple[int, ...] = (),
         stream: torch.cuda.Stream | None = None,
         group: object = None,
@@ -59,7 +59,7 @@ class IdsExchange:
         return self._said
 
     def arrive(self) -> None:
-        """Wait for the ids of all lookups; they are in `Request.ids` then. Does nothing when called again."""
+        """Wait for the ids of all lookups; they are in `LookupRequest.ids` then. Does nothing when called again."""
         self.send()
         waits, self._ids = self._ids, []
         if not waits:

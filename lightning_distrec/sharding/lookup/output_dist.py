@@ -7,7 +7,7 @@ import torch
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_distrec.sharding.data_parallel_tables import HeldStill
+from lightning_distrec.sharding.data_parallel_tables import ZeroGradient
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
 from lightning_distrec.sharding.tables import Table, output_names
 
@@ -76,7 +76,7 @@ class OutputDist:
 
     def _held_still(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if name in self._whole:
-            held: torch.Tensor = HeldStill.apply(values)
+            held: torch.Tensor = ZeroGradient.apply(values)
             return held
         return values.detach()
 

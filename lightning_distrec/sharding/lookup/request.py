@@ -7,7 +7,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec.sharding.lookup.jagged import Padding
 
 
-class Request:
+class LookupRequest:
     """One lookup under way."""
 
     def __init__(self, lookup: Any, features: KeyedJaggedTensor, problem: str | None) -> None:

@@ -29,7 +29,7 @@ from lightning_distrec.sharding.lookup.input_dist import InputDist
 from lightning_distrec.sharding.lookup.jagged import Padding
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor, LazyOutput
 from lightning_distrec.sharding.lookup.output_dist import CUT_BY_ROWS, Bags, OutputDist, TableUse
-from lightning_distrec.sharding.lookup.request import Request
+from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.tables import Table
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
@@ -57,7 +57,7 @@ class ShardedLookup:
         before_forward: Callable[[], None],
         output_dtype: torch.dtype | None = None,
         compare_examples: Callable[[int, int, int], None] | None = None,
-        note_use: Callable[[set[str] | None], None] | None = None,
+        note_looked_up_tables: Callable[[set[str] | None], None] | None = None,
     ) -> None:
         self.sharded = sharded
         self.path = tables[0].collection
@@ -75,11 +75,11 @@ class ShardedLookup:
         )
         # The ids of an nn.Embedding may have any shape: they do not tell the number of examples.
         self._compare_examples = None if isinstance(tables[0].plain, torch.nn.Embedding) else compare_examples
-        self._note_use = None if self._pooled else note_use
+        self._note_use = None if self._pooled else note_looked_up_tables
         self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
         self._arrived: set[object] = set()
         self._arrivals: list[LazyOutput] = []
-        self.rows_arrived: Callable[[Request], None] | None = None
+        self.rows_arrived: Callable[[LookupRequest], None] | None = None
         """Told when the rows of a lookup are here."""
         self._check_ids = check_ids
         self._before_forward = before_forward
@@ -115,13 +115,13 @@ class ShardedLookup:
         self.note(request)
         return self.look_up(request)
 
-    def prepare(self, features: Any) -> Request:
+    def prepare(self, features: Any) -> LookupRequest:
         """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""
         features = self._incoming.bring_in(features)
         features, problem = self._check_ids.look(features)
-        return Request(self, features, problem)
+        return LookupRequest(self, features, problem)
 
-    def pad(self, request: Request) -> None:
+    def pad(self, request: LookupRequest) -> None:
         """Make this rank's batch as large as the largest where it must be; `request.sizes` is known where it counts."""
         if not self._pooled:
             # torchrec cannot reshape the rows of no examples.
@@ -130,13 +130,13 @@ class ShardedLookup:
         elif self._equal_batches and request.sizes is not None and request.sizes[0] != request.sizes[1]:
             request.padding = Padding(request.features.stride(), request.sizes[1])
 
-    def note(self, request: Request) -> None:
+    def note(self, request: LookupRequest) -> None:
         """The user's code makes this lookup now."""
         # In any grad mode: a reentrant checkpoint looks up without gradients first.
         if self._compare_examples is not None and request.sizes is not None:
             self._compare_examples(request.examples, *request.sizes)
 
-    def look_up(self, request: Request) -> LookedUp:
+    def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look the ids that have arrived up and send the rows back; what is returned waits for them."""
         frozen = self._frozen()
         used: set[str] = set()
@@ -167,7 +167,7 @@ class ShardedLookup:
             arrival.get()
 
     def _arrive(
-        self, request: Request, exchange: Any, frozen: set[str], used: set[str], order: BackwardOrder
+        self, request: LookupRequest, exchange: Any, frozen: set[str], used: set[str], order: BackwardOrder
     ) -> Bags | dict[str, JaggedTensor]:
         outputs: list[Tensor] = []
         with order.of(lambda: outputs):

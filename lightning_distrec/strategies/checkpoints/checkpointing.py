@@ -25,7 +25,7 @@ from lightning_distrec.checkpoint.skeleton import find_not_plain, refuse_not_pla
 from lightning_distrec.checkpoint.whole import gather_whole, plain_optimizer_state
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.pipeline.position import joined, move
+from lightning_distrec.pipeline.position import adapt_progress, states_of_all_ranks
 from lightning_distrec.strategies.checkpoints.optimizer_state import OptimizerStates
 from lightning_distrec.strategies.checkpoints.positions import Positions
 from lightning_distrec.strategies.checkpoints.zero_state import OwnerOf
@@ -156,7 +156,7 @@ class Checkpointing:
         """Collective. Leave in the checkpoint what any number of ranks can make use of; return what this rank had."""
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         mine: list[Any] = state.pop("combined_loader", [])
-        shared = joined(self._ranks.all_gather(mine))
+        shared = states_of_all_ranks(self._ranks.all_gather(mine))
         if shared:
             state[POSITIONS] = shared
         return mine
@@ -247,7 +247,7 @@ class Checkpointing:
                     "the checkpoint holds a state of the dataloader for each of its ranks, which cannot be shared out "
                     "among another number of ranks: an epoch that it was in the middle of begins anew."
                 )
-        move(fit_loop, self._ranks.num_ranks)
+        adapt_progress(fit_loop, self._ranks.num_ranks)
 
     def keep_position(self, loader: Any) -> Any:
         """Return a training loader whose position is in the checkpoints."""

@@ -24,7 +24,7 @@ from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.zero_state import OwnerOf, owned_state
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
-    from lightning_distrec.sharding.row_gradients import Shard
+    from lightning_distrec.sharding.row_gradients import LocalShard
     from lightning_distrec.sharding.tables import Table
     from lightning_distrec.strategies.tables.table_setup import TableSetup
 
@@ -48,7 +48,7 @@ class OptimizerStates:
         self._owner_of = owner_of
         self._consensus = consensus
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._shards: dict[str, tuple[Table, list[Shard]]] = {}
+        self._shards: dict[str, tuple[Table, list[LocalShard]]] = {}
         """Name of a table's weight -> the table and this rank's parts of it."""
         for table in tables.shards.tables if tables is not None else []:
             shards = tables.shards.shards[table.full_name] if tables is not None else []
@@ -97,7 +97,7 @@ class OptimizerStates:
                 state[name] = {key: self._entry(name, key, like, optimizer) for key, like in found.items()}
         return state
 
-    def _of_fused(self, table: Table, shards: list[Shard], name: str) -> dict[str, Any]:
+    def _of_fused(self, table: Table, shards: list[LocalShard], name: str) -> dict[str, Any]:
         assert self._tables is not None
         state: dict[str, Any] = {}
         memory = self._tables.shards.fused_state()
@@ -229,7 +229,7 @@ class OptimizerStates:
             local[key] = tensor
         return local
 
-    def _fill_fused(self, table: Table, shard: Shard, values: Mapping[str, Any], grow: bool) -> None:
+    def _fill_fused(self, table: Table, shard: LocalShard, values: Mapping[str, Any], grow: bool) -> None:
         assert self._tables is not None
         memory = self._tables.shards.fused_state()
         keys = self._tables.updates[table.full_name].state_keys
@@ -299,7 +299,7 @@ def _by_name(
     return states, {name for named in names for name in named}
 
 
-def _describe(shards: list[Shard], optimizer: Optimizer) -> dict[str, tuple[str, Any]] | None:
+def _describe(shards: list[LocalShard], optimizer: Optimizer) -> dict[str, tuple[str, Any]] | None:
     """Return key -> how its value lies along the table, and its type or value; None where this rank cannot tell."""
     shard = next((shard for shard in shards if shard.weight.numel()), None)
     if shard is None:
@@ -321,7 +321,7 @@ def _describe(shards: list[Shard], optimizer: Optimizer) -> dict[str, tuple[str,
     return described
 
 
-def _offsets(shard: Shard, dims: int, kind: str) -> tuple[int, ...]:
+def _offsets(shard: LocalShard, dims: int, kind: str) -> tuple[int, ...]:
     return (shard.row,) if dims == 1 else (shard.row, shard.column if kind == "elements" else 0)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_distrec.pipeline.position import PositionedLoader, positioned
+from lightning_distrec.pipeline.position import PositionedLoader, resumable
 
 COUNTERS = ("ready", "started", "processed", "completed")
 
@@ -19,7 +19,7 @@ class Positions:
 
     def keep(self, loader: Any) -> Any:
         """Return the loader, with a position that checkpoints hold where it can have one."""
-        kept = positioned(loader, self._rank, self._num_ranks, rank_zero_warn)
+        kept = resumable(loader, self._rank, self._num_ranks, rank_zero_warn)
         self._loaders.append(kept)
         return kept
 

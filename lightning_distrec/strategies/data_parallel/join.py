@@ -88,7 +88,7 @@ class Joining:
                 )
             index = args[-1]
         loader = loaders[index]
-        return loader.whose.popleft() if isinstance(loader, JoinedLoader) else []
+        return loader.own_batches.popleft() if isinstance(loader, JoinedLoader) else []
 
     @torch.no_grad()
     def _hand_buffers_on(self, model: nn.Module) -> None:

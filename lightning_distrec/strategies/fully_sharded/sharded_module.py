@@ -26,7 +26,7 @@ from lightning_distrec._compat.fully_shard import (
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.optimizers.mixed_groups import unmixed_groups
+from lightning_distrec.optimizers.mixed_groups import uniform_groups
 from lightning_distrec.strategies.fully_sharded.activation_checkpointing import checkpoint_activations
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS, gather_for_steps
@@ -180,7 +180,7 @@ class ShardedModule:
     def update(self, optimizer: Optimizer) -> Iterator[None]:
         """Around an optimizer's step: its parameters may be sharded or not, and what is gathered is old afterwards."""
         assert self._module is not None
-        with unmixed_groups(optimizer), explained(self._module):
+        with uniform_groups(optimizer), explained(self._module):
             yield
         self.free()
 

@@ -98,7 +98,7 @@ def _average_shards(
 def _count_whole_tables(callback: ModelSummary, tables: "ShardedTables") -> None:
     def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
         del callback.on_fit_start  # this once
-        with tables.counted_whole():
+        with tables.full_numel():
             type(callback).on_fit_start(callback, trainer, module)
 
     callback.on_fit_start = on_fit_start  # type: ignore[method-assign, assignment]

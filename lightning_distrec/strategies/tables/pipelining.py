@@ -13,14 +13,14 @@ from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetc
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.pipeline.even_batches import End
-from lightning_distrec.pipeline.fetcher import Handed, PrefetchFetcher
+from lightning_distrec.pipeline.even_batches import EndPolicy
+from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
 from lightning_distrec.pipeline.provenance import Leaves, Roots
 from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 from lightning_distrec.pipeline.streams import Streams
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
-from lightning_distrec.sharding.lookup.request import Request
+from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
 from lightning_distrec.sharding.proxies import ShardedProxy
 from lightning_distrec.strategies.tables.table_setup import TableSetup
@@ -57,20 +57,20 @@ class PrefetchableTable:
         self._written: list[int | None] = []
         self._changed = 0
         # Of the groups, not of the kernels, which some ranks do not have.
-        self._owners = [owner for name in names if (owner := tables.updates[name].owner) is not None]
+        self._owners = [param_group for name in names if (param_group := tables.updates[name].param_group) is not None]
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
         self.early = all(tables.updates[name].kind != "fused_lazy" for name in names)
 
-    def prepare(self, arguments: tuple[Any, ...]) -> Request:
+    def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""
         with self._streams.exchanging(), torch.no_grad():
             return self._lookup.prepare(self._stand_in.features(*arguments))
 
-    def note(self, request: Request) -> None:
+    def note(self, request: LookupRequest) -> None:
         """The call is made now."""
         self._lookup.note(request)
 
-    def look_up(self, request: Request) -> LookedUp:
+    def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look up ids that have arrived."""
         return self._lookup.look_up(request)
 
@@ -86,7 +86,7 @@ class PrefetchableTable:
                 "by no optimizer. Write to them in a hook before the step, or set pipeline={'depth': 1}."
             )
         self._written, self._changed = written, changed
-        return self._lookup.state(), [float(owner.group["lr"]) for owner in self._owners], changed
+        return self._lookup.state(), [float(param_group.group["lr"]) for param_group in self._owners], changed
 
     def begin_step(self) -> None:
         """Forget how often rows were written to before."""
@@ -103,7 +103,7 @@ class Pipelining:
         tables: TableSetup,
         depth: int,
         consensus: Consensus,
-        end: End,
+        end: EndPolicy,
         move: Callable[[Any, int], Any],
         device: torch.device,
     ) -> None:
@@ -117,10 +117,10 @@ class Pipelining:
         lookups = {lookup.path: lookup for lookup in tables.lookups}
         targets = {
             path: PrefetchableTable(stand_in, lookups[path], tables, self._streams, lambda: self._changes)
-            for path, stand_in in tables.shards.in_tree.items()
+            for path, stand_in in tables.shards.proxies.items()
         }
         group = consensus.ids_group()
-        self.look_ahead = SparsePipeline(
+        self.pipeline = SparsePipeline(
             depth,
             consensus,
             targets,  # type: ignore[arg-type]
@@ -130,15 +130,15 @@ class Pipelining:
         )
         self._undo: list[Callable[[], None]] = [
             replace_fetchers(trainer, self._fetcher),
-            skip_transfer_hook_when(module, lambda batch: isinstance(batch, Handed)),
+            skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)),
         ]
         self._tables = targets
         self._connect(tables, lookups)
 
     def _connect(self, tables: TableSetup, lookups: dict[str, ShardedLookup]) -> None:
-        for path, stand_in in tables.shards.in_tree.items():
-            self._put(stand_in, "foreseen", lambda arguments, path=path: self.look_ahead.call(path, arguments))
-            self._put(lookups[path], "rows_arrived", self.look_ahead.rows_are_here)
+        for path, stand_in in tables.shards.proxies.items():
+            self._put(stand_in, "foreseen", lambda arguments, path=path: self.pipeline.call(path, arguments))
+            self._put(lookups[path], "rows_arrived", self.pipeline.rows_are_here)
         for optimizer in tables.optimizers:
             self._undo.append(optimizer.register_step_post_hook(self._stepped).remove)
         declare = getattr(self._module, "sparse_inputs", None)
@@ -162,7 +162,7 @@ class Pipelining:
 
     def _declared(self, batch: Any) -> Any:
         """What the user's sparse_inputs returned for this batch ahead of its step; else call it."""
-        flight = self.look_ahead.current
+        flight = self.pipeline.current
         if flight is not None and batch is flight.batch:
             return flight.roots.sparse_inputs
         assert self._declare is not None
@@ -172,7 +172,7 @@ class Pipelining:
         kind = KINDS[stage]
         if kind in self._fetchers:  # Lightning takes a new one for every run of an evaluation
             self._fetchers[kind].drop()
-        self._fetchers[kind] = PrefetchFetcher(kind, self.look_ahead, self._end, self._make_ready)
+        self._fetchers[kind] = PrefetchFetcher(kind, self.pipeline, self._end, self._make_ready)
         return self._fetchers[kind]
 
     def _make_ready(self, flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
@@ -183,12 +183,12 @@ class Pipelining:
             declared = None if self._declare is None else self._declare(flight.batch)
         flight.roots = Roots(flight.batch, declared)
         flight.copied = self._streams.copied(flight.roots)
-        if not self.look_ahead.knows(flight.kind):
+        if not self.pipeline.knows(flight.kind):
             flight.leaves = Leaves(flight.roots)
 
-    def take(self, handed: Handed) -> Any:
+    def take(self, handed: ReadyBatch) -> Any:
         """Return the batch for its step, which begins now."""
-        flight = self.look_ahead.current
+        flight = self.pipeline.current
         if flight is not None:
             self._streams.hand_over(flight.roots, flight.copied)
         return handed.batch
@@ -198,26 +198,26 @@ class Pipelining:
         """Collective. The user's step of `batch` runs inside of the context."""
         for table in self._tables.values():
             table.begin_step()
-        self.look_ahead.begin_step(batch)
+        self.pipeline.begin_step(batch)
         try:
             yield
         except BaseException as failure:
-            self.look_ahead.abandon(failure)
+            self.pipeline.abandon(failure)
             raise
-        self.look_ahead.end_step(has_backward)
+        self.pipeline.end_step(has_backward)
 
     def before_backward(self) -> None:
         """Collective. A backward begins."""
         self._changes += 1
-        self.look_ahead.before_backward()
+        self.pipeline.before_backward()
 
     def release(self, failed: bool) -> None:
         """Take the look-ahead off; what is on its way is waited for, but after a failure."""
-        self.look_ahead.failed |= failed
+        self.pipeline.failed |= failed
         for fetcher in self._fetchers.values():
             fetcher.drop()
         while self._undo:
             self._undo.pop()()
-        of_training = self.look_ahead.counts.get("training 0")
-        if of_training is not None and not self.look_ahead.failed:
+        of_training = self.pipeline.counts.get("training 0")
+        if of_training is not None and not self.pipeline.failed:
             rank_zero_info(f"torchrec_sharded: ids of {of_training} of training travelled ahead of their step.")

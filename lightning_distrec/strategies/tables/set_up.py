@@ -22,7 +22,7 @@ from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.param_groups import rewrite_groups
 from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
-from lightning_distrec.sharding.initial_weights import Piece
+from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.output_dist import TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
@@ -59,7 +59,7 @@ def set_up_tables(run: TableRun) -> TableSetup | None:
         return setup
     earlier = {} if present is None else present.parameters()
     if present is not None:
-        present.step_out()
+        present.put_originals_back()
     try:
         if present is not None:
             consensus.all_or_none("setup", lambda: _refuse_whole_again(present, module, settings))
@@ -81,7 +81,7 @@ def set_up_tables(run: TableRun) -> TableSetup | None:
         return setup
     except BaseException:
         if present is not None and present.sharded:
-            present.step_in()
+            present.put_proxies_back()
         raise
 
 
@@ -115,10 +115,12 @@ def _agree_on_tables(tables: list[Table], consensus: Consensus) -> None:
             )
 
 
-def _shard(run: TableRun, look: Decisions, plan: ShardingByTable, held: dict[str, list[Piece]]) -> TableSetup:
+def _shard(run: TableRun, look: Decisions, plan: ShardingByTable, held: dict[str, list[TableShard]]) -> TableSetup:
     unsharded = {table.full_name: table.parameter for table in look.tables}
     fused = {
-        name: (update.arguments, update.owner.label) if update.in_backward and update.owner else (NO_UPDATE, "none")
+        name: (update.arguments, update.param_group.label)
+        if update.in_backward and update.param_group
+        else (NO_UPDATE, "none")
         for name, update in look.updates.items()
         if plan[name].sharding_type != "data_parallel"
     }
@@ -141,8 +143,8 @@ def _shard(run: TableRun, look: Decisions, plan: ShardingByTable, held: dict[str
 
 def _rows_only(update: TableUpdate) -> bool:
     """Whether gradients hold touched rows only; those of a frozen table suit its optimizer, if it is unfrozen later."""
-    if update.kind == "frozen" and update.owner is not None:
-        return sparse_form(update.owner)[0] is not None
+    if update.kind == "frozen" and update.param_group is not None:
+        return sparse_form(update.param_group)[0] is not None
     return update.kind != "dense"
 
 
@@ -176,7 +178,14 @@ def _look_up(shards: ShardedTables, updates: dict[str, TableUpdate], run: TableR
         check = IdsCheck(tables, settings.check_ids, consensus)
         push = partial(setup.learning_rates.push, kernels)
         lookup = ShardedLookup(
-            sharded, tables, uses, check, push, run.output_dtype, compare_examples, partial(shards.note_use, path)
+            sharded,
+            tables,
+            uses,
+            check,
+            push,
+            run.output_dtype,
+            compare_examples,
+            partial(shards.note_looked_up_tables, path),
         )
         sharded.forward = lookup  # type: ignore[assignment]
         setup.lookups.append(lookup)

@@ -47,7 +47,7 @@ class TableSetup:
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
         self.backward_watch = BackwardWatch(self.fused_tables)
-        self.thawing = Unfreezing(self.shards, self.updates)
+        self.unfreezing = Unfreezing(self.shards, self.updates)
 
     def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
         """Write plan.html, and if wanted its pictures as files beside it. Call it where there are `facts`.
@@ -81,7 +81,7 @@ class TableSetup:
         self.learning_rates.check()
         self.replicas.before_step()
         self._refuse_late_hooks()
-        self.thawing.follow(self.optimizers)
+        self.unfreezing.follow(self.optimizers)
         self.loss_weight.begin_step()
         self.begin_step()
 
@@ -107,14 +107,14 @@ class TableSetup:
 
     def num_fused_steps(self, name: str) -> int:
         """Return how often the optimizer of a table that is updated inside of backward has stepped."""
-        owner = self.updates[name].owner
-        return 0 if owner is None else self._num_steps.get(owner.optimizer_index, 0)
+        param_group = self.updates[name].param_group
+        return 0 if param_group is None else self._num_steps.get(param_group.optimizer_index, 0)
 
     def set_fused_steps(self, name: str, num_steps: int) -> None:
         """Go on counting a table's steps from here."""
-        owner = self.updates[name].owner
-        assert owner is not None
-        self._num_steps[owner.optimizer_index] = num_steps
+        param_group = self.updates[name].param_group
+        assert param_group is not None
+        self._num_steps[param_group.optimizer_index] = num_steps
         shards = {id(shard) for shard in self.shards.shards[name]}
         for kernel, held in self.shards.kernels:
             if any(id(shard) in shards for shard in held):

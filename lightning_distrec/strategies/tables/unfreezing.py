@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import owner_of
+from lightning_distrec.optimizers.param_groups import param_group_of
 from lightning_distrec.optimizers.translation import ELEMENTWISE, TableUpdate, sparse_form
 from lightning_distrec.sharding.shard_tables import ShardedTables
 
@@ -40,18 +40,18 @@ class Unfreezing:
 
     def _begin(self, name: str, optimizers: list[Optimizer]) -> None:
         shard = self._shards.shards[name][0]
-        owner = owner_of(shard.weight, optimizers)
-        if owner is None:
+        param_group = param_group_of(shard.weight, optimizers)
+        if param_group is None:
             return  # its gradient is of no consequence, and may stay sparse
         self._waiting.remove(name)
         sharding = self._shards.plan[name]
-        kind = type(owner.optimizer)
+        kind = type(param_group.optimizer)
         known = kind in ELEMENTWISE or (kind is RowWiseAdagrad and "column" not in sharding.sharding_type)
-        sparse, why_not = sparse_form(owner)
+        sparse, why_not = sparse_form(param_group)
         if (sparse is None and not known) or sharding.compute_kernel.startswith("fused_uvm"):
             reason = why_not or f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
             raise OptimizerError(
                 f"table '{name}', cut {sharding.sharding_type}, was unfrozen and given to {kind.__name__}: {reason}. "
                 "Let it learn from the start of fit, or call fit again with it unfrozen."
             )
-        self._shards.keep_rows_only(name, sparse is not None)
+        self._shards.set_sparse_gradient(name, sparse is not None)
