@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.planning.planning_options import PlanningOptions
     from lightning_distrec.sharding.planning.table_options import TableOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
-    from lightning_distrec.strategies.auto import AutoStrategy
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AutoStrategy",
     "Bandwidths",
     "CheckpointOptions",
     "Communication",
@@ -52,7 +50,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoStrategy": "lightning_distrec.strategies.auto",
     "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
@@ -77,7 +74,6 @@ _STRATEGIES = {
     ),
     "ddp_tuned": ("TunedDDPStrategy", "DDP with settings that suit the module, and checkpoints that survive"),
     "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
-    "distrec_auto": ("AutoStrategy", "One of these three, chosen by what the module needs"),
 }
 
 

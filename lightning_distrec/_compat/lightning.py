@@ -183,17 +183,6 @@ def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable
     _AcceleratorConnector._choose_and_init_cluster_environment = ours  # type: ignore[method-assign]
 
 
-def replace_strategy(trainer: Any, strategy: Any) -> None:
-    """Make `strategy` the trainer's, with the accelerator, devices, environment and plugins that the one before has.
-
-    It gets a launcher of its own. Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, which does
-    the same for the strategy that a Trainer is made with.
-    """
-    connector = trainer._accelerator_connector
-    connector.strategy = strategy
-    connector._lazy_init_strategy()
-
-
 def mark_stop(trainer: Any) -> None:
     """Let Lightning's loops know that all ranks stop."""
     trainer._signal_connector.received_sigterm = True

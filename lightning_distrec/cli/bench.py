@@ -9,7 +9,7 @@ from lightning_distrec.bench.rounds import Result, run_rounds
 from lightning_distrec.bench.runs import Case, Wanted
 from lightning_distrec.errors import ConfigError, did_you_mean
 
-STRATEGIES = ("ddp_tuned", "fsdp_tuned", "torchrec_sharded", "distrec_auto", "ddp", "auto")
+STRATEGIES = ("ddp_tuned", "fsdp_tuned", "torchrec_sharded", "ddp", "auto")
 
 
 def bench(given: Namespace, tell: Callable[[str], None]) -> list[Result]:

@@ -140,7 +140,7 @@ def _strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
     if isinstance(built, TorchRecShardedStrategy):
         return built, []
     name = TorchRecShardedStrategy.strategy_name
-    if trainer.strategy in (name, "distrec_auto"):
+    if trainer.strategy == name:
         return TorchRecShardedStrategy(), []
     kind = trainer.strategy if isinstance(trainer.strategy, str) else type(built).__name__
     return TorchRecShardedStrategy(), [f"the strategy is {kind}: planned is what {name} would do by default"]

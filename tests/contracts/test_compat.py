@@ -256,29 +256,6 @@ class CountsSteps(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_replace_strategy_hands_over_all_that_the_trainer_was_given() -> None:
-    from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy
-
-    files, precision = AsyncCheckpointIO(), MixedPrecision("bf16-mixed", "cpu")
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=3, num_nodes=2, strategy="ddp", plugins=[files, precision], **options
-    )
-    before, after = trainer.strategy, DDPStrategy()
-    _lightning.replace_strategy(trainer, after)
-    assert trainer.strategy is after
-    assert after.accelerator is before.accelerator
-    assert after.cluster_environment is before.cluster_environment
-    assert after.parallel_devices == before.parallel_devices
-    assert (after.num_nodes, after.world_size) == (2, 6)
-    assert after.precision_plugin is precision
-    assert after.checkpoint_io is files
-    assert type(after.launcher) is type(before.launcher)
-    assert after.launcher is not before.launcher
-    assert after.launcher.procs == before.launcher.procs == []
-
-
 def test_batches_that_stepped_and_the_progress_bar_are_what_lightning_uses() -> None:
     model = CountsSteps()
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

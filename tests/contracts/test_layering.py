@@ -62,7 +62,6 @@ MAY_IMPORT = {
 """Folder, or file directly under the package -> those that it may import. Recipes stand on top and may import all."""
 
 NOT_YET = {
-    "strategies -> advice",
     "strategies/run -> strategies",
     "strategies/run -> strategies/tables",
     "strategies/run -> strategies/checkpoints",

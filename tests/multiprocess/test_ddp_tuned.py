@@ -1,6 +1,5 @@
 """`ddp_tuned` has the numbers of Lightning's `ddp`, and of one process, whatever is tuned."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.data_parallel.autotune import FILE, candidates
 from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
@@ -90,24 +88,6 @@ class WithoutMomentum(BareAndTied):
 KINDS["WithoutMomentum"] = WithoutMomentum
 
 
-def _tune(folder: str) -> tuple[Outcome, Outcome, str, str]:
-    strategies = [TunedDDPStrategy(autotune_steps=2) for _ in range(2)]
-    settings = {"max_epochs": 8, "default_root_dir": folder}
-    first = fit("BareAndTied", strategies[0], **settings)
-    fit("BareAndTied", strategies[1], max_epochs=1, default_root_dir=folder)
-    stock = fit("BareAndTied", "ddp", **settings)
-    return first, stock, str(strategies[0].exchange_setting), str(strategies[1].exchange_setting)
-
-
-def test_settings_are_tried_while_training_and_the_choice_is_remembered(tmp_path: Path) -> None:
-    results = run_on_ranks(_tune, 2, str(tmp_path))
-    for ours, stock, _, _ in results:
-        check_same(ours, stock)
-    assert len({setting for result in results for setting in result[2:]}) == 1, "all ranks, and the run after"
-    (remembered,) = json.loads((tmp_path / FILE).read_text()).values()
-    assert remembered in [vars(candidate) for candidate in candidates()]
-
-
 def _resume(folder: str) -> tuple[list[float], list[float]]:
     saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     straight = fit("BareAndTied", TunedDDPStrategy(), callbacks=[saving], enable_checkpointing=True)
@@ -128,9 +108,7 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None
     ("arguments", "said"),
     [
         ({"comm_dtype": "fp8"}, "comm_dtype='fp8' is not known. Use one of 'fp32', 'bf16', 'fp16'"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: must be 'auto', or MiB above 0"),
-        ({"bucket_cap_mb": 25, "autotune_steps": 10}, "autotune_steps=10 tries sizes of buckets, and bucket_cap_mb=25"),
-        ({"autotune_steps": -1}, "autotune_steps=-1: must not be below 0"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: must be above 0 MiB"),
     ],
 )
 def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:

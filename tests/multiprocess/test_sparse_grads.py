@@ -6,6 +6,7 @@ ends processes once in some thousand steps.
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies import ddp
-from lightning_distrec.strategies.data_parallel import sparse_gradients
+from lightning_distrec.strategies.data_parallel import sparse_gradients, sparse_trial
 from tests.support.dense_models import KINDS, WithEmbedding, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.parameters import slow_except
@@ -136,42 +136,33 @@ def test_ranks_that_looked_up_nothing_are_averaged_too(num_rows: tuple[int, ...]
             assert averaged.indices()[0].tolist() == looked_up
 
 
-def _choose(seconds: tuple[float, float], autotune_steps: int, folder: str) -> tuple[Any, list[str]]:
-    """Train where the clock says that steps take so long, by sparse and by dense exchange."""
+def _choose(seconds: tuple[float, float]) -> tuple[Any, list[str]]:
+    """Train where the clock gives steps these durations, with sparse and with dense exchange."""
     said: list[str] = []
-    ddp.rank_zero_info = said.append
-    strategy = TunedDDPStrategy(autotune_steps=autotune_steps)
+    sparse_trial.rank_zero_info = said.append
+    strategy = TunedDDPStrategy()
     now = 0.0
 
     def clock() -> float:
         nonlocal now
-        now += seconds[bool(strategy.exchange_setting.dense_bytes)]
+        now += seconds[bool(strategy.gradient_exchange.max_dense_bytes)]
         return now
 
-    class Timed(WithEmbedding):
-        def on_train_start(self) -> None:
-            assert strategy._autotune is not None
-            strategy._autotune.clock = clock
-
-    KINDS["Timed"] = Timed
-    fit("Timed", strategy, max_epochs=20 if autotune_steps else 8, default_root_dir=folder)
-    return strategy.exchange_setting, said
+    with patch.object(sparse_trial.SparseTrial, "clock", staticmethod(clock)):
+        fit("WithEmbedding", strategy, max_epochs=8)
+    return strategy.gradient_exchange, said
 
 
-@pytest.mark.parametrize(
-    ("seconds", "kept", "autotune_steps"), [((2, 1), "dense", 0), ((1, 2), "sparse", 0), ((2, 1), "dense", 1)]
-)
-def test_the_faster_way_is_kept_and_said(tmp_path: Any, seconds: Any, kept: str, autotune_steps: int) -> None:
-    results = run_on_ranks(_choose, 2, seconds, autotune_steps, str(tmp_path))
-    for setting, said in results:
-        assert setting.dense_bytes == (sparse_gradients.AUTO_BYTES if kept == "dense" else 0)
-        assert any(f"sparse gradients travel as {kept} tensors: a step took" in line for line in said), said
-    assert (tmp_path / "ddp_tuned.json").exists() == bool(autotune_steps)
+@pytest.mark.parametrize(("seconds", "kept"), [((2, 1), "dense tensors"), ((1, 2), "rows")])
+def test_the_faster_way_is_kept_and_said(seconds: Any, kept: str) -> None:
+    for exchange, said in run_on_ranks(_choose, 2, seconds):
+        assert exchange.max_dense_bytes == (sparse_trial.MAX_DENSE_BYTES if kept == "dense tensors" else 0)
+        assert any(f"sparse gradients are exchanged as {kept}: a step takes" in line for line in said), said
 
 
 def test_large_tables_are_not_tried() -> None:
-    assert not sparse_gradients.is_worth_a_trial([torch.empty(2**20, 5, requires_grad=True)])
-    assert sparse_gradients.is_worth_a_trial([torch.empty(2**20, 4, requires_grad=True)])
+    assert not sparse_trial.is_worth_a_trial([torch.empty(2**20, 5, requires_grad=True)])
+    assert sparse_trial.is_worth_a_trial([torch.empty(2**20, 4, requires_grad=True)])
 
 
 def test_an_unknown_way_is_refused() -> None:

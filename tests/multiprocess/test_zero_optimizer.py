@@ -54,8 +54,6 @@ class Unfreezing(SeveralGroups):
 
     def on_train_epoch_start(self) -> None:
         self.still.requires_grad_(self.current_epoch > 0)
-        if self.current_epoch == 1:
-            self.trainer.strategy._wrap_again(self.trainer.strategy.exchange_setting)  # DDP looks once
 
 
 KINDS |= {kind.__name__: kind for kind in (SeveralGroups, WithAdagrad, WithRAdam, Unfreezing)}
@@ -79,7 +77,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "bf16": (_both, "SeveralGroups", {"precision": "bf16-mixed"}),
     "bf16 weights": (_both, "SeveralGroups", {"precision": "bf16-true"}),
     "two optimizers by hand": (_both, "TwoByHand", {}),
-    "thawing": (_both, "Thawing", {}),
+    "thawing": (_both, "Unfreezing", {}),
 }
 
 

@@ -1,6 +1,5 @@
 """How DistributedDataParallel exchanges gradients: its settings, and gradients that travel as 16-bit numbers."""
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,26 +15,37 @@ CommDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = ("gloo", "nccl")
 """Those that add up 16-bit numbers: gloo was tried, with torch 2.13; NCCL was not run."""
-BATCHES_COPIES = "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
-@dataclass(frozen=True)
-class ExchangeSetting:
-    """One way to exchange gradients; all of them give the same numbers, but for the order in which they are added."""
+@dataclass(frozen=True, kw_only=True)
+class GradientExchange:
+    """The settings with which DistributedDataParallel wraps a module."""
 
-    bucket_cap_mb: float = 25
-    """Gradients travel in buckets of about so many MiB."""
-    batched_grad_copy: bool = False
-    """Whether they are copied there all at once, not one by one; torch 2.13 can."""
-    dense_bytes: float = 0
-    """Sparse gradients of tables of at most so many bytes travel as dense ones."""
+    bucket_cap_mb: float
+    """Size of its buckets in MiB."""
+    comm_dtype: CommDtype
+    """The type in which dense gradients are sent and added up."""
+    max_dense_bytes: int
+    """Sparse gradients of tables of at most this many bytes are sent as dense tensors."""
+    find_unused_parameters: bool
+    static_graph: bool
 
-    def wrap(self, module: nn.Module, is_first: bool, **more: Any) -> DistributedDataParallel:
-        """Collective. Return the module in DDP; is_first: rank 0's weights are sent to the others."""
-        if self.batched_grad_copy:
-            more["batched_grad_copy"] = True
-        more |= {"bucket_cap_mb": self.bucket_cap_mb, "init_sync": is_first}
-        return DistributedDataParallel(module, gradient_as_bucket_view=True, **more)
+    def wrap(self, module: nn.Module, device_ids: list[int] | None, send_weights: bool) -> DistributedDataParallel:
+        """Collective. Return the module in DDP. send_weights: whether rank 0's are sent to the others."""
+        ddp = DistributedDataParallel(
+            module,
+            device_ids=device_ids,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=True,
+            init_sync=send_weights,
+        )
+        if self.comm_dtype != "fp32":
+            ddp.register_comm_hook(None, _compressing(DTYPES[self.comm_dtype]))
+        elif sparse_weights(ddp.module):
+            ddp.register_comm_hook(None, averaging(self.max_dense_bytes))
+        return ddp
 
 
 def check_exchange(comm_dtype: CommDtype, sparse_grads: SparseGrads) -> None:
@@ -66,14 +76,6 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
             f"'{sparse[0]}' has sparse gradients, which NCCL does not add up. Use strategy='torchrec_sharded', which "
             "shards it and updates only the rows that were looked up, or sparse=False for it."
         )
-
-
-def exchange_as(ddp: DistributedDataParallel, comm_dtype: CommDtype, dense_bytes: float) -> None:
-    """Let gradients travel as 16-bit numbers, or sparse ones as rows or dense tensors; else as torch does."""
-    if comm_dtype != "fp32":
-        ddp.register_comm_hook(None, _compressing(DTYPES[comm_dtype]))
-    elif sparse_weights(ddp.module):
-        ddp.register_comm_hook(None, averaging(dense_bytes))
 
 
 def _compressing(dtype: torch.dtype) -> Hook:

@@ -6,7 +6,7 @@ DistributedDataParallel it corrupts memory once in some thousand steps (torch 2.
 detected", or a segmentation fault), so sparse tensors never reach it from here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -18,11 +18,7 @@ from lightning_distrec._compat.torch import rows_and_values
 SparseGrads = Literal["auto", "sparse", "dense"]
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 """What DistributedDataParallel calls for every bucket of gradients."""
-AUTO_BYTES = 16 * 2**20
-"""Larger tables are not tried as dense tensors."""
 ALL_BYTES = 2**63
-TRIAL_STEPS = 8
-"""Steps that are timed each way."""
 
 
 def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
@@ -31,14 +27,9 @@ def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
     return {part.weight: path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse}
 
 
-def dense_bytes_of(sparse_grads: SparseGrads) -> float:
-    """Return up to which size of a table its gradients travel as dense tensors; "auto" begins as torch does."""
+def max_dense_bytes(sparse_grads: SparseGrads) -> int:
+    """Return the size in bytes up to which a table's gradients are sent as dense tensors; "auto" begins with none."""
     return ALL_BYTES if sparse_grads == "dense" else 0
-
-
-def is_worth_a_trial(weights: Iterable[Tensor]) -> bool:
-    """Whether there is a table small enough to be tried."""
-    return any(weight.requires_grad and weight.nbytes <= AUTO_BYTES for weight in weights)
 
 
 def averaging(dense_bytes: float) -> Hook:
@@ -105,10 +96,3 @@ def _marked_rows(dense: Tensor, shape: torch.Size) -> Tensor:
 
 def _coalesced(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
-
-
-def said_of(seconds: list[float]) -> str:
-    """Return what is said of the steps of the slowest rank with sparse, and with dense, exchange."""
-    sparse, dense = (f"{1e3 * value:.2f} ms" for value in seconds)
-    kept = "sparse" if seconds[0] <= seconds[1] else "dense"
-    return f"ddp_tuned: sparse gradients travel as {kept} tensors: a step took {sparse} as sparse, {dense} as dense."
