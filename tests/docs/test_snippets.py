@@ -1,0 +1,56 @@
+"""The code of the documentation runs as it stands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START = ROOT / "docs" / "index.md"
+PAGES = [START]
+
+
+def run_pages(pages: list[Path], folder: Path) -> dict[str, list[str]]:
+    """Return page -> what failed in it; all of them in one process."""
+    results = folder / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.docs.snippets", str(results), *map(str, pages)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(results.read_text())
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    return run_pages(PAGES, tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_blocks_of_a_page_run(page, failures):
+    assert failures[str(page)] == []
+
+
+def test_the_check_finds_what_does_not_run(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 1\n```\n```python\nassert x == 2\n```\n"
+        "```yaml\nclass_path: lightning_distrec.TableOptions\ninit_args: {rows: 3}\n```\n"
+        "```console\n$ lightning-distrec slurm --config a.yaml --nodes 2 --no-such-option 3\n```\n"
+        "```console\n$ lightning-distrec checkpoint inspect --help\nusage: lightning-distrec\nno such line\n```\n"
+        "```console\n$ make nothing\n```\n"
+        "<!-- not run: because -->\n```python\nraise ValueError\n```\n"
+    )
+    found = run_pages([page], tmp_path)[str(page)]
+    assert len(found) == 5
+    for message, wanted in zip(
+        found, ("AssertionError", "'rows'", "no-such-option", "no such line", "cannot be run here"), strict=True
+    ):
+        assert wanted in message
