@@ -279,7 +279,7 @@ GROUPS = {
     "files": FILES | PLATEAUS,
 }
 USUAL = {
-    "plans": ["from 3"],
+    "plans": ["from 2"],
     "optimizers": ["RowWiseAdagrad", "Adam", "groups and rates in steps"],
     "modules": ["EmbeddingCollection", "nn.Embedding", "frozen, Adam"],
     "loops": [
@@ -305,7 +305,6 @@ def problems(group: str, name: str) -> list[str]:
     return problems_of(GROUPS[group][name], lived(group, name in USUAL[group])[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(USUAL["plans"], PLANS))
 def test_any_number_of_ranks_goes_on_with_any_plan(name: str) -> None:
     assert problems("plans", name) == []
