@@ -1,17 +1,17 @@
 """The exception tree: everything that lightning_distrec raises on purpose.
 
 DistRecError
-├── ConfigError        an option has a value it cannot have
-├── VersionError       torch, fbgemm and torchrec do not belong together
-├── UnsupportedError   a Trainer setting or callback that cannot be exact over sharded tables
+├── ConfigError        an option has an invalid value
+├── VersionError       the versions of torch, fbgemm and torchrec do not belong together
+├── UnsupportedError   a Trainer setting or callback cannot be exact with sharded tables
 ├── ShardingError      a module or table cannot be sharded
-│   ├── PlanError            no plan suits the tables, or a plan does not suit the run
-│   │   └── InfeasiblePlanError          ... because they need more memory than there is
-│   └── RowsElsewhereError   a sharded table's weight was read as if it were whole
-├── OptimizerError     an optimizer's update cannot be carried over to a table
+│   ├── PlanError               no plan meets the constraints, or a plan does not fit the run
+│   │   └── InfeasiblePlanError ... because the tables need more memory than the ranks have
+│   └── ShardedWeightError      the weight of a sharded table was read as if it were unsharded
+├── OptimizerError     an optimizer cannot update a table exactly
 ├── IdsError           an id is outside of its table
-├── DataError          a dataset or a dataloader is not what it must be
-├── ProvenanceError    a lookup that was sent ahead is called with something else
+├── DataError          a dataset or a dataloader does not meet a requirement
+├── ProvenanceError    a prefetched lookup is called with another input
 ├── CheckpointError    something cannot be saved or loaded exactly
 ├── RendezvousError    the ranks do not find each other
 └── RankError          another rank failed; its message is repeated here
@@ -26,15 +26,15 @@ class DistRecError(Exception):
 
 
 class ConfigError(DistRecError, ValueError):
-    """An option has a value it cannot have."""
+    """An option has an invalid value."""
 
 
 class VersionError(DistRecError, ImportError):
-    """The installed torch, fbgemm and torchrec do not belong together."""
+    """The installed versions of torch, fbgemm and torchrec do not belong together."""
 
 
 class UnsupportedError(DistRecError):
-    """A Trainer setting or callback cannot be exact over sharded tables."""
+    """A Trainer setting or a callback cannot be exact with sharded tables."""
 
 
 class ShardingError(DistRecError):
@@ -42,7 +42,7 @@ class ShardingError(DistRecError):
 
 
 class PlanError(ShardingError):
-    """No placement of the tables fits what was said of them, or a plan does not suit the run."""
+    """No sharding plan meets the constraints, or a plan does not fit the run."""
 
 
 class InfeasiblePlanError(PlanError):
@@ -50,11 +50,11 @@ class InfeasiblePlanError(PlanError):
 
 
 class ShardedWeightError(ShardingError, AttributeError):
-    """A sharded table's weight was read as if it were whole. An AttributeError too, so that hasattr says False."""
+    """The weight of a sharded table was read as if it were unsharded. An AttributeError, so that hasattr is False."""
 
 
 class OptimizerError(DistRecError):
-    """An optimizer's update cannot be carried over to a table exactly."""
+    """An optimizer cannot update a table exactly."""
 
 
 class IdsError(DistRecError, IndexError):
@@ -62,11 +62,11 @@ class IdsError(DistRecError, IndexError):
 
 
 class DataError(DistRecError):
-    """A dataset or a dataloader is not what it must be."""
+    """A dataset or a dataloader does not meet a requirement."""
 
 
 class ProvenanceError(DistRecError):
-    """A table is called with another input than the one that was sent ahead for this call."""
+    """A lookup that was prefetched for one input is called with another."""
 
 
 class CheckpointError(DistRecError):
@@ -82,6 +82,6 @@ class RankError(DistRecError, RuntimeError):
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with those of `words` that are like `word`, or "."."""
+    """Return "; did you mean ...?" with those of `words` that are similar to `word`, or "."."""
     close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(w) for w in close)}?" if close else "."

@@ -1,4 +1,4 @@
-"""Numbers, sizes and bandwidths as people write and read them."""
+"""Formats and parses numbers, sizes and bandwidths as people write them."""
 
 import math
 import re
@@ -14,13 +14,13 @@ BANDWIDTH_UNITS |= {f"{prefix}bit/s": number / 8 for prefix, number in PREFIXES.
 NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
 
 
-def quantity(number: int, what: str) -> str:
-    """Return "1 rank", "2 ranks" and so on."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def quantity(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "2 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def shortened(words: Sequence[str], max_shown: int) -> str:
-    """Return up to `max_shown` of the words, and how many there are besides."""
+    """Return up to `max_shown` of the words, and the number of those left out: "a, b and 3 more"."""
     more = f" and {len(words) - max_shown} more" if len(words) > max_shown else ""
     return ", ".join(words[:max_shown]) + more
 
@@ -33,7 +33,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Return a number of bytes: 950 B, 12.3 KiB, 1.2 MiB."""
+    """Return a number of bytes with its unit: 950 B, 12.3 KiB, 1.2 MiB."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1023.5 and len(units) > 1:
         number /= 1024
@@ -42,42 +42,43 @@ def format_bytes(number: float) -> str:
 
 
 def parse_bytes(text: str, setting: str) -> int:
-    """Return the bytes of "80GB" (10^9 each), "80GiB" (2^30), "1.5 TB" or a plain number, whatever the letters' case.
+    """Return the bytes of "80GB" (10^9 each), "80GiB" (2^30), "1.5 TB" or a plain number; case does not matter.
 
-    setting: what was set, as the error begins. Raises ConfigError: it is no size above 0.
+    setting: the option and its value, with which the error begins. Raises ConfigError: the text is not a size above 0.
     """
     found = NUMBER.fullmatch(text)
     units = {unit.upper(): number for unit, number in SIZE_UNITS.items()} | {"": 1.0}
-    wanted = "A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
+    expected = "A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
     if found is None or not float(found[1]) > 0:
-        raise ConfigError(f"{setting}: {wanted}")
+        raise ConfigError(f"{setting}: {expected}")
     if found[2].upper() not in units:
-        raise ConfigError(f"{setting}: the unit {found[2]!r} is not known{_near(found[2], SIZE_UNITS)} {wanted}")
+        raise ConfigError(f"{setting}: the unit {found[2]!r} is not known{_near(found[2], SIZE_UNITS)} {expected}")
     return int(float(found[1]) * units[found[2].upper()])
 
 
 def parse_bandwidth(given: str | float, setting: str) -> float:
     """Return the bytes per second of "25GB/s", "200Gbit/s", "1.5 TiB/s" or a plain number.
 
-    setting: what was set, as the error begins. Raises ConfigError: it is no bandwidth above 0.
+    setting: the option and its value, with which the error begins.
+    Raises ConfigError: the text is not a bandwidth above 0.
     """
-    wanted = "A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
+    expected = "A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
     if isinstance(given, str):
         found = NUMBER.fullmatch(given)
         if found is None:
-            raise ConfigError(f"{setting}: {wanted}")
-        number = float(found[1]) * (_bandwidth_unit(found[2], setting, wanted) if found[2] else 1.0)
+            raise ConfigError(f"{setting}: {expected}")
+        number = float(found[1]) * (_bandwidth_unit(found[2], setting, expected) if found[2] else 1.0)
     elif isinstance(given, (int, float)) and not isinstance(given, bool):
         number = float(given)
     else:
-        raise ConfigError(f"{setting}: {wanted}")
+        raise ConfigError(f"{setting}: {expected}")
     if not (math.isfinite(number) and number > 0):
-        raise ConfigError(f"{setting}: {wanted}")
+        raise ConfigError(f"{setting}: {expected}")
     return number
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Return a bandwidth as it may be given: 950 B/s, 25.0 MB/s, 1.2 TB/s."""
+    """Return a bandwidth as parse_bandwidth reads it: 950 B/s, 25.0 MB/s, 1.2 TB/s."""
     units = ["B/s", "KB/s", "MB/s", "GB/s", "TB/s"]
     while bytes_per_second >= 999.5 and len(units) > 1:
         bytes_per_second /= 1000
@@ -85,18 +86,18 @@ def format_bandwidth(bytes_per_second: float) -> str:
     return f"{bytes_per_second:.0f} B/s" if units[0] == "B/s" else f"{bytes_per_second:.1f} {units[0]}"
 
 
-def _bandwidth_unit(unit: str, setting: str, wanted: str) -> float:
+def _bandwidth_unit(unit: str, setting: str, expected: str) -> float:
     if re.fullmatch(r"[KMGT]?i?b/s", unit, re.IGNORECASE) and "b" in unit:
         either = f"{unit[:-3].upper()[:1]}bit/s (bits) or {unit[:-3].capitalize()}B/s (bytes)"
         raise ConfigError(f"{setting}: {unit!r} may be bits or bytes. Write {either}.")
     known = {name.upper(): number for name, number in BANDWIDTH_UNITS.items()}
     if unit.upper() not in known:
-        raise ConfigError(f"{setting}: the unit {unit!r} is not known{_near(unit, BANDWIDTH_UNITS)} {wanted}")
+        raise ConfigError(f"{setting}: the unit {unit!r} is not known{_near(unit, BANDWIDTH_UNITS)} {expected}")
     return known[unit.upper()]
 
 
 def _near(unit: str, units: dict[str, float]) -> str:
-    """Return which units are meant, perhaps, whatever the letters' case."""
+    """Return "; did you mean ...?" with similar units, ignoring case."""
     by_upper = {name.upper(): name for name in units}
     near = did_you_mean(unit.upper(), by_upper)
     for upper, name in by_upper.items():

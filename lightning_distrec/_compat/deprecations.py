@@ -1,21 +1,21 @@
-"""Warnings that upstream packages raise about one another, which users cannot act on."""
+"""Filters for warnings that upstream packages raise about each other; users cannot act on them."""
 
 import logging
 import warnings
 
 
 def hide_upstream_deprecations() -> None:
-    """Hide what torchrec, torch and lightning say about their own use of each other; users cannot act on it.
+    """Hide the deprecation warnings that torchrec and lightning cause in torch; users cannot act on them.
 
-    Can go when torchrec has left ShardedTensor, reduce_scatter_tensor, all_gather_into_tensor and is_fx_tracing, and
-    lightning isinstance(..., LeafSpec).
+    Can go when torchrec no longer uses ShardedTensor, reduce_scatter_tensor, all_gather_into_tensor and is_fx_tracing,
+    and lightning no longer calls isinstance(..., LeafSpec).
     """
     for message in (
         "Please use DTensor instead and we are deprecating ShardedTensor",
         "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "Sparse invariant checks are implicitly disabled",
-        "FSDP2-wrapped module .* returned a view tensor",  # strategies/fully_sharded/shard_blocks.py copies them
+        "FSDP2-wrapped module .* returned a view tensor",  # shard_blocks.py copies these views
     ):
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("torch.fx._symbolic_trace").addFilter(_not_about_fx_tracing)

@@ -1,4 +1,4 @@
-"""Private names of fbgemm: torchrec's kernels, and their iteration counters."""
+"""Private names of fbgemm: the kernels of torchrec's lookups, and their iteration counters."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from torch import nn
 
 
 def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
-    """Return the FBGEMM modules that hold a sharded collection's fused tables on this rank.
+    """Return the FBGEMM modules that hold the fused tables of a sharded collection on this rank.
 
-    Source: ShardedEmbedding(Bag)Collection keeps its lookups in a plain list, `_lookups`, outside of modules().
+    Source: ShardedEmbedding(Bag)Collection keeps its lookups in a plain list, `_lookups`, which modules() does not see.
     """
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
@@ -20,10 +20,10 @@ def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def preserve_fbgemm_iterations(kernels: list[Any]) -> Iterator[None]:
-    """Undo what forwards inside of the context add to the kernels' iteration counters.
+    """Restore the kernels' iteration counters on leaving the context.
 
-    Every forward advances them, evaluation included, and fused Adam corrects its bias by them. Source: `iter` and
-    `iter_cpu` in fbgemm_gpu/split_table_batched_embeddings_ops_training.py, _forward_impl.
+    Every forward increments them, evaluation included, and fused Adam computes its bias correction from them.
+    Source: `iter` and `iter_cpu` in fbgemm_gpu/split_table_batched_embeddings_ops_training.py, _forward_impl.
     """
     before = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
     try:
@@ -35,6 +35,6 @@ def preserve_fbgemm_iterations(kernels: list[Any]) -> Iterator[None]:
 
 
 def set_fbgemm_iterations(kernel: Any, num_steps: int) -> None:
-    """Let a kernel go on counting its iterations, by which fused Adam corrects its bias, from here. Source: above."""
+    """Set a kernel's iteration counters, from which fused Adam computes its bias correction. Source: as above."""
     kernel.iter.fill_(num_steps)
     kernel.iter_cpu.fill_(num_steps)

@@ -1,4 +1,4 @@
-"""Private names of lightning: the loops, connectors and hooks that have no public way in."""
+"""Private names of lightning: loops, connectors and hooks that have no public interface."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 DataFetcher = fetchers._DataFetcher
-"""What Lightning's loops draw their batches from."""
+"""Base class of the fetchers from which Lightning's loops take their batches."""
 
 
 def init_optimizers_and_schedulers(module: Any) -> tuple[list[Optimizer], list[Any]]:
-    """Call the module's configure_optimizers and return its optimizers, unwrapped, and scheduler configs.
+    """Call the module's configure_optimizers and return its unwrapped optimizers and its scheduler configs.
 
     Source: lightning/pytorch/core/optimizer.py; Strategy.setup_optimizers calls the same function.
     """
@@ -32,7 +32,7 @@ def move_optimizers_to_device(optimizers: list[Optimizer], device: torch.device)
 
 
 def average_model(callback: Any) -> nn.Module | None:
-    """Return what WeightAveraging or StochasticWeightAveraging keeps its average in; None before its setup.
+    """Return the averaged copy that WeightAveraging or StochasticWeightAveraging holds; None before its setup.
 
     Source: lightning/pytorch/callbacks/weight_averaging.py and stochastic_weight_avg.py.
     """
@@ -41,12 +41,12 @@ def average_model(callback: Any) -> nn.Module | None:
 
 
 def set_average_model(callback: Any, model: nn.Module) -> None:
-    """Make the callback keep its average in `model`; of it, it uses `to`, `parameters` and `state_dict`."""
+    """Replace the averaged copy of the callback, which calls its `to`, `parameters` and `state_dict`."""
     callback._average_model = model
 
 
 def unscales_in_step(optimizer: Optimizer) -> bool:
-    """Whether the optimizer looks for overflows inside of `step`, as torch's fused ones do.
+    """Return whether the optimizer unscales gradients inside of `step`, as torch's fused ones do.
 
     Source: lightning/fabric/plugins/precision/amp.py.
     """
@@ -56,7 +56,7 @@ def unscales_in_step(optimizer: Optimizer) -> bool:
 
 
 def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
-    """Let a LightningModule's `device` and `device_mesh` be these; its `to` does it for the first, with all tensors.
+    """Set a LightningModule's `device` and `device_mesh`; its `to` would set the first, and move all tensors too.
 
     Source: lightning/fabric/utilities/device_dtype_mixin.py, lightning/pytorch/core/module.py.
     """
@@ -67,7 +67,7 @@ def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
 
 
 def wrapped_optimizers(strategy: Any) -> list[Any]:
-    """Return the LightningOptimizers of a strategy, whose `zero_grad` is not the wrapped optimizer's own.
+    """Return the LightningOptimizers of a strategy; their `zero_grad` is not that of the wrapped optimizer.
 
     Source: lightning/pytorch/strategies/strategy.py, lightning/pytorch/core/optimizer.py.
     """
@@ -75,7 +75,7 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 
 
 def train_dataloaders(trainer: Any) -> Any:
-    """Return what there is to train on, asked for once more as Lightning does; None where there is nothing.
+    """Return the training dataloaders, requested once more as Lightning does; None where there are none.
 
     Source: lightning/pytorch/loops/fit_loop.py, setup_data.
     """
@@ -86,20 +86,23 @@ def train_dataloaders(trainer: Any) -> Any:
 
 
 def combining_mode(combined_loader: Any) -> str:
-    """Return how Lightning's CombinedLoader combines its loaders: "min_size", "sequential", ..."""
+    """Return the mode of Lightning's CombinedLoader: "min_size", "sequential", ..."""
     return str(combined_loader._mode)
 
 
 def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
-    """Return the states of the loaders that have one. Source: lightning/pytorch/utilities/combined_loader.py."""
+    """Return the states of the stateful loaders. Source: lightning/pytorch/utilities/combined_loader.py."""
     states: list[dict[str, Any]] = type(combined_loader)._state_dicts(combined_loader)
     return states
 
 
 def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
-    """Make checkpoints hold these states of the loaders, in place of those that they have themselves; None undoes it.
+    """Save the states that `states` returns in checkpoints, in place of the loaders' own; None undoes it.
 
-    Source: lightning/pytorch/loops/fit_loop.py asks for them when a checkpoint is saved.
+    Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of the module, and a
+    resumed fit would skip these batches. The method is written into the instance's `__dict__`, so that no other
+    CombinedLoader changes. Can go when Lightning lets a fetcher provide the states.
+    Source: lightning/pytorch/loops/fit_loop.py.
     """
     if states is not None:
         combined_loader._state_dicts = states
@@ -108,11 +111,13 @@ def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[
 
 
 def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let `make`, called with a stage, give the trainer's loops the fetchers of their data; returns an undo.
+    """Let the trainer's loops take their data fetchers from `make`, called with a stage; returns an undo.
 
-    It is not asked about steps that take a dataloader_iter.
-    Source: lightning/pytorch/loops/utilities.py; the loops find `_select_data_fetcher` among their modules' globals,
-    which is replaced once, by one that looks whether the trainer has a `make`.
+    Upstream chooses among its own fetchers, which draw one batch ahead and cannot prepare lookups. A step that takes a
+    dataloader_iter keeps upstream's choice. The loops read `_select_data_fetcher` from the globals of their modules, so
+    it is replaced there, once per process; trainers without a `make` get upstream's choice.
+    Can go when a Trainer or a strategy can be given a fetcher.
+    Source: lightning/pytorch/loops/utilities.py.
     """
     from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
     from lightning.pytorch.loops.utilities import _select_data_fetcher
@@ -138,9 +143,12 @@ _makers: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
 
 
 def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Callable[[], None]:
-    """Do not call the user's on_before_batch_transfer for batches that are done with it; returns an undo.
+    """Skip the user's on_before_batch_transfer for batches for which `is_done` returns True; returns an undo.
 
-    Source: lightning/pytorch/core/module.py; every loop calls it just before Strategy.batch_to_device.
+    Upstream: every loop calls it just before Strategy.batch_to_device. Batches in flight have been through it when they
+    were fetched; a second call would transform them twice. Written into the module's `__dict__`, where it takes
+    precedence over the class. Can go when fetchers can move batches to the device.
+    Source: lightning/pytorch/core/module.py.
     """
     hook = module._on_before_batch_transfer
 
@@ -156,16 +164,18 @@ def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Call
 
 
 def call_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
-    """Call the user's on_before_batch_transfer, of the module or its data module."""
+    """Call the user's on_before_batch_transfer, which the module or its data module may define."""
     return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 
 
 def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> None:
-    """Let `choose` decide about the cluster environment of a Trainer whose strategy `is_ours`.
+    """Let `choose` return the cluster environment of a Trainer whose strategy `is_ours`.
 
-    is_ours: told the strategy's name, or the strategy. What the user passes as a plugin stays, and so does everything
-    for other strategies. Lightning decides before it makes the strategy, and some of its environments raise when they
-    are made, so that a strategy cannot mend it later. Once for each process.
+    is_ours: gets the strategy's name, or the strategy. An environment that the user passes as a plugin stays, and so
+    does everything for other strategies. Once per process.
+    Upstream chooses by the first environment whose `detect` is True, before it creates the strategy, and some of them
+    raise in their constructor, so that a strategy cannot correct the choice later.
+    Can go when Lightning lets a strategy choose its environment.
     Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, `_choose_and_init_cluster_environment`.
     """
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -184,21 +194,25 @@ def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable
 
 
 def mark_stop(trainer: Any) -> None:
-    """Let Lightning's loops know that all ranks stop."""
+    """Set the flag by which Lightning's loops stop after SIGTERM."""
     trainer._signal_connector.received_sigterm = True
 
 
 def stop_between_steps(
     trainer: Any, asked: Callable[[bool], None], leave: Callable[[], int | None]
 ) -> Callable[[], None]:
-    """Let signals only be noted, with `asked`, and call `leave` between the trainer's steps; returns an undo.
+    """Let signals only call `asked`, and call `leave` before each of the trainer's steps; returns an undo.
 
-    asked: called with whether it was the signal that Slurm requeues by, and not SIGTERM. leave: returns the code with
-    which the process is to end, None where it goes on.
-    Lightning's handlers broadcast, and save, from inside of the signal, wherever the rank is, and its training loop
-    broadcasts rank 0's flag at every step and waits for it. Source: lightning/pytorch/loops/training_epoch_loop.py,
-    `advance`, and lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after
-    the strategy's setup.
+    asked: gets True for the signal by which Slurm requeues a job, False for SIGTERM.
+    leave: returns the exit code with which the process is to end, or None to go on.
+    Upstream: the handlers run collectives (a broadcast, saving) inside of the signal, wherever the rank is, so that
+    ranks that are hit at different points deadlock; and the training loop broadcasts rank 0's flag at every step and
+    waits for it. Ours agree with the control message that each step has anyway. The methods are written into the
+    `__dict__` of this trainer's connector and loop, where they take precedence over the classes.
+    Can go when Lightning's signal handlers only set a flag and its loop asks the strategy about it.
+    Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and
+    lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after the strategy's
+    setup.
     """
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -235,9 +249,12 @@ def stop_between_steps(
 
 
 def resume_from(trainer: Any, find: Callable[[], str | None]) -> None:
-    """Let a fit without ckpt_path go on from the checkpoint that `find` returns; None: from none, by itself.
+    """Let a fit without ckpt_path resume from the checkpoint that `find` returns; None: start from the beginning.
 
-    Lightning takes any `hpc_ckpt_*` in the folder, whichever job has left it, where it believes to be in Slurm.
+    Upstream resumes from the newest `hpc_ckpt_*` in the folder, whichever job wrote it, where it detects Slurm. That is
+    wrong for a new job in an old folder, and for jobs that restart without Slurm. `_hpc_resume_path` is a property,
+    which an instance cannot override, so the connector's `__class__` is replaced by a subclass.
+    Can go when Lightning asks the strategy or the environment for the checkpoint to resume from.
     Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_parse_ckpt_path`.
     """
     from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -256,7 +273,7 @@ def resume_from(trainer: Any, find: Callable[[], str | None]) -> None:
 
 
 def batches_that_stepped(trainer: Any) -> int:
-    """Return the number that Lightning gives its loggers as the step of the batch in progress, counted from 0.
+    """Return the step, counted from 0, that Lightning's loggers get for the batch in progress.
 
     Source: lightning/pytorch/loops/training_epoch_loop.py; LearningRateMonitor uses it in the same way.
     """
@@ -264,9 +281,9 @@ def batches_that_stepped(trainer: Any) -> int:
 
 
 def show_in_progress_bar(trainer: Any, name: str, value: str) -> None:
-    """Show `value` beside the other metrics of the progress bar.
+    """Show `value` among the metrics of the progress bar.
 
-    `LightningModule.log(prog_bar=True)` would make a tensor on the device and read it back, which waits for a GPU.
+    `LightningModule.log(prog_bar=True)` would create a tensor on the device and read it back, which waits for the GPU.
     Source: lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py, progress_bar_metrics.
     """
     trainer._logger_connector._progress_bar_metrics[name] = value

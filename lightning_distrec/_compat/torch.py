@@ -10,9 +10,11 @@ from torch import nn
 
 
 def share_hooks(original: nn.Module, module: nn.Module) -> None:
-    """Give `module` the forward and backward hooks of `original`, those that are registered or removed later too.
+    """Share the forward and backward hooks of `original` with `module`, including those registered or removed later.
 
-    Source: torch/nn/modules/module.py keeps them in dicts, which the handles of `register_...` refer to.
+    The dicts themselves are shared, by writes into `__dict__` that nn.Module.__setattr__ does not see: the handles that
+    `register_...` returned refer to them, so that a handle removes a hook from both modules.
+    Source: torch/nn/modules/module.py.
     """
     for name, value in vars(original).items():
         if name.startswith(("_forward", "_backward", "_is_full_backward")):
@@ -20,7 +22,7 @@ def share_hooks(original: nn.Module, module: nn.Module) -> None:
 
 
 def has_gradient_hooks(parameter: nn.Parameter, but: int = 0) -> bool:
-    """Whether `register_hook`, or `register_post_accumulate_grad_hook` more than `but` times, was called on it."""
+    """Return whether a parameter has hooks of `register_hook`, or more than `but` post-accumulate-grad hooks."""
     after: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
     return bool(parameter._backward_hooks) or len(after) > but
 
@@ -28,7 +30,10 @@ def has_gradient_hooks(parameter: nn.Parameter, but: int = 0) -> bool:
 def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Callable[[], None]:
     """Call `check` with the gradients whose norm torch.nn.utils.clip_grad_norm_ is about to take; returns an undo.
 
-    Source: torch/nn/utils/clip_grad.py; the function finds `_get_total_norm` among its module's globals.
+    Upstream takes the norm of this rank's shards alone, without a word; `check` can refuse. Users import the function
+    itself, so it is `_get_total_norm`, which it reads from its module's globals, that is replaced.
+    Can go when our parameters are DTensors throughout, whose norms torch takes over all ranks.
+    Source: torch/nn/utils/clip_grad.py.
     """
     from torch.nn.utils import clip_grad
 
@@ -49,7 +54,7 @@ def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Callable[[]
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
-    """Make a later DistributedDataParallel(module) neither broadcast nor reduce what is called `names`.
+    """Make a later DistributedDataParallel(module) neither broadcast nor reduce the tensors with these names.
 
     Source: torch/nn/parallel/distributed.py; torchrec's DefaultDataParallelWrapper does the same.
     """
@@ -59,9 +64,9 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
 
 
 def broadcast_module_states(module: nn.Module, ignore: list[str]) -> None:
-    """Collective. Give every rank rank 0's parameters and buffers, but for those called `ignore`.
+    """Collective. Broadcast rank 0's parameters and buffers to all ranks, except those named in `ignore`.
 
-    Source: torch/distributed/utils.py; DDPStrategy.setup calls it for evaluation, shards included.
+    Source: torch/distributed/utils.py; DDPStrategy.setup calls it for evaluation, and would overwrite shards.
     """
     from torch.distributed.distributed_c10d import _get_default_group
     from torch.distributed.utils import _sync_module_states
@@ -70,7 +75,7 @@ def broadcast_module_states(module: nn.Module, ignore: list[str]) -> None:
 
 
 def local_offsets(tensor: Any) -> tuple[int, ...]:
-    """Return where the rectangle of a DTensor that this rank holds begins in the whole of it.
+    """Return the offsets of this rank's local tensor within a DTensor, one per dim.
 
     Source: torch/distributed/tensor/_utils.py.
     """
@@ -80,14 +85,14 @@ def local_offsets(tensor: Any) -> tuple[int, ...]:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor shares another's memory, as autograd knows of it. Source: torch/_tensor.py."""
+    """Return whether autograd knows a tensor as a view of another. Source: torch/_tensor.py."""
     return bool(tensor._is_view())
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every parameter and buffer of a module by what `function` makes of it, as Module.to does.
+    """Replace every parameter and buffer of a module by `function` of it, as Module.to does.
 
-    Source: torch/nn/modules/module.py; fully sharded modules keep what they know of their parameters in step.
+    Source: torch/nn/modules/module.py; FSDP2 overrides it to keep its state of the parameters up to date.
     """
     module._apply(function)
 
@@ -100,9 +105,9 @@ def default_store() -> Any:
 
 
 def collective_counts() -> list[int]:
-    """Return how many exchanges this process has begun in each of its process groups, the oldest first.
+    """Return how many collectives this process has started in each of its process groups, oldest group first.
 
-    Source: torch/distributed/distributed_c10d.py; every backend counts its own, for just this comparison of ranks.
+    Source: torch/distributed/distributed_c10d.py; backends keep these counters to compare ranks by them.
     """
     from torch.distributed.distributed_c10d import _world
 
@@ -111,17 +116,19 @@ def collective_counts() -> list[int]:
 
 
 def pin_memory(batch: Any) -> Any:
-    """Return the batch with its tensors in pinned memory. Source: torch/utils/data/_utils/pin_memory.py."""
+    """Return the batch with its tensors copied to pinned memory. Source: torch/utils/data/_utils/pin_memory.py."""
     from torch.utils.data._utils.pin_memory import pin_memory as pin
 
     return pin(batch)
 
 
 def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
-    """Let backward run the nodes that were made since `since` and that lead to `outputs` before all others.
+    """Make backward run the nodes created since `since` that lead to `outputs` before all others.
 
-    since: what `next_backward_number` said before. first: the first of their new numbers; autograd runs the node of the
-    highest number that is ready. Returns how many numbers from `first` on are taken.
+    since: what `next_backward_number` returned before they were created. first: the first of their new numbers.
+    Returns how many numbers, counted from `first`, are used.
+    Among the nodes that are ready, autograd runs the one with the highest sequence number, so that the nodes created
+    last run first. Lookups are created first, and their gradients, which other ranks wait for, would be sent last.
     Source: torch/csrc/autograd/python_cpp_function.h, since torch 2.2; engine.cpp, CompareNodeTaskTime.
     """
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -129,7 +136,7 @@ def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
     while nodes:
         node = nodes.pop()
         number = node._sequence_nr()
-        if since <= number < FIRST_ORDERED:  # neither older nor done
+        if since <= number < FIRST_ORDERED:  # created since, and not renumbered yet
             node._set_sequence_nr(first + number - since)
             taken = max(taken, number - since + 1)
             nodes += [following for following, _ in node.next_functions if following is not None]
@@ -137,7 +144,7 @@ def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether what autograd saves is packed by hooks now, as inside of torch.utils.checkpoint(use_reentrant=False).
+    """Return whether saved-tensor hooks are active, as inside of torch.utils.checkpoint(use_reentrant=False).
 
     Source: torch/csrc/autograd/saved_variable_hooks.h; torch.autograd.graph.saved_tensors_hooks sets them.
     """
@@ -145,25 +152,25 @@ def saved_tensors_are_hooked() -> bool:
 
 
 def next_backward_number() -> int:
-    """Return the number of the node of autograd's graph that is made next on this thread."""
+    """Return the sequence number of the next autograd node on this thread."""
     from torch.autograd import _get_sequence_nr
 
     return _get_sequence_nr()
 
 
 FIRST_ORDERED = 2**60
-"""Above all numbers that autograd gives by itself, but those of the leaves."""
+"""Above all sequence numbers that autograd assigns, except those of leaves."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return the number that every write in place raises; None for tensors of inference mode, which have none."""
+    """Return a tensor's version, which each write in place increments; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def register_container(
     kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Iterable[Any], Any], Any]
 ) -> None:
-    """Tell torch how to take a container apart; it knows containers by their exact type.
+    """Register a container type with torch's pytree, which looks containers up by their exact type.
 
     Source: torch/utils/_pytree.py, which torchrec registers its own containers with.
     """
@@ -173,21 +180,24 @@ def register_container(
 
 
 def in_backward() -> bool:
-    """Whether this thread is running a backward. Source: torch/csrc/autograd/python_autograd.cpp."""
+    """Return whether this thread is running a backward. Source: torch/csrc/autograd/python_autograd.cpp."""
     return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
 
 
-def watch_collectives(names: tuple[str, ...], told: Callable[[str, dict[str, Any], str], None]) -> Callable[[], None]:
-    """Call `told` before each call of torch.distributed's functions of these names; returns an undo.
+def watch_collectives(
+    names: tuple[str, ...], on_call: Callable[[str, dict[str, Any], str], None]
+) -> Callable[[], None]:
+    """Call `on_call` before each call of these functions of torch.distributed; returns an undo.
 
-    told: gets the function's name, its arguments by name, and the module that called it.
-    Names that this torch lacks are passed over. Calls are seen that read the function from torch.distributed when they
-    make them, as torchrec's and Lightning's do; those of torch's own C++ are not.
+    on_call: gets the function's name, its arguments by name, and the name of the module that calls it.
+    Functions that this torch lacks are skipped. Seen are calls that read the function from torch.distributed at the
+    time of the call, as torchrec and Lightning do; calls from torch's C++ (DistributedDataParallel) are not.
+    torch has no hook for this short of its profiler, which costs more than a step; can go when it has one.
     """
     import torch.distributed as dist
 
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    watched = {name: _watched_collective(name, original, told) for name, original in originals.items()}
+    watched = {name: _watched_collective(name, original, on_call) for name, original in originals.items()}
     for name, function in watched.items():
         setattr(dist, name, function)
 
@@ -200,7 +210,7 @@ def watch_collectives(names: tuple[str, ...], told: Callable[[str, dict[str, Any
 
 
 def _watched_collective(
-    name: str, original: Callable[..., Any], told: Callable[[str, dict[str, Any], str], None]
+    name: str, original: Callable[..., Any], on_call: Callable[[str, dict[str, Any], str], None]
 ) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -209,15 +219,15 @@ def _watched_collective(
         frame = inspect.currentframe()
         caller = "" if frame is None or frame.f_back is None else str(frame.f_back.f_globals.get("__name__", ""))
         del frame  # it would keep itself alive
-        told(name, dict(signature.bind(*args, **options).arguments), caller)
+        on_call(name, dict(signature.bind(*args, **options).arguments), caller)
         return original(*args, **options)
 
     return watched
 
 
 def rows_and_values(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which rows a sparse gradient of a table has, some more than once, and their values.
+    """Return row numbers and values of a table's sparse gradient, in which rows may occur more than once.
 
-    The public methods refuse rows that are there more than once, and coalescing sorts them.
+    The public methods refuse uncoalesced gradients, and coalescing sorts them.
     """
     return gradient._indices()[0], gradient._values()

@@ -1,4 +1,4 @@
-"""Private names of torchrec: sharded collections, the exchange of ids, and jagged tensors."""
+"""Private names of torchrec: sharded collections, input dist, and jagged tensors."""
 
 import contextlib
 import logging
@@ -10,38 +10,41 @@ from torch import nn
 
 
 def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], group: str) -> None:
-    """Tell torchrec which in-backward optimizer a table gets when it is sharded.
+    """Set the in-backward optimizer that torchrec gives a table when it shards it.
 
-    arguments: FBGEMM's, with "optimizer" an EmbOptimType and "learning_rate" in place of "lr".
-    group: tables of different groups get kernels of their own, and so learning rates of their own.
+    arguments: those of FBGEMM's kernel, "optimizer" (an EmbOptimType) and "learning_rate" among them.
+    group: tables of different groups get separate kernels, and with them separate learning rates.
     Source: torchrec/distributed/embeddingbag.py, create_grouped_sharding_infos, reads these two attributes; the key
     "_batch_key" only separates groups (embedding_sharding.py, group_tables). torch's _apply_optimizer_in_backward sets
-    the same attributes, and hooks that are of no use here.
+    them too, but it also registers hooks on the unsharded parameter, which are of no use here.
     """
     parameter._optimizer_classes = [None]  # type: ignore[attr-defined]
     parameter._optimizer_kwargs = [{**arguments, "_batch_key": group}]  # type: ignore[attr-defined]
 
 
 def detach_fused_optimizer(parameter: nn.Parameter) -> None:
-    """Undo `attach_fused_optimizer`, so that the table can be sharded with another update later."""
+    """Undo `attach_fused_optimizer`, so that the table can later be sharded with another optimizer."""
     for name in ("_optimizer_classes", "_optimizer_kwargs"):
         if hasattr(parameter, name):
             delattr(parameter, name)
 
 
 def free_weights(collection: Any) -> None:
-    """Free the weights of an unsharded collection and keep its tables, on meta.
+    """Free the weights of an unsharded collection by moving it to the meta device.
 
-    Source: torchrec/modules/embedding_modules.py; `_device` is what the `device` property returns, and a sharded
-    collection made from a CUDA one would load its rows (torchrec/distributed/embeddingbag.py, end of __init__).
+    `_device` is set too: `to` does not change it, and the `device` property returns it. A sharded collection that is
+    made from one with device "cuda" would copy the freed rows (torchrec/distributed/embeddingbag.py, end of __init__).
+    Source: torchrec/modules/embedding_modules.py.
     """
     collection.to("meta")
     collection._device = torch.device("meta")
 
 
 def free_unsharded_tables(sharded: Any) -> None:
-    """Let go of the whole tables that a sharded collection was made of; it keeps their parameters for their shapes.
+    """Free the unsharded tables that a sharded collection still refers to.
 
+    Upstream keeps the unsharded parameters for their shapes alone, as long as the module lives: each rank would hold
+    every table twice. Parameters on meta have the same shapes. Can go when upstream keeps shapes only.
     Source: EmbeddingShardingInfo in torchrec/distributed/embedding_sharding.py, kept by ShardedEmbeddingBagCollection.
     """
     for infos in getattr(sharded, "sharding_type_to_sharding_infos", {}).values():
@@ -52,58 +55,60 @@ def free_unsharded_tables(sharded: Any) -> None:
 def disable_mean_pooling_divisor(sharded: Any) -> None:
     """Stop torchrec from dividing the output of a sharded EmbeddingBagCollection by bag sizes.
 
-    Rows of a mean-pooled table that is cut by rows are summed over ranks first and divided after. torchrec 1.8 then
-    divides the columns of every table of the collection, but for sum-pooled tables that are cut by rows too: tables cut
-    otherwise come out divided once too often (embeddingbag.py, _create_mean_pooling_divisor). sharding/lookup/
-    divides the columns that need it.
+    Upstream: rows of a mean-pooled row-wise table are summed over ranks first and divided afterwards, by a callback.
+    Wrong in torchrec 1.8: the callback divides the columns of all tables of the collection except sum-pooled row-wise
+    ones, so that table-wise and column-wise tables, whose kernels have divided already, are divided twice
+    (embeddingbag.py, _create_mean_pooling_divisor). sharding/lookup/ divides the columns that need it.
+    Can go when that function leaves out every table that is not row-wise.
     """
     sharded._has_mean_pooling_callback = False
 
 
 class FusedSplits:
-    """Collective. The sizes of several lookups' ids on their way, in one exchange.
+    """Collective. One exchange for the splits (sizes) of several lookups' ids, and for numbers that ranks share.
 
     splits: what each sharded module's input_dist returned inside of `defer_ids_exchange`.
     contexts: the contexts of these calls, which torchrec creates.
-    say: numbers that every rank tells every other one beside.
-    Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py. It is made without a process
-    group, so that it exchanges nothing, and gets the sizes once the exchange that says more is over.
+    numbers: what this rank sends to all others in the same exchange.
+    Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py. It would exchange the splits, and
+    nothing else, in an exchange of its own. Without a process group it exchanges nothing; it is given the splits when
+    our exchange has ended. A second exchange per step would cost its latency on every rank.
     """
 
-    def __init__(self, splits: list[Any], contexts: list[Any], say: tuple[int, ...]) -> None:
+    def __init__(self, splits: list[Any], contexts: list[Any], numbers: tuple[int, ...]) -> None:
         from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
         from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 
         self._fused = FusedKJTListSplitsAwaitable(requests=splits, contexts=contexts, pg=None)
         metas = [meta for meta in self._fused._awaitables if isinstance(meta, KJTSplitsAllToAllMeta)]
         tensors = [tensor for meta in metas for tensor in meta.splits_tensors]
-        self._num_said = len(say)
-        self._sizes: Any = None
+        self._num_numbers = len(numbers)
+        self._exchange: Any = None
         if metas:
             num_ranks = metas[0].pg.size()
-            said = [tensors[0].new_full((num_ranks,), number) for number in say]
-            self._sizes = SplitsAllToAllAwaitable(tensors + said, metas[0].pg)
+            sent = [tensors[0].new_full((num_ranks,), number) for number in numbers]
+            self._exchange = SplitsAllToAllAwaitable(tensors + sent, metas[0].pg)
 
     def wait(self) -> tuple[list[Any], list[list[int]] | None]:
-        """Collective. Let the ids travel. Return what to wait for, for each lookup, and what each rank has said.
+        """Collective. Start the exchange of ids. Return an awaitable for each lookup, and each rank's numbers.
 
-        Nobody has said anything where nothing is exchanged.
+        The numbers are None where there are no ids to exchange.
         """
-        if self._sizes is None:
+        if self._exchange is None:
             return self._fused.wait(), None
-        rows = self._sizes.wait()
-        sizes, said = rows[: len(rows) - self._num_said], rows[len(rows) - self._num_said :]
-        self._fused._splits_awaitable = _Ready(sizes)
-        return self._fused.wait(), [list(of_rank) for of_rank in zip(*said, strict=True)]
+        received = self._exchange.wait()
+        splits, numbers = received[: len(received) - self._num_numbers], received[len(received) - self._num_numbers :]
+        self._fused._splits_awaitable = _Ready(splits)
+        return self._fused.wait(), [list(of_rank) for of_rank in zip(*numbers, strict=True)]
 
     def drop(self) -> None:
-        """Wait for the exchange of sizes and send no ids."""
-        if self._sizes is not None:
-            self._sizes.wait()
+        """Wait for the exchange of splits and start none of ids."""
+        if self._exchange is not None:
+            self._exchange.wait()
 
 
 class _Ready:
-    """What needs no wait any more."""
+    """An awaitable whose value is already there."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -114,11 +119,13 @@ class _Ready:
 
 @contextlib.contextmanager
 def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
-    """Inside of the context input_dist of `sharded` prepares the exchange of ids and starts none.
+    """Inside of the context, input_dist of `sharded` prepares the exchange of ids and does not start it.
 
-    group: of all ranks, that the ids are to travel on; None: that of the tables.
-    Source: KJTAllToAllForward, in torchrec/distributed/train_pipeline/runtime_forwards.py, which torchrec's pipelines
-    put in the place of KJTAllToAll.forward for good; here only for the call, so that other calls stay what they are.
+    group: the process group of all ranks for the exchange of ids; None: the one of the tables.
+    Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines avoid that by replacing
+    KJTAllToAll.forward permanently; then every call of the module, evaluation included, must go through the pipeline.
+    So it is replaced for this call only: written into the instance's `__dict__`, which takes precedence over the class.
+    Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
     """
     from torchrec.distributed.dist_data import KJTAllToAll
     from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
@@ -136,7 +143,7 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
 
 
 def record_stream(ids: Any, context: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of a lookup's ids and of its context until `stream` has used them.
+    """Keep the allocator from reusing the memory of a lookup's ids and context before `stream` has read them.
 
     Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
     """
@@ -145,22 +152,23 @@ def record_stream(ids: Any, context: Any, stream: torch.cuda.Stream) -> None:
 
 
 KEYED_TENSOR_VALUES = "_values"
-"""Where torchrec's KeyedTensor keeps its values, and reads them. Source: torchrec/sparse/jagged_tensor.py."""
+"""The attribute of torchrec's KeyedTensor that holds its values. Source: torchrec/sparse/jagged_tensor.py."""
 
 JAGGED_TENSOR_FIELDS = ("_values", "_weights", "_lengths", "_offsets")
-"""The same of JaggedTensor and KeyedJaggedTensor, which compute lengths and offsets when they are first asked for."""
+"""The attributes of JaggedTensor and KeyedJaggedTensor; lengths and offsets are computed on first access."""
 
 
 def jagged_fields(jagged: Any) -> dict[str, torch.Tensor | None]:
-    """Return what a KeyedJaggedTensor was made of, and computed since: values, weights, lengths, offsets."""
+    """Return values, weights, lengths and offsets of a KeyedJaggedTensor; None for those that are not computed yet."""
     return {name.removeprefix("_"): getattr(jagged, name) for name in JAGGED_TENSOR_FIELDS}
 
 
 @contextlib.contextmanager
 def silence_torchrec() -> Iterator[None]:
-    """Silence torchrec's planner and sharders below ERROR: their warnings speak of what we decide ourselves.
+    """Hide what torchrec's planner and sharders log below ERROR; they warn about what we decide ourselves.
 
     Source: Topology.__init__ warns that "the job will fail" unless it was made by a factory that torchrec 1.6 lacks.
+    Some of these warnings go to the root logger, so that its level is raised too.
     """
     logger = logging.getLogger("torchrec")
     root = logging.getLogger()
@@ -175,7 +183,7 @@ def silence_torchrec() -> Iterator[None]:
 
 
 def ddp_of_data_parallel_tables(sharded: Any) -> list[Any]:
-    """Return the DDPs in which torchrec wraps a sharded collection's data_parallel tables.
+    """Return the DistributedDataParallel modules in which torchrec wraps a collection's data-parallel tables.
 
     Source: init_data_parallel in torchrec/distributed/embeddingbag.py and embedding.py; `_lookups` is a plain list.
     """

@@ -102,7 +102,7 @@ def _ignored_by_ddp() -> tuple[list[float], list[float], float]:
     )
 
 
-def test_ignore_in_ddp_and_send_module_states_leave_out_what_is_named() -> None:
+def test_ignore_in_ddp_and_broadcast_module_states_skip_the_named_tensors() -> None:
     first, second = run_on_ranks(_ignored_by_ddp, 2)
     assert first[0] == first[1] == [1.0, 1.0]
     assert second[0] == second[1] == [1.0, 2.0]
@@ -172,7 +172,7 @@ def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:
     assert not hasattr(parameter, "_optimizer_kwargs")
 
 
-def test_forget_rows_leaves_a_collection_of_the_same_shape_on_meta() -> None:
+def test_free_weights_leaves_a_collection_of_the_same_shape_on_meta() -> None:
     collection = EmbeddingBagCollection(tables=bag_configs())
     shapes = {name: p.shape for name, p in collection.named_parameters()}
     _torchrec.free_weights(collection)
@@ -226,7 +226,7 @@ def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
     assert [str(w.message) for w in caught] == ["your learning rate is negative"]
 
 
-def test_torchrec_quiet_is_needed_and_restores_the_levels(caplog: pytest.LogCaptureFixture) -> None:
+def test_silence_torchrec_is_needed_and_restores_the_levels(caplog: pytest.LogCaptureFixture) -> None:
     from torchrec.distributed.planner import Topology
 
     with _torchrec.silence_torchrec():
@@ -308,7 +308,7 @@ def _ddps_around_whole_tables() -> int:
     return sum(p.numel() for ddp in found for p in ddp.parameters())
 
 
-def test_ddp_of_whole_tables_holds_all_their_rows() -> None:
+def test_ddp_of_data_parallel_tables_holds_all_their_rows() -> None:
     rows = sum(config.num_embeddings * config.embedding_dim for config in bag_configs())
     assert run_on_ranks(_ddps_around_whole_tables, 2) == [rows, rows]
 

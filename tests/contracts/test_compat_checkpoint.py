@@ -110,7 +110,7 @@ def test_python_unpickler_asks_its_methods_for_what_a_pickle_names_and_changes()
     assert asked[2:] == [7]
 
 
-def test_dcp_places_tells_where_every_chunk_lies(tmp_path: Path) -> None:
+def test_chunk_locations_yields_every_chunk(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
     with open(tmp_path / METADATA_FILE, "rb") as file:
         metadata = read_metadata(file)
@@ -126,8 +126,8 @@ def test_dcp_places_tells_where_every_chunk_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("info", [None, "x", ("x", 0, 1), _StorageInfo(7, 0, 1), _StorageInfo(None, 0, 1)])  # type: ignore[arg-type]
-def test_dcp_places_says_when_a_place_is_told_in_another_way(info: Any) -> None:
-    with pytest.raises(ValueError, match="'.*' is said to lie in "):
+def test_chunk_locations_refuses_records_of_another_type(info: Any) -> None:
+    with pytest.raises(ValueError, match="'.*' has the storage record "):
         list(_checkpoint.chunk_locations(Metadata({}, storage_data={MetadataIndex("x"): info})))
 
 
@@ -170,7 +170,7 @@ def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None
     assert (int(kernel.iter), int(kernel.iter_cpu)) == (42, 42)
 
 
-def test_metadata_kinds_are_the_classes_whose_objects_get_a_state() -> None:
+def test_metadata_classes_are_those_whose_objects_get_a_state() -> None:
     kinds = {kind.__name__ for kind in _checkpoint.metadata_classes()}
     # Neither the enum nor torch.Size, whose objects are shared, nor the function.
     plain = {"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"}

@@ -27,7 +27,7 @@ class Chosen(LightningEnvironment):
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 
 
-def test_choose_environments_decides_for_our_strategies_and_no_others() -> None:
+def test_override_environment_choice_applies_to_our_strategies_only() -> None:
     installed = _AcceleratorConnector._choose_and_init_cluster_environment
     try:
         _AcceleratorConnector._choose_and_init_cluster_environment = installed.theirs
@@ -59,7 +59,7 @@ print(type(Trainer(strategy="ddp", **{QUIET}).strategy.cluster_environment).__na
     assert done.stdout.split() == ["5", "5", "LightningEnvironment"]
 
 
-def test_find_resumed_decides_what_a_fit_without_a_path_goes_on_from(tmp_path: Path, monkeypatch: Any) -> None:
+def test_resume_from_decides_the_checkpoint_of_a_fit_without_ckpt_path(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     (tmp_path / "hpc_ckpt_3.ckpt").write_text("another job's")

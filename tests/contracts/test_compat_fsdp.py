@@ -89,7 +89,7 @@ def found() -> list[dict[str, Any]]:
     return run_on_ranks(_on_a_rank, 2)
 
 
-def test_offsets_of_say_where_a_dtensors_part_begins(found: list[dict[str, Any]]) -> None:
+def test_local_offsets_are_where_the_local_tensor_begins(found: list[dict[str, Any]]) -> None:
     whole = torch.arange(5 * 4.0).view(5, 4)
     for of_rank in found:
         (row, column), local = of_rank["offsets"], of_rank["local"]
@@ -121,24 +121,24 @@ def test_is_view_tells_views() -> None:
     assert not _torch.is_view(memory)
 
 
-def test_tell_device_is_what_a_lightning_module_says() -> None:
+def test_set_device_and_mesh_sets_what_a_lightning_module_returns() -> None:
     module = LightningModule()
     _lightning.set_device_and_mesh(module, torch.device("meta"), "a mesh")
     assert module.device.type == "meta"
     assert module.device_mesh == "a mesh"
 
 
-def test_gathered_of_and_whole_of_are_the_weights_in_both_forms(found: list[dict[str, Any]]) -> None:
+def test_unsharded_parameters_are_the_weights_in_both_forms(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert of_rank["gathered"] == (True, (4, 5))
 
 
-def test_forget_unsent_drops_what_was_added_up_without_an_exchange(found: list[dict[str, Any]]) -> None:
+def test_drop_unreduced_gradient_drops_what_was_accumulated_without_reduction(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert of_rank["unsent"] == (True, True)
 
 
-def test_writes_to_counts_writes_and_not_gathering(found: list[dict[str, Any]]) -> None:
+def test_unsharded_version_counts_writes_and_not_all_gathers(found: list[dict[str, Any]]) -> None:
     """Use of clean_up_after_failure: see test_fsdp_traps.py."""
     for of_rank in found:
         assert of_rank["writes"] == (0, 1)

@@ -66,7 +66,7 @@ def loader() -> Loader:
     return Loader(torch.arange(8.0), batch_size=2)
 
 
-def test_keep_loader_states_decides_what_a_checkpoint_holds() -> None:
+def test_override_loader_states_decides_what_a_checkpoint_holds() -> None:
     combined = CombinedLoader(loader(), "max_size_cycle")
     assert _lightning.combining_mode(combined) == "max_size_cycle"
     next(iter(combined))
@@ -102,7 +102,7 @@ def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itse
     assert _lightning.train_dataloaders(make_trainer()) is None
 
 
-def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
+def test_replace_fetchers_applies_to_one_trainer_until_undone() -> None:
     class Counting(_lightning.DataFetcher):
         drawn = 0
 
@@ -129,7 +129,7 @@ def test_use_fetchers_gives_one_trainers_loops_theirs_until_undone() -> None:
     assert stages == ["train"]
 
 
-def test_transfer_hook_once_leaves_the_hook_out_for_batches_that_are_done_with_it() -> None:
+def test_skip_transfer_hook_when_skips_batches_that_are_done() -> None:
     module, trainer = Hooked(), make_trainer()
     undo = _lightning.skip_transfer_hook_when(module, lambda batch: bool(batch[0] == 4))
     trainer.fit(module, loader())
@@ -139,7 +139,7 @@ def test_transfer_hook_once_leaves_the_hook_out_for_batches_that_are_done_with_i
     assert "_on_before_batch_transfer" not in vars(module)
 
 
-def test_agree_on_stop_only_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
+def test_stop_between_steps_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
     trainer, asked, codes = make_trainer(), [], [None, 143]
     undo = _lightning.stop_between_steps(trainer, asked.append, codes.pop)
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
@@ -165,7 +165,7 @@ def test_pin_memory_keeps_the_form_of_a_batch() -> None:
     assert _torch.pin_memory({"a": ["x", 1]}) == {"a": ["x", 1]}
 
 
-def test_jagged_parts_are_what_a_keyed_jagged_tensor_was_made_of() -> None:
+def test_jagged_fields_are_those_of_a_keyed_jagged_tensor() -> None:
     values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
     jagged = KeyedJaggedTensor(keys=["a"], values=values, offsets=offsets)
     parts = _torchrec.jagged_fields(jagged)
