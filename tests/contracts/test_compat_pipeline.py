@@ -272,6 +272,6 @@ def exchanged() -> dict[str, Any]:
 
 
 def test_fused_splits_send_the_ids_that_an_ordinary_call_sends_and_say_more() -> None:
-    # Also the use of forget_whole_tables, and the use of record_stream, which runs on a GPU only.
+    # Also the use of free_unsharded_tables, and the use of record_stream, which runs on a GPU only.
     for seen in run_on_ranks(exchanged, 2):
         assert seen == {"said": [[0, 7], [1, 7]], "equal": True, "meta": True, "streams": True}
