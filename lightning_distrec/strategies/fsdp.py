@@ -12,9 +12,10 @@ from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_opt
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, shard_module
 from lightning_distrec.strategies.fully_sharded.hooks import ShardedHooks
+from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizers
-from lightning_distrec.strategies.fully_sharded.sharded_module import ShardedModule
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import GlobalClipping, MatmulPrecision
 from lightning_distrec.strategies.run.stopping import StopOptions
@@ -67,16 +68,15 @@ class TunedFSDPStrategy(ShardedHooks):
         timeout_seconds: float = 1800.0,
         watchdog_seconds: float = 30.0,
     ) -> None:
-        self._sharded: ShardedModule = ShardedModule(
-            FSDPOptions(
-                wrap=wrap,
-                min_num_parameters=min_num_parameters,
-                replicas=replicas,
-                reshard_after_forward=reshard_after_forward,
-                activation_checkpointing=activation_checkpointing,
-                cpu_offload=cpu_offload,
-            )
+        self._fsdp_options = FSDPOptions(
+            wrap=wrap,
+            min_num_parameters=min_num_parameters,
+            replicas=replicas,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload,
         )
+        self._mesh: DeviceMesh | None = None
         self._clipping = GlobalClipping()
         super().__init__(
             uneven_inputs=uneven_inputs,
@@ -91,13 +91,17 @@ class TunedFSDPStrategy(ShardedHooks):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The ranks: (data_parallel,), or (replicate, shard). `self.device_mesh` is that too, in configure_model."""
-        return self._sharded.mesh
+        if self._mesh is None:  # as in Lightning's ModelParallelStrategy
+            raise RuntimeError("Accessing the device mesh before processes have initialized is not allowed.")
+        return self._mesh
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self._consensus is not None
-        self._sharded.meet(self.root_device, self._consensus.all_gather(self.num_local_ranks), self._waits)
+        ranks_on_node = self._consensus.all_gather(self.num_local_ranks)
+        if self._mesh is None:  # one for all runs: parameters that stay sharded between them are on it
+            self._mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._waits)
         assert self.lightning_module is not None
         set_device_and_mesh(self.lightning_module, self.lightning_module.device, self.device_mesh)
 
@@ -111,9 +115,11 @@ class TunedFSDPStrategy(ShardedHooks):
         self.accelerator.setup(trainer)
         if fitting and self._layer_sync:
             self._layer_sync.apply(module)
-        self._sharded.begin(module)
+        drop_unfinished_step(module)
         self.precision_plugin.convert_module(module)
-        self._sharded.set_up(module, str(trainer.precision), self.root_device, self._consensus)
+        self._sharded = shard_module(
+            module, self._fsdp_options, self.device_mesh, self.root_device, str(trainer.precision), self._consensus
+        )
         self.model = module
         if fitting:
             self.setup_optimizers(trainer)
@@ -123,7 +129,7 @@ class TunedFSDPStrategy(ShardedHooks):
         self.setup_precision_plugin()
         if fitting:
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin has the last word about them
-            self._buffers = self._sharded.begin_training(module, optimizers, self._consensus)
+            self._buffers = self._sharded.begin_training(optimizers, self._consensus)
         self.begin_checkpoints(module, None)
 
     @override
@@ -134,7 +140,7 @@ class TunedFSDPStrategy(ShardedHooks):
     def end_run(self) -> None:
         """Leave the module as it is, where it is: sharded, for the next run."""
         self._clipping.take_off()
-        self._sharded.end_run()
+        self.end_sharded()
         self.stop_listening()
         assert self.cluster_environment is not None
         assert self.accelerator is not None

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,11 +33,12 @@ from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, T
 from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
-from lightning_distrec.strategies.fully_sharded.dense_layers import follow_parameters
+from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, shard_module
 from lightning_distrec.strategies.fully_sharded.hooks import ShardedHooks
+from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_inexact_optimizers, refuse_sharded
-from lightning_distrec.strategies.fully_sharded.sharded_module import ShardedModule
 from lightning_distrec.strategies.options import chosen
 from lightning_distrec.strategies.run.buffers import QuietBuffers
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
@@ -157,7 +159,8 @@ class TorchRecShardedStrategy(ShardedHooks):
             raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
         if dense == "ddp" and fsdp is not None:
             raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
-        self._sharded = ShardedModule(chosen("fsdp", FSDPOptions, fsdp)) if dense == "fsdp" else None
+        self._fsdp_options = chosen("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
+        self._mesh: DeviceMesh | None = None
         self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, LookupCounts] = {}
@@ -191,7 +194,7 @@ class TorchRecShardedStrategy(ShardedHooks):
     @property
     def cuts_dense(self) -> bool:
         """Whether the layers without tables are cut over the ranks."""
-        return self._sharded is not None
+        return self._fsdp_options is not None
 
     @property
     def lookups_ahead(self) -> dict[str, LookupCounts]:
@@ -205,8 +208,8 @@ class TorchRecShardedStrategy(ShardedHooks):
         told = self._consensus.all_gather((self.node_rank, self.num_local_ranks))
         self._places = NodeLayout.gathered(told)
         on_nodes = [here for _, here in told]
-        if self._sharded is not None:
-            self._sharded.meet(self.root_device, on_nodes, self._waits)
+        if self._fsdp_options is not None and self._mesh is None:
+            self._mesh = make_mesh(self._fsdp_options, self.root_device, on_nodes, self._waits)
 
     @contextmanager
     @override
@@ -220,10 +223,10 @@ class TorchRecShardedStrategy(ShardedHooks):
         assert module is not None
         assert self._consensus is not None
         assert self._of_steps is not None
-        if self._sharded is None:
+        if self._fsdp_options is None:
             refuse_sharded(module, "torchrec_sharded with dense='ddp'")
         else:
-            self._sharded.begin(module)
+            drop_unfinished_step(module)
         run = TableRun(
             trainer=trainer,
             module=module,
@@ -235,7 +238,7 @@ class TorchRecShardedStrategy(ShardedHooks):
             cuts_dense=self.cuts_dense,
         )
         self._tables = set_up_tables(run)
-        if self._tables is None and self._sharded is not None:
+        if self._tables is None and self.cuts_dense:
             raise ConfigError(
                 "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "
                 "strategy='fsdp_tuned', which takes the same options, or dense='ddp'."
@@ -274,10 +277,10 @@ class TorchRecShardedStrategy(ShardedHooks):
             self.model = self._layer_sync.apply(module)
         with tables.shards.apart():  # tables keep their type and their place
             self.precision_plugin.convert_module(module)
-            if self._sharded is None:
+            if self._fsdp_options is None or self._mesh is None:
                 self.model_to_device()
             else:
-                self._shard_dense(module, tables, self._sharded, str(trainer.precision))
+                self._shard_dense(module, tables, self._fsdp_options, self._mesh, str(trainer.precision))
         ignore_in_ddp(module, _names_below(module, tables.shards.sharded))
         if fitting:
             self.optimizers, self.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
@@ -294,14 +297,16 @@ class TorchRecShardedStrategy(ShardedHooks):
         elif fitting:
             assert self._consensus is not None
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin has the last word about them
-            self._buffers = self._sharded.begin_training(module, optimizers, self._consensus)
+            self._buffers = self._sharded.begin_training(optimizers, self._consensus)
 
-    def _shard_dense(self, module: LightningModule, tables: TableSetup, dense: ShardedModule, precision: str) -> None:
-        """Collective, without the tables in the module. Cut what is left of it."""
+    def _shard_dense(
+        self, module: LightningModule, tables: TableSetup, options: FSDPOptions, mesh: DeviceMesh, precision: str
+    ) -> None:
+        """Collective, while the tables are out of the module. Shard its other layers."""
         assert self._consensus is not None
         before = dict(module.named_parameters(remove_duplicate=False))
-        dense.set_up(module, precision, self.root_device, self._consensus)
-        follow_parameters(tables.optimizers, before, dict(module.named_parameters(remove_duplicate=False)))
+        self._sharded = shard_module(module, options, mesh, self.root_device, precision, self._consensus)
+        replace_parameters(tables.optimizers, before, dict(module.named_parameters(remove_duplicate=False)))
         self.model = module
         refuse_inexact_optimizers(tables.optimizers)
 
@@ -380,8 +385,7 @@ class TorchRecShardedStrategy(ShardedHooks):
 
     @override
     def end_run(self) -> None:
-        if self._sharded is not None:
-            self._sharded.end_run()
+        self.end_sharded()
         if self._pipelining is not None:
             self._pipelining.release(self._failed)
             self._pipelining = None

@@ -17,7 +17,7 @@ from torch.nn import functional
 from lightning_distrec import TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
-from lightning_distrec.strategies.fully_sharded.refusals import num_replicas
+from lightning_distrec.strategies.fully_sharded.mesh import num_replicas
 from tests.support.dense_models import WIDTH, BareAndTied, Layers, Numbers, Recording, WithEmbedding, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
@@ -168,8 +168,8 @@ class NoReset(Plain):
 REFUSED: dict[str, tuple[Any, ...]] = {
     "'out.weight', 'out.bias'|uses the weights of a block without calling it": (Reaches, SMALL, {}),
     "param group 0, a parameter of shape .16, 12. that is not in the module": (OldList, SMALL, {}),
-    "LBFGS lays all parameters out in one vector": (WithLBFGS, SMALL, {}),
-    "'table' has sparse gradients, which FSDP2 does not add up": (WithEmbedding, SMALL, {}),
+    "LBFGS flattens all parameters into one vector": (WithLBFGS, SMALL, {}),
+    "'table' has sparse gradients, which FSDP2 does not reduce": (WithEmbedding, SMALL, {}),
     "'NoReset' .NoReset. is on the meta device and has no reset_parameters": (NoReset, SMALL, {}),
     "wrap: the module has no 'Linea', neither as a class nor as a path. Did you mean 'Linear'": (
         Plain,
@@ -178,9 +178,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "wrap: 'blocks' is a ModuleList, which is never called itself": (Layers, {"wrap": ["blocks"]}, {}),
     "wrap: 'one' shares a weight with another submodule": (BareAndTied, {"wrap": ["one"]}, {}),
-    "replicas=3: 2 ranks cannot be shared out evenly among them. Use a divisor of 2": (Plain, {"replicas": 3}, {}),
-    "cpu_offload=true: all is on the host already": (Plain, {"cpu_offload": True}, {}),
-    "fsdp_tuned has one of '32-true'": (Plain, {}, {"plugins": MixedPrecision("16-mixed", "cpu")}),
+    "replicas=3: 2 ranks cannot be divided evenly among them. Use a divisor of 2": (Plain, {"replicas": 3}, {}),
+    "cpu_offload=true: the ranks compute on cpu": (Plain, {"cpu_offload": True}, {}),
+    "fsdp_tuned supports '32-true'": (Plain, {}, {"plugins": MixedPrecision("16-mixed", "cpu")}),
 }
 
 

@@ -319,12 +319,14 @@ def _in(options: dict[str, Any]) -> Callable[[], Any]:
 REFUSED: dict[str, Callable[[], None]] = {
     "a step has written to 'slow.weight' while it was gathered": _under(Averages, _in(ROOT)),
     "a step has written to 'table.weight' while it was gathered": _under(Shortened, _in(BLOCKS)),
-    "it was run through twice .gradients of gradients.": _under(Penalized, _in(BLOCKS)),
-    "what is in no block: 'fine' .float64., .* are of several types": _under(TwoTypes, _in(ROOT)),
+    "backward ran twice .gradients of gradients.": _under(Penalized, _in(BLOCKS)),
+    "parameters outside of blocks: 'fine' .float64., .* are of several types": _under(TwoTypes, _in(ROOT)),
     "'net.weight' has no shape before the first forward .a lazy module.": _under(Lazy, _in(ROOT)),
     "torch.optim.Adafactor fails, or has other numbers": _under(WithAdafactor, _in(BLOCKS)),
-    "an earlier run has cut this module as FSDPOptions.wrap=..,": _under(Small, _in(ROOT), _in(BLOCKS)),
-    "ddp_tuned: 'net.0.weight' was cut over the ranks by an earlier run": _under(Small, _in(ROOT), TunedDDPStrategy),
+    "an earlier run has sharded this module as FSDPOptions.wrap=..,": _under(Small, _in(ROOT), _in(BLOCKS)),
+    "ddp_tuned: 'net.0.weight' was sharded over the ranks by an earlier": _under(
+        Small, _in(ROOT), TunedDDPStrategy
+    ),
 }
 
 

@@ -1,6 +1,6 @@
-"""Deep copies of what fully_shard was called with, which torch refuses: averages of weights are kept in copies.
+"""Deep copies of modules that fully_shard was called with, which torch refuses: averages of weights live in copies.
 
-A copy is cut as the original is, and can run; between its forwards, each rank has its part of it.
+A copy is sharded as the original is, and can run; between its forwards, each rank has its shard of it.
 """
 
 import copy
@@ -16,77 +16,85 @@ from torch.distributed.tensor import DTensor
 from lightning_distrec._compat.fully_shard import class_before_fully_shard, drop_state_dict_hooks, without_fully_shard
 from lightning_distrec._compat.torch import apply_to_tensors
 
-CutAgain = Callable[[nn.Module, set[nn.Parameter]], None]
-"""Cuts a module on the meta device as the original was. The set: its parameters that stay whole."""
+ShardCopy = Callable[[nn.Module, set[nn.Parameter]], None]
+"""Shards a copy on the meta device as the original was. The set: its parameters that stay replicated."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def let_copy(module: nn.Module, cut_again: CutAgain, device: torch.device) -> None:
+def allow_deepcopy(module: nn.Module, shard_copy: ShardCopy, device: torch.device) -> None:
     """Give a fully sharded module a `copy.deepcopy` of its own. Copies live on `device`."""
 
     def deepcopy(memo: dict[int, Any]) -> nn.Module:
-        return _copied(module, memo, cut_again, device)
+        return _copied(module, memo, shard_copy, device)
 
+    # fully_shard's class has a __deepcopy__ that raises. An attribute of the instance takes its place, because
+    # copy.deepcopy looks the method up on the object.
     module.__deepcopy__ = deepcopy  # type: ignore[assignment]
 
 
-def gather_for_steps(module: nn.Module, steps: list[str]) -> None:
-    """Let a fully sharded module gather what is not in its blocks for these of its methods, as for forward."""
+def gather_in_steps(module: nn.Module, steps: list[str]) -> None:
+    """Let these methods of a fully sharded module gather the parameters outside of blocks, as its forward does."""
     for step in steps:
-        written = inspect.unwrap(getattr(module, step))
+        users_step = inspect.unwrap(getattr(module, step))
         register_fsdp_forward_method(module, step)
-        getattr(module, step).__func__.__wrapped__ = written  # where Lightning looks for the arguments, one level deep
+        # Lightning reads a step's arguments through `__wrapped__`, one level deep, and torch's wrapper has another
+        # wrapper below it where the user's step is decorated.
+        getattr(module, step).__func__.__wrapped__ = users_step
 
 
-def _copied(original: nn.Module, memo: dict[int, Any], cut_again: CutAgain, device: torch.device) -> nn.Module:
-    assert isinstance(original, FSDPModule)
+def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: torch.device) -> nn.Module:
+    """Return a copy: of the class and attributes before fully_shard, sharded again, with the original's values."""
     original.reshard()
-    kind = class_before_fully_shard(original)
-    copied: nn.Module = kind.__new__(kind)
+    # fully_shard has swapped the module's class for one that cannot be instantiated, so the copy begins as the user's
+    # class. __new__ and __setstate__ go by copy.deepcopy's own protocol, without the user's __init__.
+    users_class = class_before_fully_shard(original)
+    copied: nn.Module = users_class.__new__(users_class)
     memo[id(original)] = copied
     reduced: Any = original.__reduce_ex__(4)
     state = without_fully_shard(reduced[2])
     steps = [name for name in STEPS if name in state]
-    for name in ("__deepcopy__", *steps):
+    for name in ("__deepcopy__", *steps):  # they are bound to the original; the copy gets its own below
         state.pop(name, None)
     copied.__setstate__(copy.deepcopy(state, memo))
-    values = _put_on_meta(copied)
-    whole = {p for p in copied.parameters() if not isinstance(p, DTensor) and not p.is_meta}
-    cut_again(copied, whole)
-    apply_to_tensors(copied, lambda tensor: _with_memory(tensor, device))
-    for name, value in values.items():
-        parameter = copied.get_parameter(name)
-        assert isinstance(parameter, DTensor)
+    shards = _replace_by_meta(copied)
+    replicated = {p for p in copied.parameters() if not isinstance(p, DTensor) and not p.is_meta}
+    shard_copy(copied, replicated)
+    apply_to_tensors(copied, lambda tensor: _allocated(tensor, device))
+    for name, shard in shards.items():
+        parameter: Any = copied.get_parameter(name)
         with torch.no_grad():
-            parameter.to_local().copy_(value.to_local())
-    gather_for_steps(copied, steps)
-    let_copy(copied, cut_again, device)
+            parameter.to_local().copy_(shard.to_local())
+    gather_in_steps(copied, steps)
+    allow_deepcopy(copied, shard_copy, device)
     return copied
 
 
-def _put_on_meta(module: nn.Module) -> dict[str, DTensor]:
-    """Replace the sharded parameters that no part of `module` has cut by whole ones without memory; return them."""
-    values: dict[str, DTensor] = {}
-    empty: dict[int, nn.Parameter] = {}
-    for path, part in _uncut(module, ""):
-        drop_state_dict_hooks(part)
-        for name, parameter in part.named_parameters(recurse=False):
+def _replace_by_meta(module: nn.Module) -> dict[str, DTensor]:
+    """Replace the sharded parameters outside of nested blocks by full ones without memory, which fully_shard takes.
+
+    Returns name -> sharded parameter. Parameters that are shared stay shared.
+    """
+    shards: dict[str, DTensor] = {}
+    full: dict[int, nn.Parameter] = {}
+    for path, submodule in _outside_of_blocks(module, ""):
+        drop_state_dict_hooks(submodule)
+        for name, parameter in submodule.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
-                values.setdefault(f"{path}{name}", parameter)
-                if id(parameter) not in empty:
+                shards.setdefault(f"{path}{name}", parameter)
+                if id(parameter) not in full:
                     memory = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    empty[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
-                setattr(part, name, empty[id(parameter)])
-    return values
+                    full[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
+                setattr(submodule, name, full[id(parameter)])
+    return shards
 
 
-def _uncut(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a module that are not below one that is cut, with what their parameters' names begin with."""
+def _outside_of_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the prefix of parameters' names and the submodule, for all that are not inside of a nested block."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, FSDPModule):
-            yield from _uncut(child, f"{prefix}{name}.")
+            yield from _outside_of_blocks(child, f"{prefix}{name}.")
 
 
-def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor

@@ -1,4 +1,4 @@
-"""The dense part of a module with sharded tables, when it is fully sharded too: its optimizers, made before, follow."""
+"""The dense layers of a module with sharded tables, when FSDP2 shards them too: their optimizers are made before."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 from lightning_distrec.checkpoint.load import placed
 
 
-def follow_parameters(
+def replace_parameters(
     optimizers: Sequence[Optimizer], before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]
 ) -> None:
-    """Give optimizers the parameters that a module has now for those that it had before, with this rank's state.
+    """Let optimizers update the parameters that a module has now in place of those that it had before sharding.
 
+    State that exists already, of a loaded checkpoint for example, is sharded as its parameter is.
     before, now: name -> parameter.
     """
     new = {id(parameter): now[name] for name, parameter in before.items() if now[name] is not parameter}
@@ -23,10 +24,11 @@ def follow_parameters(
             group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
         for old in [parameter for parameter in optimizer.state if id(parameter) in new]:
             state = optimizer.state.pop(old)
-            optimizer.state[new[id(old)]] = {key: _cut(value, new[id(old)]) for key, value in state.items()}
+            optimizer.state[new[id(old)]] = {key: _sharded_as(value, new[id(old)]) for key, value in state.items()}
 
 
-def _cut(value: object, parameter: nn.Parameter) -> object:
-    is_cut = isinstance(value, Tensor) and isinstance(parameter, DTensor)
+def _sharded_as(value: object, parameter: nn.Parameter) -> object:
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
+        return value
     with torch.no_grad():
-        return placed(value, parameter) if is_cut else value
+        return placed(value, parameter)

@@ -1,38 +1,42 @@
-"""What may be said about parameters that are cut over the ranks."""
+"""Options for parameters that are sharded over the ranks by FSDP2."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_distrec.errors import ConfigError
 
+Replicas = int | Literal["nodes"]
+ReshardAfterForward = Literal["auto"] | bool
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPOptions:
-    """How a module's parameters are cut, gathered and freed."""
+    """How a module's parameters are sharded, gathered and freed."""
 
     wrap: Literal["auto"] | list[str] = "auto"
-    """The blocks, each gathered and freed as one. "auto": of at least min_num_parameters, the parts that stand beside
-    others of their kind and shapes, and single layers; or a list of classes' names, and of paths in the module."""
+    """Blocks, each gathered and freed as one. "auto": submodules of at least min_num_parameters that repeat (siblings
+    of one class and shapes) or are single layers; or a list of class names, and of paths in the module."""
 
     min_num_parameters: int = 1_000_000
-    """See wrap."""
+    """Minimum number of parameters of a block with wrap="auto"."""
 
-    replicas: int | Literal["nodes"] = 1
-    """So many copies of the parameters, each cut over the ranks that follow each other; "nodes": one on each node."""
+    replicas: Replicas = 1
+    """Number of copies of the parameters, each sharded over consecutive ranks (HSDP); "nodes": one on each node."""
 
-    reshard_after_forward: Literal["auto"] | bool = "auto"
-    """Whether a block's parameters are freed after forward, and gathered again; "auto": of all blocks but the last."""
+    reshard_after_forward: ReshardAfterForward = "auto"
+    """Whether to free a block's parameters after forward, and gather them again for backward; "auto": for all blocks
+    but the last."""
 
     activation_checkpointing: bool = False
-    """Whether blocks keep no activations for backward, but run their forward once more."""
+    """Whether to recompute the activations of blocks in backward instead of keeping them."""
 
     cpu_offload: bool = False
-    """Whether parameters, gradients and optimizer state stay on the host (CUDA)."""
+    """Whether to keep parameters, gradients and optimizer state on the host (CUDA)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str) and self.wrap != "auto":
             raise ConfigError(
-                f"wrap={self.wrap!r}: must be 'auto', or a list of classes' names and of paths: [{self.wrap!r}]."
+                f"wrap={self.wrap!r}: must be 'auto', or a list of class names and of paths: [{self.wrap!r}]."
             )
         if self.min_num_parameters < 1:
             raise ConfigError(f"min_num_parameters={self.min_num_parameters}: must be at least 1.")

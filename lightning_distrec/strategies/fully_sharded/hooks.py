@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec.strategies.fully_sharded.sharded_module import ShardedModule, as_logged
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule, full_value
+from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 
 class ShardedHooks(DistRecStrategy):
-    """A strategy that tells its ShardedModule of the run, where it has one."""
+    """A strategy whose module, or its layers without tables, FSDP2 may shard."""
 
-    _sharded: ShardedModule | None = None
+    _sharded: FullyShardedModule | None = None
 
     @contextmanager
     @override
@@ -27,7 +28,7 @@ class ShardedHooks(DistRecStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync() if self._sharded is None else self._sharded.without_exchange():
+        with super().block_backward_sync() if self._sharded is None else self._sharded.no_sync():
             yield
 
     @override
@@ -37,7 +38,7 @@ class ShardedHooks(DistRecStrategy):
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(as_logged(tensor), *args, **kwargs)
+        return super().reduce(full_value(tensor), *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -47,17 +48,22 @@ class ShardedHooks(DistRecStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with nullcontext() if self._sharded is None else self._sharded.update(optimizer):
+        with nullcontext() if self._sharded is None else self._sharded.optimizer_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def end_sharded(self) -> None:
+        """Undo what the run has changed around a sharded module, which stays sharded."""
+        if self._sharded is not None:
+            self._sharded.teardown()
+        self._sharded = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._sharded is not None:
-            self._sharded.free()
+        if self.lightning_module is not None:
+            reshard(self.lightning_module)
         return super().lightning_module_state_dict()
 
     @override
     def release(self) -> None:
-        if self._sharded is not None:
-            self._sharded.release()
+        self._sharded = None
         super().release()

@@ -1,4 +1,4 @@
-"""Parameters that every rank keeps whole beside sharded ones, and their gradients."""
+"""Parameters that every rank keeps in full next to sharded ones, and their gradients."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,12 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 LARGE_BYTES = 2**20
-"""From where on a parameter that is kept whole is worth a word."""
+"""Minimum size of replicated parameters that the log reports."""
 
 
 def choose_replicated(module: nn.Module, blocks: Iterable[nn.Module], automatic: bool) -> dict[str, nn.Parameter]:
-    """Return name -> parameter of what fully_shard does not cut: single numbers, which it refuses, and, where several
-    backwards may run in one step (manual optimization), what is in none of the blocks, since a backward frees it.
+    """Return name -> parameter of those that fully_shard leaves out.
+
+    These are scalars, which it refuses, and in manual optimization what is in no block: several backwards may run in
+    one step there, and the first would free it.
     """
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     return {
@@ -24,37 +26,36 @@ def choose_replicated(module: nn.Module, blocks: Iterable[nn.Module], automatic:
     }
 
 
-def log_replicated(whole: dict[str, nn.Parameter], tell: Callable[[str], None]) -> None:
-    """Tell of the large ones."""
-    large = [name for name, parameter in whole.items() if parameter.numel() * parameter.itemsize >= LARGE_BYTES]
+def log_replicated(replicated: dict[str, nn.Parameter], log: Callable[[str], None]) -> None:
+    """Report large replicated parameters."""
+    large = {name: p for name, p in replicated.items() if p.numel() * p.itemsize >= LARGE_BYTES}
     if large:
-        size = decimal(sum(whole[name].numel() * whole[name].itemsize for name in large))
-        tell(
-            f"fsdp_tuned: {', '.join(large)} ({size}) are in no block, and are whole on every rank: in manual "
-            "optimization, backward would free them in the middle of a step. Name the modules that have them: wrap."
+        size = decimal(sum(p.numel() * p.itemsize for p in large.values()))
+        log(
+            f"fsdp_tuned: {', '.join(large)} ({size}) are in no block, and are replicated on every rank: in manual "
+            "optimization, backward would free them in the middle of a step. To shard them, name their modules in wrap."
         )
 
 
 class ReplicatedParameters:
-    """The gradients of parameters that each rank has whole are averaged, as under DDP."""
+    """Averages the gradients of the parameters that each rank has in full, as DDP does."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        parameters = [] if module is None else list(module.parameters())
-        self._parameters = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
 
-    def average(self) -> None:
-        """Collective where there are such parameters. Average their gradients, after a backward.
+    def average_gradients(self) -> None:
+        """Collective where there are such parameters. Average their gradients after a backward.
 
-        One that some rank has used gets a gradient on all ranks; the others count as 0 there.
+        A parameter that any rank has used gets a gradient on all ranks; ranks that have not used it count as 0.
         """
-        learning = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if not learning or dist.get_world_size() == 1:
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if not trained or dist.get_world_size() == 1:
             return
-        device = learning[0].device
-        used = torch.tensor([parameter.grad is not None for parameter in learning], dtype=torch.int32, device=device)
+        device = trained[0].device
+        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32, device=device)
         dist.all_reduce(used)
-        for parameter, count in zip(learning, used.tolist(), strict=True):
-            if not count:
+        for parameter, num_ranks in zip(trained, used.tolist(), strict=True):
+            if not num_ranks:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
