@@ -181,7 +181,7 @@ class EveryForm(pl.LightningModule):
             self.kinds[name.rsplit(".", 1)[-1]] = f"{update.kind} {setup.shards.plan[name].sharding_type}"
 
     def on_train_end(self) -> None:
-        state = self.trainer.strategy.whole_state_dict()
+        state = self.trainer.strategy.full_state_dict()
         self.final_state = {key: value.clone() for key, value in state.items()}
 
 

@@ -90,7 +90,7 @@ def _save(kind: str, cut: str, path: str) -> dict[str, Tensor]:
     trainer = make_trainer({"convert_embeddings": "all", "tables": tables})
     trainer.fit(model, loader([_batch(kind, step, rank) for step in range(STEPS)]))
     trainer.save_checkpoint(path)
-    return {key: value.clone() for key, value in trainer.strategy.whole_state_dict().items()}
+    return {key: value.clone() for key, value in trainer.strategy.full_state_dict().items()}
 
 
 def _jobs() -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
 
 
 def _whole(trainer: pl.Trainer) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}  # type: ignore[attr-defined]
+    return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}  # type: ignore[attr-defined]
 
 
 def _close(ours: dict[str, Tensor], other: dict[str, Tensor], most: float = 1e-6) -> None:

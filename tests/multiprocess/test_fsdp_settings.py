@@ -46,7 +46,7 @@ def _fit(precision: str) -> tuple[list[float], dict[str, Tensor]]:
     model = Plain()
     trainer = _trainer(TunedFSDPStrategy(**SMALL), precision=precision)
     trainer.fit(model, loader(*rank_and_num_ranks()))
-    return model.losses, {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}
+    return model.losses, {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}
 
 
 def _by_hand(precision: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -114,7 +114,7 @@ def _on_meta() -> tuple[dict[str, Tensor], list[float]]:
     _trainer(TunedFSDPStrategy(**SMALL)).fit(model, loader(*rank_and_num_ranks()))
     trainer = _trainer(TunedFSDPStrategy(**SMALL), max_epochs=0)
     trainer.fit(OnMeta(), loader(*rank_and_num_ranks()))
-    return {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}, model.losses
+    return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}, model.losses
 
 
 def _compiled() -> tuple[list[float], list[float]]:

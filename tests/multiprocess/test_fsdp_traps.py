@@ -30,7 +30,7 @@ def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
 
 def _state(trainer: pl.Trainer, model: nn.Module) -> State:
     strategy: Any = trainer.strategy
-    state = strategy.whole_state_dict() if hasattr(strategy, "whole_state_dict") else model.state_dict()
+    state = strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
     return {name: value.clone() for name, value in state.items()}
 
 
@@ -324,9 +324,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "'net.weight' has no shape before the first forward .a lazy module.": _under(Lazy, _in(ROOT)),
     "torch.optim.Adafactor fails, or has other numbers": _under(WithAdafactor, _in(BLOCKS)),
     "an earlier run has sharded this module as FSDPOptions.wrap=..,": _under(Small, _in(ROOT), _in(BLOCKS)),
-    "ddp_tuned: 'net.0.weight' was sharded over the ranks by an earlier": _under(
-        Small, _in(ROOT), TunedDDPStrategy
-    ),
+    "ddp_tuned: 'net.0.weight' was sharded over the ranks by an earlier": _under(Small, _in(ROOT), TunedDDPStrategy),
 }
 
 

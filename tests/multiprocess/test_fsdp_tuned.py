@@ -23,7 +23,7 @@ def _fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
     options = DEFAULTS | {"max_epochs": 2, "limit_val_batches": 2} | settings
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **options)
     trainer.fit(model, loader(rank, num_ranks), loader(rank, num_ranks) if kind == "Layers" else None)
-    whole = trainer.strategy.whole_state_dict() if isinstance(strategy, TunedFSDPStrategy) else model.state_dict()
+    whole = trainer.strategy.full_state_dict() if isinstance(strategy, TunedFSDPStrategy) else model.state_dict()
     return model.losses, {name: value.clone() for name, value in whole.items()}
 
 

@@ -33,7 +33,7 @@ class WithScale(EvaluatedModel):
         return super().forward(batch) * self.scale
 
     def on_train_end(self) -> None:
-        self.final_state = {name: value.clone() for name, value in self.trainer.strategy.whole_state_dict().items()}
+        self.final_state = {name: value.clone() for name, value in self.trainer.strategy.full_state_dict().items()}
 
 
 class Sequences(SequenceModel):

@@ -21,7 +21,7 @@ def _thawed(kind: type[pl.LightningModule], strategy: Any) -> dict[str, Tensor]:
     rank, num_ranks = rank_and_num_ranks()
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | {"max_epochs": 2})
     trainer.fit(kind(), loader(rank, num_ranks))
-    return {name: value.clone() for name, value in trainer.strategy.whole_state_dict().items()}
+    return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}
 
 
 CASES: dict[str, tuple[Any, ...]] = {

@@ -123,7 +123,7 @@ def loader(batches: list[Any]) -> DataLoader:
 def whole_state(model: pl.LightningModule) -> dict[str, Tensor]:
     """Collective. Return a copy of the state with whole tables on rank 0, under any strategy."""
     strategy = model.trainer.strategy
-    state = strategy.whole_state_dict() if hasattr(strategy, "whole_state_dict") else model.state_dict()
+    state = strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
     return {key: value.clone() for key, value in state.items()}
 
 

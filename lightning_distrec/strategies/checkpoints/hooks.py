@@ -82,14 +82,14 @@ class CheckpointHooks(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collective. Return the module's state as checkpoints hold it: tables in parts; see `whole_state_dict`."""
+        """Collective. Return the module's state as checkpoints hold it: tables in parts; see `full_state_dict`."""
         module = self.lightning_module
         if module is not None and module.trainer.interrupted:
             note_failure()
             self._checkpoints.require_all_ranks()
         return self._checkpoints.model_state(super().lightning_module_state_dict())
 
-    def whole_state_dict(self) -> dict[str, Any]:
+    def full_state_dict(self) -> dict[str, Any]:
         """Collective. Return the module's state with whole tables on the host of rank 0, also after fit has ended.
 
         Other ranks get it without the tables. Raises CheckpointError on every rank: rank 0 has not enough memory.

@@ -42,7 +42,7 @@ def refuse_sharded(module: nn.Module, strategy: str) -> None:
     if found is not None:
         raise ConfigError(
             f"{strategy}: '{found}' was sharded over the ranks by an earlier run under FSDP, and stays so. Build a new "
-            "module, and load trainer.strategy.whole_state_dict() of that run, or a checkpoint, into it."
+            "module, and load trainer.strategy.full_state_dict() of that run, or a checkpoint, into it."
         )
 
 
