@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, refuse_to_share_out, share_out
 from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
 from lightning_distrec.pipeline.joined_batches import JoinedLoader, join_loader
@@ -27,10 +28,10 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     refuse_gradients,
 )
 from lightning_distrec.strategies.data_parallel.join import Joining, check_joining, refuse_to_join
-from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, max_dense_bytes, sparse_weights
+from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, max_dense_bytes
 from lightning_distrec.strategies.data_parallel.sparse_trial import SparseTrial, is_worth_a_trial
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
-from lightning_distrec.strategies.run.buffers import QuietBuffers
+from lightning_distrec.strategies.run.buffer_broadcasts import QuietBuffers
 from lightning_distrec.strategies.run.precision import MatmulPrecision
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy

@@ -39,8 +39,8 @@ from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop
 from lightning_distrec.strategies.fully_sharded.hooks import ShardedHooks
 from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_inexact_optimizers, refuse_sharded
-from lightning_distrec.strategies.options import chosen
-from lightning_distrec.strategies.run.buffers import QuietBuffers
+from lightning_distrec.strategies.run.buffer_broadcasts import QuietBuffers
+from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import (
     GlobalClipping,
@@ -149,19 +149,19 @@ class TorchRecShardedStrategy(ShardedHooks):
             conversion=Conversion(convert_embeddings, min_rows),
             by_table=tables or {},
             check_ids=check_ids,
-            comms=chosen("quantized_comms", QuantizedComms, quantized_comms),
+            comms=as_options("quantized_comms", QuantizedComms, quantized_comms),
             loss_reduction=loss_reduction,
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
-            planning=chosen("planning", PlanningOptions, planning),
+            planning=as_options("planning", PlanningOptions, planning),
         )
         if dense not in ("ddp", "fsdp"):
             raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
         if dense == "ddp" and fsdp is not None:
             raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
-        self._fsdp_options = chosen("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
+        self._fsdp_options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
         self._mesh: DeviceMesh | None = None
-        self._pipeline_options = chosen("pipeline", PipelineOptions, pipeline)
+        self._pipeline_options = as_options("pipeline", PipelineOptions, pipeline)
         self._pipelining: Pipelining | None = None
         self._lookups_ahead: dict[str, LookupCounts] = {}
         self._places = NodeLayout.of_nodes(1)

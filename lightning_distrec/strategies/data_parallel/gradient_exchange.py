@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.strategies.data_parallel.sparse_gradients import Hook, SparseGrads, averaging, sparse_weights
+from lightning_distrec.optimizers.sparse_weights import sparse_weights
+from lightning_distrec.strategies.data_parallel.sparse_gradients import Hook, SparseGrads, averaging
 
 CommDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.pipeline.joined_batches import JoinedLoader
-from lightning_distrec.strategies.data_parallel.sparse_gradients import sparse_weights
 
 LOADERS = {
     "training_step": "train_dataloader",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_distrec._compat.torch import rows_and_values
 
@@ -19,12 +19,6 @@ SparseGrads = Literal["auto", "sparse", "dense"]
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 """What DistributedDataParallel calls for every bucket of gradients."""
 ALL_BYTES = 2**63
-
-
-def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
-    """Return the weights whose gradients are sparse, and the paths of their modules."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {part.weight: path for path, part in module.named_modules() if isinstance(part, kinds) and part.sparse}
 
 
 def max_dense_bytes(sparse_grads: SparseGrads) -> int:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS, keeps_state_of_frozen, state_numbers
 from lightning_distrec.optimizers.translation import translate
+from lightning_distrec.optimizers.updates_in_backward import why_not_in_backward
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
@@ -18,7 +19,6 @@ from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_module
 from lightning_distrec.strategies.fully_sharded.replicated_parameters import choose_replicated
-from lightning_distrec.strategies.tables.refusals import why_not_in_backward
 from lightning_distrec.units import shortened
 
 

@@ -42,7 +42,7 @@ from lightning_distrec.strategies.fully_sharded.replicated_parameters import (
     log_replicated,
 )
 from lightning_distrec.strategies.fully_sharded.shard_blocks import Sharding, fsdp_modules, modules_in_step
-from lightning_distrec.strategies.run.buffers import QuietBuffers, SentBuffers
+from lightning_distrec.strategies.run.buffer_broadcasts import QuietBuffers, SentBuffers
 
 _sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, torch.dtype | None]]" = WeakKeyDictionary()
 """Fully sharded module -> the options and type with which it was sharded."""

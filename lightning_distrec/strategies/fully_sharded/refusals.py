@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.strategies.data_parallel.sparse_gradients import sparse_weights
+from lightning_distrec.optimizers.sparse_weights import sparse_weights
 
 COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
     "32-true": None,

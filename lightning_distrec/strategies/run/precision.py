@@ -14,7 +14,7 @@ from lightning_distrec._compat.lightning import unscales_in_step
 from lightning_distrec._compat.torch import watch_total_norm
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
-from lightning_distrec.strategies.tables.refusals import refuse_clip
+from lightning_distrec.optimizers.updates_in_backward import refuse_clip
 
 OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
     "32-true": None,

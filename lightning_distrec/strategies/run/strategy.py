@@ -22,9 +22,9 @@ from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.hooks import CheckpointHooks
-from lightning_distrec.strategies.data_parallel.frozen_layers import FrozenLayers
-from lightning_distrec.strategies.options import chosen
-from lightning_distrec.strategies.run.buffers import QuietBuffers
+from lightning_distrec.strategies.run.buffer_broadcasts import QuietBuffers
+from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
+from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.launched_ranks import RanksFromLauncher
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
@@ -54,8 +54,8 @@ class DistRecStrategy(CheckpointHooks, RanksFromLauncher):
             raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must not be below 0, which turns the watch off.")
         use_matmul_precision(float32_matmul_precision)
         self._uneven_inputs: UnevenInputs = uneven_inputs
-        self._checkpoint_options = chosen("checkpoint", CheckpointOptions, checkpoint)
-        self._stop_options = chosen("stopping", StopOptions, stopping)
+        self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)
+        self._stop_options = as_options("stopping", StopOptions, stopping)
         self._resumes = self._stop_options.resume == "auto"
         self._timeout_seconds = timeout_seconds
         self._watchdog_seconds = watchdog_seconds

@@ -14,6 +14,11 @@ from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.optimizers.loss_weight import LossReduction
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
+from lightning_distrec.optimizers.updates_in_backward import (
+    hooks_without_gradients,
+    refuse_what_is_not_exact,
+    why_not_in_backward,
+)
 from lightning_distrec.sharding.lookup.ids_check import CheckIds
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion
 from lightning_distrec.sharding.planning.kernels import allowed_kernels, refuse_other_storage
@@ -24,11 +29,6 @@ from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.tables.refusals import (
-    hooks_without_gradients,
-    refuse_what_is_not_exact,
-    why_not_in_backward,
-)
 
 
 @dataclass(frozen=True, kw_only=True)

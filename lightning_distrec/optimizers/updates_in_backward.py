@@ -1,4 +1,4 @@
-"""What decides against updates inside of backward, and what cannot be exact over sharded tables, refused by name."""
+"""What decides against updates of tables inside of backward, and what would not be exact with them."""
 
 from collections.abc import Mapping
 from typing import Any
