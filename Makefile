@@ -2,7 +2,7 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all lint clean
+.PHONY: help install train test test-all lint docs clean
 
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -29,8 +29,12 @@ lint: install  ## check style (ruff) and types (mypy)
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
 
+docs: install  ## build the documentation's site into site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "Built: site/index.html"
+
 clean:  ## remove .venv, caches and training outputs; downloaded data stays
-	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info outputs lightning_logs
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info outputs lightning_logs
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip comes last into a new environment, so one that was interrupted half-way is made again.

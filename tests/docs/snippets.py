@@ -2,7 +2,7 @@
 
     python -m tests.docs.snippets RESULTS.json PAGE ...
 
-Pages share a working folder, in their order, so that a later page may use the files of an earlier one.
+Pages share a working folder. The files of all pages are written first, and the pages run in their order.
 
 | block | what is done |
 | --- | --- |
@@ -65,6 +65,8 @@ def blocks_of(page: str) -> Iterator[Block]:
 def main(results: Path, pages: list[Path]) -> None:
     """Run the pages in the working folder; `results` becomes page -> what failed in it."""
     sys.path.insert(0, os.getcwd())
+    for block in (block for page in pages for block in blocks_of(page.read_text("utf-8")) if block.file):
+        Path(block.file).write_text(block.text)
     failures = {str(page): list(_failures_of(page)) for page in pages}
     results.write_text(json.dumps(failures, indent=1))
 
@@ -81,9 +83,6 @@ def _failures_of(page: Path) -> Iterator[str]:
 def _run(block: Block, where: str, names: dict[str, Any]) -> None:
     if block.not_run:
         return
-    if block.file:
-        Path(block.file).write_text(block.text)
-        importlib.invalidate_caches()
     if block.language == "python" and not block.file:
         exec(compile(block.text, where, "exec"), names)
     elif block.language == "yaml":

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ROOT / "docs" / "index.md"
-PAGES = [START]
+PAGES = [START, *sorted(set(ROOT.glob("docs/**/*.md")) - {START}), ROOT / "README.md"]
 
 
 def run_pages(pages: list[Path], folder: Path) -> dict[str, list[str]]:

@@ -1,0 +1,62 @@
+"""The reference pages name the options that the code has, and no others."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import lightning_distrec
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def _section(page: str, heading: str) -> str:
+    text = (DOCS / page).read_text("utf-8")
+    return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def _documented(text: str) -> set[str]:
+    """Return the names in the first cells of a page's tables."""
+    cells = re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([a-z_0-9]+)`", cell)}
+
+
+def _arguments(function: Callable[..., object]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", ["torchrec_sharded", "ddp_tuned", "fsdp_tuned"])
+def test_the_reference_has_the_arguments_of_a_strategy_and_no_others(name):
+    classes = {
+        "torchrec_sharded": lightning_distrec.TorchRecShardedStrategy,
+        "ddp_tuned": lightning_distrec.TunedDDPStrategy,
+        "fsdp_tuned": lightning_distrec.TunedFSDPStrategy,
+    }
+    page = "reference/strategy_options.md"
+    own = _section(page, name).partition("| `planning` | Default |")[0]
+    assert _documented(own) | _documented(_section(page, "All strategies")) == _arguments(classes[name])
+
+
+def test_the_reference_has_the_options_of_planning_and_of_tables():
+    planning = _section("reference/strategy_options.md", "torchrec_sharded").partition("| `planning` | Default |")[2]
+    assert _documented(planning) == {field.name for field in fields(lightning_distrec.PlanningOptions)}
+    tables = (DOCS / "reference" / "table_options.md").read_text("utf-8").partition("## ")[0]
+    assert _documented(tables) == {field.name for field in fields(lightning_distrec.TableOptions)}
+
+
+@pytest.mark.parametrize("name", ["Throughput", "Communication", "Timeline", "PlanLogger", "ScaledLearningRate"])
+def test_the_reference_has_the_arguments_of_a_callback(name):
+    shown = _section("reference/callbacks.md", name)
+    for argument in _arguments(getattr(lightning_distrec, name)):
+        assert re.search(rf"\b{argument}\b", shown), argument
+
+
+def test_the_reference_has_every_error():
+    from lightning_distrec import errors
+
+    text = (DOCS / "reference" / "errors.md").read_text("utf-8")
+    own = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+    assert own - {"DistRecError"} == set(re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE))
