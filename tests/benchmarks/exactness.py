@@ -1,4 +1,4 @@
-"""Writes docs/exactness.md from a run: how far sharded weights are from those of one unsharded process.
+"""Writes docs/exactness.md and two files next to it: how far sharded weights are from those of one unsharded process.
 
     python -m tests.benchmarks.exactness [--out docs/exactness.md]
 
@@ -29,7 +29,7 @@ from tests.benchmarks.exactness_cases import (
 )
 from tests.benchmarks.exactness_refusals import NOTHING, refusals
 from tests.benchmarks.exactness_runs import NUMBERS_OF_RANKS, differences_by_ranks, differences_of_averages
-from tests.benchmarks.page import Cell, call, largest, quoted, table
+from tests.benchmarks.page import Cell, call, largest, listed, table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
 DENSE_LAYERS = ("first", "last")
@@ -136,20 +136,20 @@ def _optimizers(measured: Measured) -> list[str]:
         ]
         for case in cases
     ]
-    parts = [text.OPTIMIZERS, table(["optimizer", "update", *text.FORMS.values(), "dense layers"], rows, 2)]
-    for form, title in text.FORMS.items():
-        cuts = list(dict.fromkeys(cut for case in cases for cut in case.cuts.get(form, ())))
-        rows = [
-            [*_titles(case), *(measured.of(case, [f"{form}_{cut}"]) for cut in cuts)]
-            for case in cases
-            if case.cuts.get(form)
-        ]
-        parts += [
-            f"### {title}",
-            text.OF_FORM[form],
-            table(["optimizer", "update", *(f"`{c}`" for c in cuts)], rows, 2),
-        ]
-    return parts
+    return [text.OPTIMIZERS, table(["optimizer", "update", *text.FORMS.values(), "dense layers"], rows, 2)]
+
+
+def _by_sharding_type(measured: Measured) -> str:
+    """Return every table's difference, as a CSV."""
+    lines = ["tables,optimizer,update,sharding type,largest difference"]
+    for name, (_, _, updates) in OPTIMIZERS.items():
+        for case in (Case(name, update) for update in updates):
+            optimizer, update = _titles(case)
+            for form, title in text.FORMS.items():
+                for cut in case.cuts.get(form, ()):
+                    cells = (title, optimizer, update, cut, str(measured.of(case, [f"{form}_{cut}"])))
+                    lines.append(",".join(f'"{cell}"' if "," in cell else cell for cell in cells).replace("`", ""))
+    return "\n".join(lines) + "\n"
 
 
 def _titles(case: Case) -> list[str]:
@@ -202,8 +202,7 @@ def main() -> int:
         measured.note(f"what is refused, {case}: {NOTHING}", 2)
     summary = _summary(measured, averages, by_ranks)
     parts = [
-        text.head(torch.cuda.is_available()),
-        table(["", "largest difference", "allowed"], summary),
+        text.head(table(["", "largest difference", "allowed"], summary), torch.cuda.is_available()),
         *_problems(measured),
         *_optimizers(measured),
         *_ways(measured),
@@ -214,9 +213,10 @@ def main() -> int:
         table(["model", "what", *map(text.ranks, NUMBERS_OF_RANKS)], by_ranks, 2),
         text.REFUSED,
     ]
-    for heading, messages in said.items():
-        parts += [f"### {heading}", quoted(messages)]
     out.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    out.with_name(text.DETAILS).write_text(_by_sharding_type(measured), encoding="utf-8")
+    refused = [f"{heading}\n\n{listed(messages)}" for heading, messages in said.items()]
+    out.with_name(text.REFUSALS).write_text("\n\n".join(refused) + "\n", encoding="utf-8")
     bad = [cell for row in summary for cell in row if isinstance(cell, Cell) and cell.bad]
     _tell(
         f"{out}: {time.monotonic() - began:.0f} s, {len(bad)} lines over their limit, {len(measured.problems)} problems"

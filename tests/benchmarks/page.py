@@ -52,17 +52,9 @@ def call(kind: type, options: dict[str, object]) -> str:
     return f"`{kind.__name__}({', '.join(f'{name}={value}' for name, value in options.items())})`"
 
 
-def quoted(messages: dict[str, str]) -> str:
-    """Return a list of what was said in each case."""
-    lines = []
-    for case, message in messages.items():
-        kind, _, text = " ".join(message.split()).partition(": ")
-        lines.append(f"- {case}\n  `{kind}`: {_escaped(text)}")
-    return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\{letter}" if letter in "\\`*_[]<>|" else letter for letter in text)
+def listed(messages: dict[str, str]) -> str:
+    """Return the message of each case, two lines each."""
+    return "\n".join(f"{case}\n    {' '.join(message.split())}" for case, message in messages.items())
 
 
 def versions() -> str:
