@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, whole; before that, what was there stays."""
+"""Writes files so that each is on disk and complete when a call returns; until then, its old content stays."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def onto_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -24,9 +24,10 @@ def onto_disk(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside `path`, and give it that name once it is on disk; its folder is made where there is none.
+    """Write a file under a temporary name, and rename it to `path` once it is on disk; its folder is made if missing.
 
-    Raises OSError: it cannot be written. What was under the name stays then, and nothing is left beside it.
+    os.replace swaps the name in one step: a reader, or a machine that crashes, sees the old content or the new, never a
+    half. Raises OSError: it cannot be written; the old file stays, and no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}-{uuid.uuid4().hex}"
@@ -37,4 +38,4 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    onto_disk(path.parent)
+    fsync(path.parent)

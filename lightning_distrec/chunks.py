@@ -1,4 +1,7 @@
-"""Tensors that lie in parts on many ranks, on their way to a file and back."""
+"""Tensors whose chunks lie on many ranks, on their way to a file and back.
+
+A chunk is a rectangle of a tensor: one that a rank holds, or one that a file has.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,61 +10,60 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20
-"""Most of a tensor that is read, written or sent at a time."""
+BLOCK_BYTES = 64 * 2**20
+"""How much of a tensor is read, written or sent at a time, at most."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a rectangle begins in a tensor, and its shape."""
 
 
 @dataclass(frozen=True)
-class Part:
+class Chunk:
     """A rectangle of a tensor that this rank holds."""
 
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Where it begins in the full tensor."""
     tensor: Tensor
 
     @property
     def box(self) -> Box:
-        """Where it lies in the whole tensor."""
+        """Where it lies in the full tensor."""
         return self.offsets, tuple(self.tensor.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """A tensor whose parts are on several ranks; together they cover it, and nothing of it is on two of them."""
+    """A tensor whose chunks are on several ranks; together they cover it, and no two of them overlap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[Part]
+    chunks: list[Chunk]
     """Those of this rank; they share memory with what they were taken from."""
 
     def size(self) -> torch.Size:
-        """Return the whole tensor's shape, as Tensor.size does."""
+        """Return the full tensor's shape, as Tensor.size does."""
         return torch.Size(self.shape)
 
     def clone(self) -> "ChunkedTensor":
         """Return a copy with memory of its own."""
-        return ChunkedTensor(
-            self.shape, self.dtype, [Part(part.offsets, part.tensor.detach().clone()) for part in self.parts]
-        )
+        copies = [Chunk(chunk.offsets, chunk.tensor.detach().clone()) for chunk in self.chunks]
+        return ChunkedTensor(self.shape, self.dtype, copies)
 
-    def fill(self, parts: Sequence[Part]) -> None:
-        """Copy this rank's parts into `parts`, which lie in the same tensor. Raises ValueError: they are cut otherwise.
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Copy this rank's chunks into `chunks` of the same tensor. Raises ValueError: they are other rectangles.
 
-        No other rank is asked, so that every one of `parts` must be a part here.
+        No other rank is asked, so that every one of `chunks` must be a chunk here.
         """
-        mine = {part.box: part.tensor for part in self.parts}
-        for part in parts:
-            if part.box not in mine:
-                raise ValueError("the tensor was cut otherwise when its parts were taken")
+        mine = {chunk.box: chunk.tensor for chunk in self.chunks}
+        for chunk in chunks:
+            if chunk.box not in mine:
+                raise ValueError("the tensor was sharded differently when it was saved")
             with torch.no_grad():
-                part.tensor.copy_(mine[part.box])
+                chunk.tensor.copy_(mine[chunk.box])
 
 
-class Whole(Protocol):
-    """A tensor in a file: nothing of it is in memory until it is asked for."""
+class LazyTensor(Protocol):
+    """A tensor in a file: nothing of it is in memory until it is read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,19 +73,19 @@ class Whole(Protocol):
     def dtype(self) -> torch.dtype:
         """The tensor's type."""
 
-    def fill(self, parts: Sequence[Part]) -> None:
-        """Read what lies in `parts`; what lies outside of the tensor in the file stays as it is."""
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
 
-    def whole(self) -> Tensor:
-        """Read and return the tensor, on the host."""
+    def read(self) -> Tensor:
+        """Read and return the full tensor, on the host."""
 
 
-def chunks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row, and the number of rows, of pieces of at most CHUNK_BYTES (or of one row)."""
+def row_ranges(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row, and the number of rows, of blocks of at most BLOCK_BYTES (or of one row)."""
     row_bytes = itemsize
     for size in shape[1:]:
         row_bytes *= size
-    at_once = max(1, CHUNK_BYTES // max(1, row_bytes))
+    at_once = max(1, BLOCK_BYTES // max(1, row_bytes))
     for first in range(0, shape[0], at_once):
         yield first, min(at_once, shape[0] - first)
 
@@ -103,10 +105,10 @@ def narrowed(tensor: Tensor, begin: Sequence[int], box: Box) -> Tensor:
     return tensor
 
 
-def fill_from(tensor: Tensor, parts: Sequence[Part]) -> None:
-    """Copy what `parts` overlap with of a whole tensor that this rank holds into them."""
+def copy_into(chunks: Sequence[Chunk], tensor: Tensor) -> None:
+    """Copy a full tensor's rectangles into `chunks`; what lies outside of the tensor stays as it is."""
     zero = (0,) * tensor.dim()
-    for part in parts:
-        if (box := overlap((zero, tuple(tensor.shape)), part.box)) is not None:
+    for chunk in chunks:
+        if (box := overlap((zero, tuple(tensor.shape)), chunk.box)) is not None:
             with torch.no_grad():
-                narrowed(part.tensor, part.offsets, box).copy_(narrowed(tensor, zero, box))
+                narrowed(chunk.tensor, chunk.offsets, box).copy_(narrowed(tensor, zero, box))

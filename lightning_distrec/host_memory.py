@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""How much memory this machine, or its container, has."""
 
 from pathlib import Path, PurePosixPath
 

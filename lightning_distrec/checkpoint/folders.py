@@ -1,7 +1,7 @@
 """A checkpoint's folder on disk: under its final name only once it is complete.
 
-It is written beside, under a name that nothing looks for; the marker, which lists every file, comes last; then the
-folder is renamed. So whenever a process or machine stops, what stands under a checkpoint's name is complete.
+It is written under a temporary name in the same folder; the marker, which lists every file, is written last; then the
+folder is renamed. So whenever a process or machine stops, what has a checkpoint's name is complete.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from lightning_distrec.atomic_files import onto_disk, write_file
+from lightning_distrec.atomic_files import fsync, write_file
 from lightning_distrec.errors import CheckpointError
 
 MARKER = "complete.json"
 FORMAT = 1
-"""Version of what a folder holds; a reader refuses those of a later one."""
+"""Version of a folder's content; other versions are refused."""
 
 UNFINISHED = ".distrec-unfinished-"
-"""Beginning of the names of folders that are being written, or removed."""
+"""Prefix of the names of folders that are being written, or removed."""
 REMOVED = f"{UNFINISHED}removed-"
 NEW = ".distrec-new-"
 NEW_SECONDS = 600.0
-"""After this time a folder that has no lock yet is nobody's."""
+"""After this time a folder without a lock is taken for abandoned."""
 _LOCK = ".lock"
 
 
@@ -45,8 +45,8 @@ def read_marker(path: Path) -> dict[str, Any]:
         marker = json.loads((path / MARKER).read_text())
     except OSError:
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: {MARKER}, which is written last, is missing. It may be a copy that "
-            "was interrupted, or another program's; take the checkpoint before it."
+            f"{path} is not a complete checkpoint: {MARKER}, which is written last, is missing. It may be an "
+            "interrupted copy, or another program's folder. Use an earlier checkpoint."
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / MARKER} is damaged: {error}.") from None
@@ -59,7 +59,7 @@ def read_marker(path: Path) -> dict[str, Any]:
         )
     for name, size in marker["files"].items():
         if type(size) is not int:
-            raise CheckpointError(f"{path / MARKER} is damaged: it says no size of {name!r}.")
+            raise CheckpointError(f"{path / MARKER} is damaged: it has no size for {name!r}.")
         found = _size_of(path, name)
         if found != size:
             what = "is missing" if found is None else f"has {found:,} bytes"
@@ -79,14 +79,17 @@ def _is_bare(name: Any) -> bool:
     return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
 
 
-class Unfinished:
-    """A folder that is being written beside the one it will become. A lock says that its writer is alive."""
+class UnfinishedFolder:
+    """A folder that is being written under a temporary name. The lock that its writer holds shows that it is alive.
+
+    flock is released by the kernel when its process dies, however it dies; a file with a process id would stay.
+    """
 
     def __init__(self, final: Path) -> None:
         self._final = final
         final.parent.mkdir(parents=True, exist_ok=True)
         self.path = final.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
-        # Locked before it has the name by which others clean up.
+        # It must be locked before it has a name that `clean_up` of another job may remove.
         new = final.parent / f"{NEW}{uuid.uuid4().hex}"
         new.mkdir()
         self._lock: int | None = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR)
@@ -95,20 +98,22 @@ class Unfinished:
         new.rename(self.path)
 
     def complete(self, marker: dict[str, Any]) -> None:
-        """Write the marker, with the list of files, and put the folder in its place. What was there before is removed.
+        """Write the marker, with the list of files, and rename the folder. A checkpoint of that name is replaced.
 
-        All files are on disk before the marker is, and the marker before the folder has its name.
+        All files are on disk before the marker is, and the marker before the folder has its name: a machine that
+        crashes in between leaves an unfinished folder, never an incomplete checkpoint.
         """
         files = {file.name: file.stat().st_size for file in sorted(self.path.iterdir()) if file.name != _LOCK}
         write_file(self.path / MARKER, _marker_text(self._final.name, marker, files))
-        onto_disk(self.path)
+        fsync(self.path)
         if os.path.lexists(self._final):
+            # Exchanged, not removed and renamed: at no moment is there neither the old checkpoint nor the new one.
             _exchange(self.path, self._final)
-            onto_disk(self._final.parent)
+            fsync(self._final.parent)
             remove(self.path)
         else:
             os.rename(self.path, self._final)
-            onto_disk(self._final.parent)
+            fsync(self._final.parent)
         (self._final / _LOCK).unlink(missing_ok=True)
         self._unlock()
 
@@ -128,7 +133,7 @@ def _marker_text(name: str, marker: dict[str, Any], files: dict[str, int]) -> by
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, a folder, a file or a link; a folder loses its name before it loses its files."""
+    """Remove a checkpoint: a folder, a file or a link. A folder is renamed first: a reader never finds half of one."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
@@ -141,9 +146,9 @@ def remove(path: Path) -> None:
 
 
 def clean_up(parent: Path) -> list[Path]:
-    """Remove what writers that were killed have left in `parent`, and return it; those whose writer lives stay.
+    """Remove unfinished folders in `parent` whose writers have died, and return their paths.
 
-    A complete checkpoint that was killed on its way back to its name gets it again.
+    A complete checkpoint whose writer died between two renames of `_exchange` gets its name back.
     """
     removed = []
     for path in parent.glob(f"{UNFINISHED}*") if parent.is_dir() else []:
@@ -156,7 +161,7 @@ def clean_up(parent: Path) -> list[Path]:
         remove(path)
         removed.append(path)
     for path in parent.glob(f"{NEW}*") if parent.is_dir() else []:
-        with contextlib.suppress(OSError):  # its writer may be about to lock it, or to rename it
+        with contextlib.suppress(OSError):  # its writer may be locking or renaming it now
             if time.time() - path.stat().st_mtime > NEW_SECONDS:
                 shutil.rmtree(path)
                 removed.append(path)
@@ -164,7 +169,7 @@ def clean_up(parent: Path) -> list[Path]:
 
 
 def _name_of(leftover: Path) -> str | None:
-    """Return the name of a complete checkpoint that has lost it; None for what is incomplete, or was removed."""
+    """Return the name that a complete checkpoint should have; None for an incomplete or removed one."""
     if leftover.is_symlink() or leftover.name.startswith(REMOVED):
         return None
     try:
@@ -190,7 +195,7 @@ def _has_writer(path: Path) -> bool:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Let two paths change places at once, where the file system can; else there is a moment without `old`."""
+    """Exchange two paths in one step, where the file system can; else there is a moment without `old`."""
     AT_FDCWD, RENAME_EXCHANGE = -100, 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
@@ -198,6 +203,7 @@ def _exchange(new: Path, old: Path) -> None:
             return
         if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(old))
+    # NFS and others cannot exchange. Killed in between, both folders are complete, and `clean_up` renames one back.
     aside = old.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
     os.rename(old, aside)
     os.rename(new, old)

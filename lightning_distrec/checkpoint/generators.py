@@ -22,7 +22,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Let the generators go on where they were when the states were taken."""
+    """Set the generators to states that `generator_states` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     keys, *rest = states["numpy"]

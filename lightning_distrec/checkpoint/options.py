@@ -1,4 +1,4 @@
-"""What may be said about checkpoints."""
+"""Options of checkpoints."""
 
 from dataclasses import dataclass, field
 
@@ -7,36 +7,38 @@ from lightning_distrec.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How checkpoints are written, and how they are read where the module has changed since."""
+    """How to write checkpoints, and how to load those of a module that has changed since."""
 
     distributed: bool = True
-    """Whether each rank writes its own part, into a folder. False: rank 0 gathers whole tables and writes one file,
-    as Lightning does."""
+    """Let each rank write its own shards, into a folder. False: gather full tables on rank 0, and write one file as
+    Lightning does."""
 
     async_save: bool = False
-    """Whether training goes on while a copy of the tables on the host is written; at most one at a time."""
+    """Train on while a copy of the tables on the host is written; at most one checkpoint at a time."""
 
     start_from: str | None = None
-    """Path of weights that a new run starts from: a checkpoint's folder, a Lightning checkpoint, a state_dict of
+    """Path of weights to start a new run from: a checkpoint's folder, a Lightning checkpoint, a state_dict of
     torch.save, or a safetensors file."""
 
     rename: dict[str, str] = field(default_factory=dict)
-    """Names in the checkpoint -> names in the module: of a parameter, or of a submodule and so of all below it."""
+    """Map names in the checkpoint to names in the module, of parameters or of submodules with all below them."""
 
     grow_tables: bool = False
-    """Whether a table may have more rows than in the checkpoint: the old rows are kept, the others are new."""
+    """Accept tables with more rows than in the checkpoint: load the old rows, and initialize the others."""
 
     def __post_init__(self) -> None:
         if self.async_save and not self.distributed:
             raise ConfigError(
-                "checkpoint: async_save=True writes each rank's part; distributed=False gathers whole tables first. "
-                "Set one of them."
+                "checkpoint: async_save=True needs distributed=True, where each rank writes its own shards. Set one of "
+                "them only: async_save=True or distributed=False."
             )
         if not isinstance(self.rename, dict):
-            raise ConfigError(f"checkpoint: rename={self.rename!r} must be names in the checkpoint -> in the module.")
+            raise ConfigError(
+                f"checkpoint: rename={self.rename!r} must map names in the checkpoint to names in the module."
+            )
 
     def renamed(self, name: str) -> str:
-        """Return the name in the module of what has `name` in the checkpoint."""
+        """Return the name in the module of what is called `name` in the checkpoint."""
         for old, new in self.rename.items():
             if name == old or name.startswith(f"{old}."):
                 return new + name[len(old) :]

@@ -1,6 +1,7 @@
-"""What torch.distributed.checkpoint writes and reads, told in our parts: no kernel, sharding type or rank is named.
+"""What torch.distributed.checkpoint writes and reads: chunks of tensors, whatever their kernel, sharding type or rank.
 
-Parts are written in chunks, so that a reader with other cuts, or with little memory, reads no more than it needs.
+Chunks are written in blocks of rows, so that a reader with another sharding, or with little memory, reads no more than
+it needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import override
 
-from lightning_distrec.chunks import ChunkedTensor, Part, chunks, narrowed, overlap
+from lightning_distrec.chunks import Chunk, ChunkedTensor, narrowed, overlap, row_ranges
 
 
 class WritePlanner(SavePlanner):
-    """Writes this rank's parts of tensors. tensors: name -> parts, the same names on every rank."""
+    """Writes this rank's chunks of tensors, by name; the same names on every rank."""
 
     def __init__(self, tensors: Mapping[str, ChunkedTensor]) -> None:
         self._tensors = tensors
-        self._chunks: dict[MetadataIndex, Tensor] = {}
+        self._blocks: dict[MetadataIndex, Tensor] = {}
         self._buffer: Tensor | None = None
 
     @override
@@ -39,22 +40,22 @@ class WritePlanner(SavePlanner):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([item for name, parted in self._tensors.items() for item in self._items(name, parted)])
+        return SavePlan([item for name, chunked in self._tensors.items() for item in self._items(name, chunked)])
 
-    def _items(self, name: str, parted: ChunkedTensor) -> list[WriteItem]:
+    def _items(self, name: str, chunked: ChunkedTensor) -> list[WriteItem]:
         items = []
-        for part in parted.parts:
-            if not part.tensor.numel():
+        for chunk in chunked.chunks:
+            if not chunk.tensor.numel():
                 continue
-            for first, count in chunks(part.tensor.shape, part.tensor.itemsize):
-                offsets = torch.Size((part.offsets[0] + first, *part.offsets[1:]))
+            for first, count in row_ranges(chunk.tensor.shape, chunk.tensor.itemsize):
+                offsets = torch.Size((chunk.offsets[0] + first, *chunk.offsets[1:]))
                 index = MetadataIndex(name, offsets)
-                rows = part.tensor[first : first + count]
-                self._chunks[index] = rows
+                rows = chunk.tensor[first : first + count]
+                self._blocks[index] = rows
                 data = TensorWriteData(
                     chunk=ChunkStorageMetadata(offsets, rows.size()),
-                    properties=TensorProperties(dtype=parted.dtype),
-                    size=torch.Size(parted.shape),
+                    properties=TensorProperties(dtype=chunked.dtype),
+                    size=torch.Size(chunked.shape),
                 )
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
@@ -62,8 +63,8 @@ class WritePlanner(SavePlanner):
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         entries: dict[str, TensorStorageMetadata] = {
-            name: TensorStorageMetadata(TensorProperties(dtype=parted.dtype), torch.Size(parted.shape), [])
-            for name, parted in self._tensors.items()
+            name: TensorStorageMetadata(TensorProperties(dtype=chunked.dtype), torch.Size(chunked.shape), [])
+            for name, chunked in self._tensors.items()
         }
         for plan in all_plans:
             for item in plan.items:
@@ -77,23 +78,26 @@ class WritePlanner(SavePlanner):
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._on_host(self._chunks[write_item.index].detach())
+        return self._on_host(self._blocks[write_item.index].detach())
 
-    def _on_host(self, chunk: Tensor) -> Tensor:
-        """Return the chunk as a tensor whose storage is no larger than it: what torch.save writes without copying."""
-        if chunk.device.type == "cpu":
-            return _alone(chunk.contiguous())
-        if self._buffer is None or self._buffer.nbytes < chunk.nbytes:
-            self._buffer = torch.empty(chunk.nbytes, dtype=torch.uint8, pin_memory=chunk.is_cuda)
-        host = self._buffer[: chunk.nbytes].view(chunk.dtype).view(chunk.shape)
-        host.copy_(chunk)
-        return _alone(host)
+    def _on_host(self, block: Tensor) -> Tensor:
+        """Return the block on the host, as a tensor whose storage is no larger than it.
+
+        torch.save writes a tensor's whole storage: a view of some rows would be written with all rows of the table.
+        """
+        if block.device.type == "cpu":
+            return _with_own_storage(block.contiguous())
+        if self._buffer is None or self._buffer.nbytes < block.nbytes:
+            self._buffer = torch.empty(block.nbytes, dtype=torch.uint8, pin_memory=block.is_cuda)
+        host = self._buffer[: block.nbytes].view(block.dtype).view(block.shape)
+        host.copy_(block)
+        return _with_own_storage(host)
 
 
 class ReadPlanner(LoadPlanner):
-    """Reads into parts. wanted: name -> the rectangles that this rank wants, with the memory to read them into."""
+    """Reads into chunks. wanted: name -> the rectangles that this rank wants, with the memory to read them into."""
 
-    def __init__(self, wanted: Mapping[str, Sequence[Part]]) -> None:
+    def __init__(self, wanted: Mapping[str, Sequence[Chunk]]) -> None:
         self._wanted = wanted
         self._metadata: Metadata | None = None
 
@@ -105,21 +109,21 @@ class ReadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None
         items = []
-        for name, parts in self._wanted.items():
+        for name, chunks in self._wanted.items():
             entry = self._metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
-            for which, part in enumerate(parts):
-                for chunk in entry.chunks:
-                    begin = tuple(chunk.offsets)
-                    box = overlap(part.box, (begin, tuple(chunk.sizes)))
+            for which, chunk in enumerate(chunks):
+                for stored in entry.chunks:
+                    begin = tuple(stored.offsets)
+                    box = overlap(chunk.box, (begin, tuple(stored.sizes)))
                     if box is not None:
                         items.append(
                             ReadItem(
                                 LoadItemType.TENSOR,
-                                dest_index=MetadataIndex(name, part.offsets, which),
-                                dest_offsets=_less(box[0], part.offsets),
-                                storage_index=MetadataIndex(name, chunk.offsets),
-                                storage_offsets=_less(box[0], begin),
+                                dest_index=MetadataIndex(name, chunk.offsets, which),
+                                dest_offsets=_minus(box[0], chunk.offsets),
+                                storage_index=MetadataIndex(name, stored.offsets),
+                                storage_offsets=_minus(box[0], begin),
                                 lengths=torch.Size(box[1]),
                             )
                         )
@@ -140,20 +144,20 @@ class ReadPlanner(LoadPlanner):
     @override
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.index is not None
-        part = self._wanted[read_item.dest_index.fqn][read_item.dest_index.index]
-        begin = (0,) * part.tensor.dim()
-        return narrowed(part.tensor.detach(), begin, (tuple(read_item.dest_offsets), tuple(read_item.lengths)))
+        chunk = self._wanted[read_item.dest_index.fqn][read_item.dest_index.index]
+        begin = (0,) * chunk.tensor.dim()
+        return narrowed(chunk.tensor.detach(), begin, (tuple(read_item.dest_offsets), tuple(read_item.lengths)))
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
 
 
-def _less(a: Sequence[int], b: Sequence[int]) -> torch.Size:
+def _minus(a: Sequence[int], b: Sequence[int]) -> torch.Size:
     return torch.Size(x - y for x, y in zip(a, b, strict=True))
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the same memory with a storage that ends where the tensor does. tensor: contiguous, on the host."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor

@@ -1,8 +1,8 @@
-"""Writes a checkpoint's folder: every rank its parts, rank 0 the rest; at once, or while training goes on.
+"""Writes a checkpoint's folder: every rank its chunks, rank 0 the rest; at once, or while training goes on.
 
 state.pt        what is plain or small: loops, callbacks, schedulers, hyperparameters; names of the tensors
-rank_<r>.pt     what only that rank knows: its random generators, its dataloaders' positions
-plan.json       where tables were, for people and for later runs that want them there; not needed to load it
+rank_<r>.pt     what only that rank has: its random generators, its dataloaders' positions
+plan.json       the sharding plan, for people and for later runs that want to use it; not needed to load
 __<r>_0.distcp, .metadata    the tensors, by torch.distributed.checkpoint
 complete.json   the marker, written last
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from lightning_distrec.atomic_files import write_file
-from lightning_distrec.checkpoint.folders import Unfinished, clean_up, remove
-from lightning_distrec.checkpoint.skeleton import large_tensors, take_out, to_bytes
+from lightning_distrec.checkpoint.folders import UnfinishedFolder, clean_up, remove
+from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
 from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors
 from lightning_distrec.chunks import ChunkedTensor
@@ -27,18 +27,18 @@ T = TypeVar("T")
 
 STATE_FILE = "state.pt"
 PLAN_FILE = "plan.json"
-"""Name of the file that says where tables were, if they were anywhere."""
+"""Name of the file with the sharding plan; not there without tables."""
 CHECKSUMS = "crc32"
-"""Where the marker has the checksums of files that have none themselves."""
+"""Key in the marker: checksums of files that hold none themselves."""
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with what only this rank knows."""
+    """Return the name of the file with what only this rank has."""
     return f"rank_{rank}.pt"
 
 
 class Ranks(Protocol):
-    """What this file needs of the ranks' consensus; of a group of its own, since a thread may use it."""
+    """What this file needs of a consensus, whose process group nobody else uses: a thread may call it."""
 
     rank: int
     num_ranks: int
@@ -61,37 +61,40 @@ class Snapshot:
     path: Path
     state: bytes | None
     """Content of STATE_FILE; rank 0's."""
-    of_rank: bytes
+    rank_state: bytes
+    """Content of this rank's `rank_file`."""
     tensors: Mapping[str, ChunkedTensor]
     marker: dict[str, Any]
-    further: Mapping[str, bytes] = field(default_factory=dict)
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)
     """Name -> content of files that loading does not need; rank 0's."""
 
 
 def take_snapshot(
     path: Path,
     checkpoint: Mapping[str, Any],
-    of_rank: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
     marker: dict[str, Any],
     ranks: Ranks,
-    further: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
-    """Collective. Return what this rank is to write; tensors share memory with the training.
+    """Collective. Return what this rank writes; tensors share memory with the module and its optimizers.
 
-    further: name -> content of files that loading does not need; those of rank 0 are written.
+    extra_files: name -> content of files that loading does not need; those of rank 0 are written.
     Raises CheckpointError on every rank: something in it is no plain type.
     """
+    # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for writing.
     on_ranks = [set(of_rank) for of_rank in ranks.all_gather(large_tensors(checkpoint))]
     on_all = {path for path, _, _ in set.intersection(*on_ranks)}
-    plain, tensors = take_out(checkpoint, on_all, ranks.rank, ranks.num_ranks)
-    sizes = {name: [list(parted.shape), str(parted.dtype).removeprefix("torch.")] for name, parted in tensors.items()}
+    plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks)
+    sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
     state, mine = ranks.all_or_none(
-        "saving a checkpoint", lambda: (to_bytes(plain) if ranks.rank == 0 else None, to_bytes(dict(of_rank)))
+        "saving a checkpoint", lambda: (to_bytes(plain) if ranks.rank == 0 else None, to_bytes(dict(rank_state)))
     )
-    further = further if further and ranks.rank == 0 else {}
-    checksums = {CHECKSUMS: {name: zlib.crc32(content) for name, content in further.items()}} if further else {}
-    whole_marker = {"num_ranks": ranks.num_ranks, **marker, **checksums, "tensors": sizes}
-    return Snapshot(path, state, mine, tensors, whole_marker, further)
+    extra_files = extra_files if extra_files and ranks.rank == 0 else {}
+    crc32 = {name: zlib.crc32(content) for name, content in extra_files.items()}
+    checksums = {CHECKSUMS: crc32} if crc32 else {}
+    full_marker = {"num_ranks": ranks.num_ranks, **marker, **checksums, "tensors": sizes}
+    return Snapshot(path, state, mine, tensors, full_marker, extra_files)
 
 
 def write(snapshot: Snapshot, ranks: Ranks) -> None:
@@ -99,20 +102,20 @@ def write(snapshot: Snapshot, ranks: Ranks) -> None:
 
     Raises CheckpointError on every rank: one of them could not write. What was there before stays.
     """
-    unfinished: list[Unfinished] = []
+    unfinished: list[UnfinishedFolder] = []
 
     def begin() -> str:
         if ranks.rank:
             return ""
         clean_up(snapshot.path.parent)
-        unfinished.append(Unfinished(snapshot.path))
+        unfinished.append(UnfinishedFolder(snapshot.path))
         return unfinished[0].path.name
 
     def write_rest() -> None:
         if snapshot.state is not None:
             write_file(folder / STATE_FILE, snapshot.state)
-        write_file(folder / rank_file(ranks.rank), snapshot.of_rank)
-        for name, content in snapshot.further.items():
+        write_file(folder / rank_file(ranks.rank), snapshot.rank_state)
+        for name, content in snapshot.extra_files.items():
             write_file(folder / name, content)
 
     def complete() -> None:
@@ -120,12 +123,12 @@ def write(snapshot: Snapshot, ranks: Ranks) -> None:
             folder.complete(snapshot.marker)
 
     try:
-        name = _together(ranks, snapshot.path, begin)
+        name = _on_all_ranks(ranks, snapshot.path, begin)
         folder = snapshot.path.parent / ranks.all_gather(name)[0]
-        _together(ranks, snapshot.path, lambda: _must_see(folder))
+        _on_all_ranks(ranks, snapshot.path, lambda: _must_see(folder))
         write_tensors(folder, snapshot.tensors, ranks.group, snapshot.path)
-        _together(ranks, snapshot.path, write_rest)
-        _together(ranks, snapshot.path, complete)
+        _on_all_ranks(ranks, snapshot.path, write_rest)
+        _on_all_ranks(ranks, snapshot.path, complete)
     finally:
         for folder_left in unfinished:
             folder_left.abandon()
@@ -134,25 +137,25 @@ def write(snapshot: Snapshot, ranks: Ranks) -> None:
 def _must_see(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"rank 0 has made {folder}, which is not there for this rank. Checkpoints need a file system that all "
+            f"rank 0 made the folder {folder}, which this rank does not see. Checkpoints need a file system that all "
             "ranks share: set default_root_dir, or the dirpath of ModelCheckpoint, to a folder on one."
         )
 
 
-def _together(ranks: Ranks, path: Path, action: Callable[[], T]) -> T:
+def _on_all_ranks(ranks: Ranks, path: Path, action: Callable[[], T]) -> T:
     def checked() -> T:
         try:
             return action()
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint {path} cannot be written: {error}. Earlier checkpoints are as they were."
+                f"the checkpoint {path} cannot be written: {error}. Earlier checkpoints are unchanged."
             ) from error
 
     return ranks.all_or_none("saving a checkpoint", checked)
 
 
 class Saver:
-    """Saves one checkpoint after the other; where it is asynchronous, from a thread, at most one at a time."""
+    """Saves one checkpoint after the other; in a thread if `is_async`, at most one at a time."""
 
     def __init__(self, ranks: Ranks, is_async: bool) -> None:
         self._ranks = ranks
@@ -164,7 +167,7 @@ class Saver:
         self._to_remove: list[Path] = []
 
     def save(self, snapshot: Snapshot) -> None:
-        """Collective. Write the checkpoint, or begin to, once an earlier one is finished.
+        """Collective. Write the checkpoint, or start to, once an earlier one is finished.
 
         Raises CheckpointError on every rank: this one, or the one before it, could not be written.
         """
@@ -196,11 +199,11 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the write that is under way on this rank has failed; all ranks will know by `finish`."""
+        """Whether the write in flight on this rank has failed; `finish` raises on all ranks."""
         return self._failure is not None
 
     def finish(self, timeout_seconds: float | None = None) -> None:
-        """Collective where a write is under way. Wait for it, and remove what waited for it.
+        """Collective where a write is in flight. Wait for it, and then remove the checkpoints that `remove` was given.
 
         Raises CheckpointError on every rank: it could not be written, or not in time.
         """
@@ -210,8 +213,8 @@ class Saver:
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             raise CheckpointError(
-                f"a checkpoint is still being written after {time.monotonic() - began:.0f} s, and is given up; what "
-                "was complete before it stays."
+                f"giving up on a checkpoint that is still being written after {time.monotonic() - began:.0f} s. "
+                "Earlier checkpoints are unchanged: resume from one of them."
             )
         self._thread = self.in_flight = None
         failure, self._failure = self._failure, None

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_distrec.chunks import ChunkedTensor, Part
+from lightning_distrec.chunks import Chunk, ChunkedTensor
 
 
 def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """Return copies on the host of this rank's parts; from GPUs, all of them are under way at once."""
+    """Return copies on the host of this rank's chunks; copies from GPUs overlap, and are awaited together."""
     copies = {
         name: ChunkedTensor(
-            parted.shape, parted.dtype, [Part(part.offsets, _copy(part.tensor)) for part in parted.parts]
+            full.shape, full.dtype, [Chunk(chunk.offsets, _copy(chunk.tensor)) for chunk in full.chunks]
         )
-        for name, parted in tensors.items()
+        for name, full in tensors.items()
     }
-    for device in {part.tensor.device for parted in tensors.values() for part in parted.parts}:
+    for device in {chunk.tensor.device for full in tensors.values() for chunk in full.chunks}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     return copies

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint on disk: torch.distributed.checkpoint's own format, read without running what it says.
+"""The tensors of a checkpoint on disk: torch.distributed.checkpoint's own format, read without running code from it.
 
 `torch.distributed.checkpoint` keeps its metadata in a pickle, and its own reader runs whatever that holds. Ours builds
-the metadata's classes and nothing else.
+the metadata's classes and refuses everything else.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from lightning_distrec._compat.checkpoint import (
     metadata_classes,
 )
 from lightning_distrec.checkpoint.planners import ReadPlanner, WritePlanner
-from lightning_distrec.chunks import Box, ChunkedTensor, Part, overlap
+from lightning_distrec.chunks import Box, Chunk, ChunkedTensor, overlap
 from lightning_distrec.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -34,25 +34,25 @@ METADATA_KINDS = metadata_classes()
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path) -> None:
-    """Collective over `group`, or alone where it is None. Write the tensors' parts into `folder`, and fsync them.
+    """Collective over `group`, or alone where it is None. Write the tensors' chunks into `folder`, and fsync them.
 
     tensors: the same names on every rank. final: the checkpoint's path, for messages.
     Raises CheckpointError on every rank: one of them cannot write.
     """
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
     try:
-        with _alone_is_meant() if group is None else contextlib.nullcontext():
+        with _without_single_process_warning() if group is None else contextlib.nullcontext():
             dcp.save(
                 {}, storage_writer=writer, planner=WritePlanner(tensors), process_group=group, no_dist=group is None
             )
     except dcp.CheckpointException as failure:  # no Exception, so that nobody's `except Exception` would see it
         raise CheckpointError(
-            _said(failure, f"writing the checkpoint {final}") + " Earlier checkpoints are as they were."
+            _failures_in_words(failure, f"writing the checkpoint {final}") + " Earlier checkpoints are unchanged."
         ) from None
 
 
 class _Writer(FileSystemWriter):
-    """As torch's, without the folder's path, which changes when the checkpoint is complete, in the metadata."""
+    """torch's writer, without the folder's path in the metadata: the folder is renamed when it is complete."""
 
     @override
     def storage_meta(self) -> StorageMeta | None:
@@ -76,14 +76,14 @@ class StoredTensors:
         except Exception as error:
             raise CheckpointError(f"{folder / METADATA_FILE} is no metadata of a checkpoint: {error}.") from error
         self.files: set[str] = set()
-        """Names of the files that the tensors are said to lie in."""
+        """Names of the files that hold the tensors, by the metadata."""
         for name, info, _, _ in self.places():
             self.files.add(info)
             if os.path.basename(info) != info:
-                raise CheckpointError(f"{folder}: '{name}' is said to lie in {info!r}, outside of the folder.")
+                raise CheckpointError(f"{folder}: '{name}' would lie in {info!r}, outside of the folder.")
 
     def places(self) -> list[tuple[str, str, int, int]]:
-        """Return, of each piece, the tensor's name and its file, offset and length in it. Raises CheckpointError."""
+        """Return each chunk's tensor, file, offset and length in it. Raises CheckpointError: these are not known."""
         try:
             self._metadata.state_dict_metadata.keys()
             return list(chunk_locations(self._metadata))
@@ -108,13 +108,13 @@ class StoredTensors:
             self._checked.add(name)
         return entry
 
-    def read(self, wanted: Mapping[str, Sequence[Part]]) -> None:
-        """Read into `wanted`, tensors by name, on this rank alone; what no part in the file covers stays as it is."""
+    def read(self, wanted: Mapping[str, Sequence[Chunk]]) -> None:
+        """Read into `wanted`, tensors by name, on this rank alone; what no chunk in the file covers stays as it is."""
         for name in wanted:
             self.entry(name)
         reader = _Reader(self._folder, self._metadata)
         try:
-            with _alone_is_meant():
+            with _without_single_process_warning():
                 dcp.load({}, storage_reader=reader, planner=ReadPlanner(wanted), no_dist=True)
         except dcp.CheckpointException as failure:
             reasons = dict.fromkeys(_reason(error) for error, _ in failure.failures.values())  # of this rank alone
@@ -126,17 +126,17 @@ def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:
     inside = all(o >= 0 and s >= 0 and o + s <= n for box in boxes for o, s, n in zip(*box, shape, strict=True))
     if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
-    going_on: list[Box] = []  # those of the rows before that reach down here
+    reaching: list[Box] = []  # boxes that begin at earlier rows and reach down to this one
     for box in sorted(boxes):
-        going_on = [other for other in going_on if other[0][0] + other[1][0] > box[0][0]]
-        if any(overlap(box, other) is not None for other in going_on):
+        reaching = [other for other in reaching if other[0][0] + other[1][0] > box[0][0]]
+        if any(overlap(box, other) is not None for other in reaching):
             return False
-        going_on.append(box)
+        reaching.append(box)
     return True
 
 
 class _Reader(FileSystemReader):
-    """As torch's, with metadata that were read before."""
+    """torch's reader, given the metadata: its own way to read them would run what the pickle says."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -171,7 +171,10 @@ class _MetadataUnpickler(PythonUnpickler):
         raise pickle.UnpicklingError("it asks for a registered extension, which no metadata need")
 
     def load_build(self) -> None:
-        """Set the state of what was just built, and of nothing else: a class or a function could be changed so."""
+        """Set the state of an object that was just built, and of nothing else.
+
+        BUILD works on whatever lies on the stack: with it a pickle could replace attributes of a class or a function.
+        """
         if type(self.stack[-2]) not in METADATA_KINDS:
             raise pickle.UnpicklingError("it changes what it has not built")
         super().load_build()
@@ -180,8 +183,8 @@ class _MetadataUnpickler(PythonUnpickler):
 
 
 @contextlib.contextmanager
-def _alone_is_meant() -> Iterator[None]:
-    """torch warns that it takes a single process to be meant, where one is."""
+def _without_single_process_warning() -> Iterator[None]:
+    """torch warns that it assumes a single process, which is what is wanted here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -193,7 +196,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _said(failure: dcp.CheckpointException, what: str) -> str:
+def _failures_in_words(failure: dcp.CheckpointException, what: str) -> str:
     """Return one line that says what failed, on which rank, and why."""
-    said = [f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items())]
-    return f"{what} failed on {'; '.join(said)}."
+    reasons = [f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items())]
+    return f"{what} failed on {'; '.join(reasons)}."

@@ -235,7 +235,7 @@ def _slurm(given: Namespace) -> int:
 
 
 def _export(given: Namespace) -> int:
-    from lightning_distrec.checkpoint.export import export
+    from lightning_distrec.checkpoint.tools.export import export
 
     shown = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -248,7 +248,7 @@ def _export(given: Namespace) -> int:
             Path(given.checkpoint),
             Path(given.out),
             overwrite=given.overwrite,
-            told=lambda written, total: progress.update(task, completed=written, total=total),
+            on_progress=lambda written, total: progress.update(task, completed=written, total=total),
         )
     return SAME
 
@@ -264,7 +264,7 @@ def leaving_when_asked() -> Iterator[None]:
 
 
 def _inspect(given: Namespace) -> int:
-    from lightning_distrec.checkpoint.describe import describe, print_description
+    from lightning_distrec.checkpoint.tools.describe import describe, print_description
 
     found = describe(Path(given.path))
     if given.json:
@@ -278,7 +278,7 @@ def _inspect(given: Namespace) -> int:
 
 
 def _verify(path: Path) -> int:
-    from lightning_distrec.checkpoint.verify import verify
+    from lightning_distrec.checkpoint.tools.verify import verify
 
     changed = verify(path)
     for what in changed:
@@ -289,7 +289,7 @@ def _verify(path: Path) -> int:
 
 
 def _diff(given: Namespace) -> int:
-    from lightning_distrec.checkpoint.compare import compare, print_comparison
+    from lightning_distrec.checkpoint.tools.compare import compare, print_comparison
 
     found = compare(Path(given.a), Path(given.b), values=given["values"])  # given.values is a method
     if given.json:

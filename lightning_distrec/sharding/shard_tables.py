@@ -19,7 +19,7 @@ from lightning_distrec._compat.torchrec import (
     free_weights,
     silence_torchrec,
 )
-from lightning_distrec.chunks import Part
+from lightning_distrec.chunks import Chunk
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.data_parallel_tables import make_freezable
 from lightning_distrec.sharding.initial_weights import (
@@ -191,7 +191,7 @@ class ShardedTables:
         if isinstance(weight, Tensor):
             copy_from_full(pieces, weight)
         else:
-            weight.fill(_parts(pieces))
+            weight.read_into(_chunks_of(pieces))
 
     def put_originals_back(self) -> None:
         """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
@@ -384,8 +384,8 @@ def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, 
     return stand_in(tables[0].original, sharded, keys, weights, partial(_load, sharded))
 
 
-def _parts(pieces: list[TableShard]) -> list[Part]:
-    return [Part((p.row, p.column), p.tensor) for p in pieces if p.tensor is not None and p.tensor.numel()]
+def _chunks_of(pieces: list[TableShard]) -> list[Chunk]:
+    return [Chunk((p.row, p.column), p.tensor) for p in pieces if p.tensor is not None and p.tensor.numel()]
 
 
 @torch.no_grad()
@@ -400,7 +400,7 @@ def _load(sharded: ShardedModule, name: str, value: Any) -> str:
         return ""
     if not isinstance(value, ShardedTensor):
         try:
-            value.fill(_parts(pieces))
+            value.read_into(_chunks_of(pieces))
         except ValueError as error:
             return f"{error}; load a checkpoint of trainer.save_checkpoint."
         return ""

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_distrec.checkpoint.contents import pieces
+from lightning_distrec.checkpoint.tools.contents import read_blocks
 from tests.benchmarks.checkpointing_model import SavedDLRM, endless_loader, fill, must_hold, sharded_tensors, tables_in
 from tests.benchmarks.checkpointing_saves import Job
 from tests.benchmarks.checkpointing_turns import Peak, all_gather, slowest
@@ -90,7 +90,7 @@ def load_as_lightning_does(trainer: pl.Trainer, path: Path) -> None:
 
 def export_peaks(job: Job) -> dict[str, int]:
     """Export our checkpoint in this process, the one of those that `run_on_ranks` runs; returns bytes by suffix."""
-    from lightning_distrec.checkpoint.export import export
+    from lightning_distrec.checkpoint.tools.export import export
 
     found = {}
     for suffix in (".ckpt", ".safetensors"):
@@ -110,6 +110,6 @@ def _must_be_exported(job: Job, path: Path) -> None:
     name, whole = next((n, w) for n, w in tables_in(job.ours).items() if n.startswith("state_dict/"))
     rows = exported[name.removeprefix("state_dict/")]
     row = 0
-    for piece in pieces(whole):
+    for piece in read_blocks(whole):
         assert torch.equal(piece, rows[row : row + len(piece)]), f"{path}: '{name}' is not what was saved"
         row += len(piece)

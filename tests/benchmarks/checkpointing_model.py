@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec.distributed.types import ShardedTensor
 
-from lightning_distrec.checkpoint.contents import pieces, read_contents, tensors_of
-from lightning_distrec.chunks import Whole
+from lightning_distrec.checkpoint.tools.contents import read_blocks, read_contents, tensors_of
+from lightning_distrec.chunks import LazyTensor
 from tests.benchmarks.performance_model import DIM, LEARNING_RATE, NUM_TABLES, Batches, as_dict, make_net, table_bytes
 
 ROWS, QUICK_ROWS = 2**19, 49 * 2**9
@@ -113,13 +113,13 @@ def must_be_saved(path: Path, seed: int, rank: int, num_ranks: int) -> None:
     assert len(named) == 2 * NUM_TABLES, f"{path} holds {len(named)} tensors of tables"
     for name, whole in list(named.items())[rank::num_ranks]:
         row = 0
-        for piece in pieces(whole):
+        for piece in read_blocks(whole):
             _must_be_known(piece, name, seed, row, 0, str(path))
             row += len(piece)
         assert row == whole.shape[0], f"{path}: '{name}' has {row} rows"
 
 
-def tables_in(path: Path) -> dict[str, Whole]:
+def tables_in(path: Path) -> dict[str, LazyTensor]:
     """Return the tables in our folder, and their state, by the names that they have there."""
     found = tensors_of(read_contents(path).checkpoint)
     return {name: whole for name, whole in found.items() if "t_f" in name and whole.shape}

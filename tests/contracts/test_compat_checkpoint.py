@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from lightning_distrec._compat import checkpoint as _checkpoint
 from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, read_metadata, write_tensors
-from lightning_distrec.chunks import ChunkedTensor, Part
+from lightning_distrec.chunks import Chunk, ChunkedTensor
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -47,10 +47,10 @@ def _names_in(pickled: bytes) -> set[tuple[str, str]]:
 def _write(folder: str) -> None:
     rank, num_ranks = rank_and_num_ranks()
     tensors = {
-        str(dtype): ChunkedTensor((4 * num_ranks, 3), dtype, [Part((4 * rank, 0), torch.zeros(4, 3).to(dtype))])
+        str(dtype): ChunkedTensor((4 * num_ranks, 3), dtype, [Chunk((4 * rank, 0), torch.zeros(4, 3).to(dtype))])
         for dtype in (torch.float32, torch.bfloat16, torch.int64)
     }
-    tensors["on the last rank"] = ChunkedTensor((2,), torch.bool, [Part((0,), torch.ones(2) > 0)] if rank else [])
+    tensors["on the last rank"] = ChunkedTensor((2,), torch.bool, [Chunk((0,), torch.ones(2) > 0)] if rank else [])
     tensors["empty"] = ChunkedTensor((0, 3), torch.float32, [])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
     write_tensors(Path(folder), tensors, torch.distributed.group.WORLD, Path("x.ckpt"))
@@ -66,10 +66,10 @@ def test_dcp_metadata_names_are_all_that_metadata_ask_for_and_no_more(tmp_path: 
 @pytest.mark.parametrize("dtype", SAVED, ids=str)
 def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = (torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(4, 3)
-    write_tensors(tmp_path, {"x": ChunkedTensor((4, 3), dtype, [Part((0, 0), tensor)])}, None, tmp_path)
+    write_tensors(tmp_path, {"x": ChunkedTensor((4, 3), dtype, [Chunk((0, 0), tensor)])}, None, tmp_path)
     tensors, found = StoredTensors(tmp_path), torch.zeros_like(tensor)
     assert tensors.entry("x").properties.dtype == dtype
-    tensors.read({"x": [Part((0, 0), found)]})
+    tensors.read({"x": [Chunk((0, 0), found)]})
     assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
 
 

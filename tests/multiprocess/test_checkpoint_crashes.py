@@ -30,9 +30,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.checkpoint import folders
 from lightning_distrec.checkpoint.folders import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
-from lightning_distrec.checkpoint.load import as_whole, load
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy
+from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.save import take_snapshot, write
-from lightning_distrec.chunks import ChunkedTensor, Part
+from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.process_exit import _leave
 from tests.support.limits import LIMIT_SECONDS, at_most
 from tests.support.lone_rank import LoneRank
@@ -167,16 +168,16 @@ def _step_of(path: Path) -> int:
             steps |= set(_read(value).unique().tolist())
         with torch.random.fork_rng():
             torch.manual_seed(checkpoint["global_step"])
-            assert torch.equal(loaded.of_rank["generators"]["torch"], torch.get_rng_state())
+            assert torch.equal(loaded.rank_state["generators"]["torch"], torch.get_rng_state())
     assert len(steps) == 1, f"{path} is of steps {steps}"
     return int(steps.pop())
 
 
 def _read(value: Any) -> Tensor:
-    """Return the whole tensor, NaN where nothing in the file covers it."""
-    whole = as_whole(value)
-    read = torch.full(whole.shape, float("nan"))
-    whole.fill([Part((0,) * len(whole.shape), read)])
+    """Return the full tensor, NaN where nothing in the file covers it."""
+    lazy = as_lazy(value)
+    read = torch.full(lazy.shape, float("nan"))
+    lazy.read_into([Chunk((0,) * len(lazy.shape), read)])
     return read
 
 
@@ -331,7 +332,7 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 def _write(path: Path, step: int) -> None:
     tensors = {name: torch.full((6, 4), float(step)) for name in ("a", "b")}
-    state = {name: ChunkedTensor((6, 4), torch.float32, [Part((0, 0), tensor)]) for name, tensor in tensors.items()}
+    state = {name: ChunkedTensor((6, 4), torch.float32, [Chunk((0, 0), tensor)]) for name, tensor in tensors.items()}
     checkpoint = {"state_dict": state, "global_step": step}
     write(take_snapshot(path, checkpoint, {"step": step}, {}, LoneRank()), LoneRank())
 
@@ -339,7 +340,7 @@ def _write(path: Path, step: int) -> None:
 def _written(path: Path) -> int:
     """Return the step of what `_write` wrote; fails where it is not all there."""
     loaded = load(path, 0, 1)
-    steps = {loaded.checkpoint["global_step"], loaded.of_rank["step"]}
+    steps = {loaded.checkpoint["global_step"], loaded.rank_state["step"]}
     steps |= {float(x) for value in loaded.checkpoint["state_dict"].values() for x in _read(value).unique()}
     assert len(steps) == 1, steps
     return int(steps.pop())

@@ -26,7 +26,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_distrec.checkpoint import folders, storage
 from lightning_distrec.checkpoint.folders import MARKER, UNFINISHED, is_checkpoint
-from lightning_distrec.checkpoint.load import load, materialised
+from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.checkpoint.load import load
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -103,9 +104,9 @@ def _content(path: Path, rank: int = 0) -> tuple[Any, Any]:
     def read(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: read(each) for key, each in value.items()}
-        return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else materialised(value)
+        return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else materialized(value)
 
-    return read(loaded.checkpoint), read(loaded.of_rank)
+    return read(loaded.checkpoint), read(loaded.rank_state)
 
 
 def _step(path: Path) -> int:
@@ -549,10 +550,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
     "metadata are zeros": (lambda p: _spoil(p / ".metadata"), ".metadata is no metadata of a checkpoint"),
     "state cut off": (lambda p: _truncate(p / "state.pt"), "state.pt has "),
-    "state is zeros": (lambda p: _spoil(p / "state.pt"), "state.pt is not read"),
+    "state is zeros": (lambda p: _spoil(p / "state.pt"), "state.pt cannot be read"),
     "a rank's file gone": (lambda p: (p / "rank_1.pt").unlink(), "rank_1.pt is missing"),
     "a rank's file gone, and not listed": (lambda p: _forget(p, "rank_1.pt"), "rank_1.pt"),
-    "a rank's file is zeros": (lambda p: _spoil(p / "rank_1.pt"), "rank_1.pt is not read"),
+    "a rank's file is zeros": (lambda p: _spoil(p / "rank_1.pt"), "rank_1.pt cannot be read"),
     "a rank's file is a list": (lambda p: _save_as(p / "rank_1.pt", [1]), "rank_1.pt"),
     "a rank's file lacks something": (lambda p: _save_as(p / "rank_1.pt", {"loaders": [], "generators": {}}), "rank_1"),
     "an empty folder": (lambda p: [file.unlink() for file in p.iterdir()], "is not a complete checkpoint"),

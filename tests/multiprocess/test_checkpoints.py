@@ -112,9 +112,9 @@ def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
 
 
 def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
-    from lightning_distrec import chunks as parts
+    from lightning_distrec import chunks as chunks_module
 
-    parts.CHUNK_BYTES = 100  # a few rows at a time
+    chunks_module.BLOCK_BYTES = 100  # a few rows at a time
     model = seeded(EvaluatedModel, *SGD)
     tables = {name: {"sharding_types": [cut], "min_partition": 4} for name, cut in CUTS.items()}
     trainer = make_trainer(ONE_FILE | {"tables": tables})
@@ -136,9 +136,9 @@ def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_cut(tmp_path: Pa
 
 
 def _save_without_room(path: str) -> str:
-    from lightning_distrec.checkpoint import whole
+    from lightning_distrec.checkpoint import gather
 
-    whole._free_host_bytes = lambda: 1000
+    gather._free_host_bytes = lambda: 1000
     model = seeded(EvaluatedModel, *SGD)
     trainer = make_trainer(ONE_FILE)
     model.on_train_end = lambda: None

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_distrec.checkpoint.compare import compare
-from lightning_distrec.checkpoint.describe import describe
-from lightning_distrec.checkpoint.export import export
+from lightning_distrec.checkpoint.tools.compare import compare
+from lightning_distrec.checkpoint.tools.describe import describe
+from lightning_distrec.checkpoint.tools.export import export
 from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
 from tests.support.embedding_models import loader, pairs
 from tests.support.lone_rank import by_columns, by_rows, write_folder
@@ -217,7 +217,7 @@ def test_inspect_says_how_each_table_was_cut(saved: tuple[int, Path, dict[str, A
     num_ranks, folder, _ = saved
     for kind, cut in _jobs():
         found = describe(folder / f"{kind} {cut}.ckpt")
-        tables = {tensor.name: tensor.cut for tensor in found.tensors if tensor.cut is not None}
+        tables = {tensor.name: tensor.sharding_type for tensor in found.tensors if tensor.sharding_type is not None}
         names = [f"ebc.embedding_bags.{name}.weight" for name in ("wide", "narrow", "shared")]
         assert tables == dict.fromkeys(names if kind == "clicks" else ["users.weight", "films.weight"], cut)
         assert (found.problem, found.step, found.num_ranks) == (None, STEPS, num_ranks)
@@ -252,7 +252,7 @@ def _export_alone(source: Path, *targets: Path) -> dict[str, Any]:
     code = """
         import json, re, sys, time
         from pathlib import Path
-        from lightning_distrec.checkpoint.export import export
+        from lightning_distrec.checkpoint.tools.export import export
 
         def held(what):
             return int(re.search(what + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000

@@ -12,8 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_distrec.checkpoint.describe import describe
-from lightning_distrec.checkpoint.verify import verify
+from lightning_distrec.checkpoint.tools.describe import describe
+from lightning_distrec.checkpoint.tools.verify import verify
 from lightning_distrec.cli.commands import SAME, run
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.planning.plan_file import load_plan

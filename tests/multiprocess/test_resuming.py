@@ -657,7 +657,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to start from": (changed(RW, start_from="/nothing"), "CheckpointError: there is no checkpoint /nothing"),
     "no checkpoint": (changed(RW, start_from="a list.pt"), "CheckpointError: .*a list.pt holds a list"),
     "no state_dict": (changed(RW, start_from="nested.pt"), "CheckpointError: .*nested.pt.*state_dict"),
-    "no torch file": (changed(RW, start_from="junk.pt"), "CheckpointError: .*junk.pt is not read"),
+    "no torch file": (changed(RW, start_from="junk.pt"), "CheckpointError: .*junk.pt cannot be read"),
     "no safetensors": (changed(RW, start_from="junk.safetensors"), "CheckpointError: .*is no safetensors file"),
     "unknown option": (changed(RW, start_form="x"), "ConfigError: checkpoint: start_form is not known.*start_from"),
 }

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_distrec.checkpoint.save import take_snapshot, write
-from lightning_distrec.chunks import ChunkedTensor, Part
+from lightning_distrec.chunks import Chunk, ChunkedTensor
 
 
 class LoneRank:
@@ -26,18 +26,18 @@ class LoneRank:
 def by_rows(tensor: Tensor, *ends: int) -> ChunkedTensor:
     """Return a tensor cut before the rows `ends`."""
     bounds = [0, *ends, len(tensor)]
-    parts = [
-        Part((first, *[0] * (tensor.dim() - 1)), tensor[first:end])
+    chunks = [
+        Chunk((first, *[0] * (tensor.dim() - 1)), tensor[first:end])
         for first, end in zip(bounds, bounds[1:], strict=False)
     ]
-    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, parts)
+    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, chunks)
 
 
 def by_columns(tensor: Tensor, *ends: int) -> ChunkedTensor:
     """Return a table cut before the columns `ends`."""
     bounds = [0, *ends, tensor.shape[1]]
-    parts = [Part((0, first), tensor[:, first:end]) for first, end in zip(bounds, bounds[1:], strict=False)]
-    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, parts)
+    chunks = [Chunk((0, first), tensor[:, first:end]) for first, end in zip(bounds, bounds[1:], strict=False)]
+    return ChunkedTensor(tuple(tensor.shape), tensor.dtype, chunks)
 
 
 def write_folder(path: Path, checkpoint: dict[str, Any], **marker: Any) -> Path:

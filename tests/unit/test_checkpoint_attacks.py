@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_distrec._compat.checkpoint import DCP_METADATA_NAMES
 from lightning_distrec.checkpoint.folders import MARKER, UNFINISHED, clean_up, remove
-from lightning_distrec.checkpoint.load import load, materialised
+from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.storage import METADATA_FILE, read_metadata
 from lightning_distrec.errors import CheckpointError
 from tests.support.lone_rank import by_rows, write_folder
@@ -61,7 +62,7 @@ def canary(tmp_path: Path) -> Path:
 def _read_all(path: Path) -> dict[str, Any]:
     """Read a checkpoint in full."""
     loaded = load(path, 0, 1)
-    return {key: materialised(value) for key, value in loaded.checkpoint["state_dict"].items()}
+    return {key: materialized(value) for key, value in loaded.checkpoint["state_dict"].items()}
 
 
 def _refusal(path: Path) -> str:
@@ -308,8 +309,8 @@ class Scripted(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_torchscript_archive_is_refused(tmp_path: Path, folder: Path) -> None:
     torch.jit.save(torch.jit.trace(Scripted(), torch.ones(1)), tmp_path / "script.pt")
-    assert "script.pt is not read" in _refusal(tmp_path / "script.pt")
-    assert "state.pt is not read" in _refusal(_put(folder, STATE, (tmp_path / "script.pt").read_bytes()))
+    assert "script.pt cannot be read" in _refusal(tmp_path / "script.pt")
+    assert "state.pt cannot be read" in _refusal(_put(folder, STATE, (tmp_path / "script.pt").read_bytes()))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -116,9 +116,7 @@ def test_export_writes_the_file_once_and_again_only_when_told(run: Run) -> None:
     assert torch.load("out.pt", weights_only=True)["films.weight"].sum() == 4800
     code, out, error = run("export", _folder("b.ckpt", 2.0), "out.pt")
     assert (code, out) == (2, "")
-    assert error == (
-        "lightning-distrec: out.pt is there already. Choose another name, or replace it with --overwrite.\n"
-    )
+    assert error == ("lightning-distrec: out.pt exists already. Choose another name, or replace it with --overwrite.\n")
     assert run("export", "b.ckpt", "out.pt", "--overwrite") == (0, "", "")
     assert torch.load("out.pt", weights_only=True)["films.weight"].sum() == 9600
 
@@ -173,7 +171,7 @@ def test_diff_ends_with_0_1_or_2(run: Run) -> None:
 
 
 def test_errors_that_nobody_expected_are_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_distrec.checkpoint import describe
+    from lightning_distrec.checkpoint.tools import describe
 
     def fail(path: Path) -> None:
         raise RuntimeError("ours")
@@ -205,7 +203,7 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
 
 
 def test_an_export_that_is_asked_to_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_distrec.checkpoint import contents, torch_file
+    from lightning_distrec.checkpoint.tools import contents, torch_file
 
     def ask_to_end(piece: torch.Tensor) -> memoryview:
         os.kill(os.getpid(), signal.SIGTERM)

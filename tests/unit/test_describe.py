@@ -12,18 +12,18 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_distrec import chunks as parts
-from lightning_distrec.checkpoint.compare import Difference, compare, largest_difference, print_comparison
-from lightning_distrec.checkpoint.describe import describe, print_description
-from lightning_distrec.checkpoint.export import export
-from lightning_distrec.checkpoint.load import Mapped
+from lightning_distrec import chunks as chunks_module
+from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
+from lightning_distrec.checkpoint.tools.compare import Difference, compare, largest_difference, print_comparison
+from lightning_distrec.checkpoint.tools.describe import describe, print_description
+from lightning_distrec.checkpoint.tools.export import export
 from lightning_distrec.errors import CheckpointError
 from tests.support.lone_rank import by_columns, by_rows, write_folder
 
 PLAN = {
-    "ebc.users": {"cut": "row_wise", "kernel": "fused", "ranks": [0, 1, 2]},
-    "sequences.items": {"cut": "column_wise", "kernel": "fused", "ranks": [0, 2]},
-    "films": {"cut": "table_wise", "kernel": "dense", "ranks": [1]},
+    "ebc.users": {"sharding_type": "row_wise", "kernel": "fused", "ranks": [0, 1, 2]},
+    "sequences.items": {"sharding_type": "column_wise", "kernel": "fused", "ranks": [0, 2]},
+    "films": {"sharding_type": "table_wise", "kernel": "dense", "ranks": [1]},
 }
 
 
@@ -47,7 +47,7 @@ def _folder(path: Path, state: dict[str, Any] | None = None, plan: dict[str, Any
             cut[name] = by_columns(value, 8, 20)
     optimizer = {
         "optimizer": "torch.optim.adagrad.Adagrad",
-        "state": {"films.weight": {"sum": by_rows(cut["films.weight"].parts[0].tensor, 9), "step": torch.tensor(4.0)}},
+        "state": {"films.weight": {"sum": by_rows(cut["films.weight"].chunks[0].tensor, 9), "step": torch.tensor(4.0)}},
         "param_groups": [{"lr": 0.1, "params": ["mlp.weight", "films.weight"]}],
     }
     whole = {"state_dict": cut, "optimizer_states": [optimizer], **more}
@@ -65,7 +65,10 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
     path = _folder(tmp_path / "a.ckpt")
     found = describe(path).as_json()
     assert json.loads(json.dumps(found)) == found
-    listed = [(t["name"], t["shape"], t["dtype"], t["num_bytes"], t["cut"], t["ranks"]) for t in found.pop("tensors")]
+    listed = [
+        (t["name"], t["shape"], t["dtype"], t["num_bytes"], t["sharding_type"], t["ranks"])
+        for t in found.pop("tensors")
+    ]
     assert listed == [
         ("sequences.embeddings.items.weight", [500, 32], "float16", 32000, "column_wise", [0, 2]),
         ("ebc.embedding_bags.users.weight", [300, 16], "float32", 19200, "row_wise", [0, 1, 2]),
@@ -96,7 +99,7 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
 def test_tables_of_a_collection_that_is_the_module_itself_are_found(tmp_path: Path) -> None:
     state = {"embedding_bags.users.weight": torch.rand(300, 16), "films.weight": torch.rand(9, 4)}
     found = describe(_folder(tmp_path / "a.ckpt", state, {".users": PLAN["ebc.users"]}))
-    assert {tensor.name: tensor.cut for tensor in found.tensors} == {
+    assert {tensor.name: tensor.sharding_type for tensor in found.tensors} == {
         "embedding_bags.users.weight": "row_wise",
         "films.weight": None,
     }
@@ -176,7 +179,7 @@ def _overwrite(name: str) -> Callable[[Path], None]:
         (_cut_marker, "complete.json is damaged: "),
         (_later_format, "has format 99, and this version of lightning_distrec reads format 1"),
         (_overwrite(".metadata"), ".metadata is no metadata of a checkpoint: "),
-        (_overwrite("state.pt"), "state.pt is not read: it holds something other than tensors and plain types"),
+        (_overwrite("state.pt"), "state.pt cannot be read: it holds something other than tensors and plain types"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
@@ -228,12 +231,15 @@ def test_files_that_would_run_code_or_are_something_else_are_not_read(tmp_path: 
     ],
 )
 def test_the_largest_difference_of_two_tensors(a: Tensor, b: Tensor, wanted: float) -> None:
-    for found in (largest_difference(Mapped(a), Mapped(b)), largest_difference(Mapped(b), Mapped(a))):
+    for found in (
+        largest_difference(MappedTensor(a), MappedTensor(b)),
+        largest_difference(MappedTensor(b), MappedTensor(a)),
+    ):
         assert found == pytest.approx(wanted, rel=1e-4, abs=0, nan_ok=True)
 
 
 def test_a_difference_is_found_in_every_piece_whatever_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(chunks_module, "BLOCK_BYTES", 700)
     table = torch.rand(300, 16)
     write_folder(tmp_path / "rows.ckpt", {"state_dict": {"t": by_rows(table, 100)}})
     for row in (0, 99, 100, 137, 299):
@@ -254,20 +260,23 @@ def test_what_only_one_has_and_what_has_another_shape_or_type_is_told(tmp_path: 
     assert found.tensors == [
         Difference("state_dict/shape", "3 x 2 float32", "2 x 3 float32"),
         Difference("state_dict/type", "4 float32", "4 float16"),
-        Difference("state_dict/left", "one number float32", None),
+        Difference("state_dict/left", "scalar float32", None),
         Difference("state_dict/right", None, "5 float32"),
     ]
     assert (found.values, found.num_compared, found.is_same) == ({}, 2, False)
     text = _text(lambda console: print_comparison(found, console))
     assert [line.split("  ")[0] for line in text.splitlines()[4:8]] == [d.name for d in found.tensors]
-    assert "not there" in text
+    assert "missing" in text
     assert text.endswith("2 of 2 tensors are equal")
 
 
 def test_steps_writers_plans_and_what_training_keeps_are_compared(tmp_path: Path) -> None:
     state = _state()
     _folder(tmp_path / "a.ckpt", state, callbacks={"Stop": {"wait": 1, "best": math.nan}}, hyper_parameters={"dim": 4})
-    plan = {"ebc.users": PLAN["ebc.users"], "films": {"cut": "row_wise", "kernel": "dense", "ranks": [0, 1, 2]}}
+    plan = {
+        "ebc.users": PLAN["ebc.users"],
+        "films": {"sharding_type": "row_wise", "kernel": "dense", "ranks": [0, 1, 2]},
+    }
     more = {"callbacks": {"Stop": {"wait": 2, "best": math.nan}}, "hyper_parameters": {}}
     _folder(tmp_path / "b.ckpt", state, plan, global_step=31, **more)
     found = compare(tmp_path / "a.ckpt", tmp_path / "b.ckpt", values=True)

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_distrec import chunks as parts
-from lightning_distrec.checkpoint.export import export
+from lightning_distrec import chunks as chunks_module
 from lightning_distrec.checkpoint.storage import read_metadata
+from lightning_distrec.checkpoint.tools.export import export
 from lightning_distrec.errors import CheckpointError
 from tests.support.lone_rank import by_columns, by_rows, write_folder
 
@@ -52,9 +52,9 @@ def _same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.fixture(params=[parts.CHUNK_BYTES, 4000], ids=["whole", "in pieces"])
+@pytest.fixture(params=[chunks_module.BLOCK_BYTES, 4000], ids=["whole", "in pieces"])
 def _piecewise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_BYTES", request.param)
+    monkeypatch.setattr(chunks_module, "BLOCK_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("_piecewise")
@@ -185,18 +185,18 @@ def _other(folder: Path) -> Path:
         (
             _good,
             "out.onnx",
-            r"out.onnx: its suffix says what to write. Name it \*.pt or \*.safetensors for",
+            r"out.onnx: its suffix decides what to write. Name it \*.pt or \*.safetensors for",
         ),
-        (_good, "there.pt", "there.pt is there already. Choose another name, or replace it with --overwrite."),
-        (_good, "folder.pt", "folder.pt is a folder, and one file would be written. Choose another name."),
-        (_good, "no/out.pt", "there is no folder .*no. Make it first."),
+        (_good, "there.pt", "there.pt exists already. Choose another name, or replace it with --overwrite."),
+        (_good, "folder.pt", "folder.pt is a folder, and a file is to be written. Choose another name."),
+        (_good, "no/out.pt", "the folder .*no does not exist. Create it first."),
         (lambda folder: folder / "none.ckpt", "out.pt", "there is no checkpoint .*none.ckpt"),
         (_incomplete, "out.pt", "is not a complete checkpoint: complete.json, which is written last, is missing"),
         (_cut_short, "out.pt", "is damaged: __0_0.distcp has 1,000 bytes, and should have"),
         (
             _of_weights,
             "out.ckpt",
-            r"is a bare state_dict, and .* would be a Lightning checkpoint, .* Export it to \*.pt",
+            r"is a bare state_dict. .* would be a Lightning checkpoint, .* Export it to \*.pt",
         ),
         (
             _of_numbers,
@@ -204,7 +204,7 @@ def _other(folder: Path) -> Path:
             "'extra' is a int, and safetensors files hold .* Export to a .pt",
         ),
         (_sparse, "out.safetensors", "'a' is a tensor of torch.float32.*, and safetensors files hold dense tensors"),
-        (_sparse, "out.pt", "'a' is a tensor of layout torch.sparse_coo, .* Make it dense."),
+        (_sparse, "out.pt", "'a' has the layout torch.sparse_coo, .* Make it dense."),
         (_other, "out.pt", r"other.pt holds no state_dict, only \['a', 'b'\]"),
     ],
 )
@@ -249,7 +249,7 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monk
     source = _folder(tmp_path / "a.ckpt")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"out.pt would have 260,\d+ bytes, and its file system has 1,000 free"):
+    with pytest.raises(CheckpointError, match=r"out.pt needs 260,\d+ bytes, and its file system has 1,000 free"):
         export(source, tmp_path / "out.pt")
 
 
@@ -261,7 +261,7 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(tmp_path: Path, suffix: s
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=rf"out.{suffix} cannot be written: .* Nothing of it was left there."):
+        with pytest.raises(CheckpointError, match=rf"out.{suffix} cannot be written: .* No file was left there."):
             export(source, tmp_path / f"out.{suffix}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -275,14 +275,18 @@ def test_an_export_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export(source, tmp_path / "out.pt", told=stop)
+        export(source, tmp_path / "out.pt", on_progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_how_far_it_is_is_told_and_ends_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(chunks_module, "BLOCK_BYTES", 4000)
     said: list[tuple[int, int]] = []
-    export(_folder(tmp_path / "a.ckpt"), tmp_path / "out.pt", told=lambda written, total: said.append((written, total)))
+    export(
+        _folder(tmp_path / "a.ckpt"),
+        tmp_path / "out.pt",
+        on_progress=lambda written, total: said.append((written, total)),
+    )
     total = sum(value.nbytes for value in weights().values())
     assert said[-1] == (total, total)
     assert [written for written, _ in said] == sorted(written for written, _ in said)

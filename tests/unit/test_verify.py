@@ -8,7 +8,7 @@ import torch
 
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.save import take_snapshot, write
-from lightning_distrec.checkpoint.verify import verify
+from lightning_distrec.checkpoint.tools.verify import verify
 from lightning_distrec.cli.commands import SAME, TROUBLE, run
 from lightning_distrec.errors import CheckpointError
 from tests.support.lone_rank import LoneRank, by_rows, write_folder
@@ -35,11 +35,11 @@ def test_what_was_not_changed_is_as_it_was_written(folder: Path) -> None:
 
 def test_a_changed_number_of_a_table_is_named_and_loading_does_not_see_it(folder: Path) -> None:
     (tensors,) = folder.glob("*.distcp")
-    before = load(folder, 0, 1).checkpoint["state_dict"]["table"].whole()
+    before = load(folder, 0, 1).checkpoint["state_dict"]["table"].read()
     at = tensors.read_bytes().index(before[7].numpy().tobytes()) + 5
     _flip(tensors, at)
     assert verify(folder) == [f"'state_dict/table' in {tensors.name}"]
-    assert not torch.equal(load(folder, 0, 1).checkpoint["state_dict"]["table"].whole(), before)
+    assert not torch.equal(load(folder, 0, 1).checkpoint["state_dict"]["table"].read(), before)
     assert run(["checkpoint", "inspect", str(folder), "--verify"]) == TROUBLE
 
 

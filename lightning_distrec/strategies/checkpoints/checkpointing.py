@@ -16,13 +16,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_distrec.checkpoint.chunking import as_chunked
+from lightning_distrec.checkpoint.gather import gather_on_rank_0
 from lightning_distrec.checkpoint.generators import generator_states, set_generator_states
-from lightning_distrec.checkpoint.load import Loaded, as_whole, load, placed
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized_as
+from lightning_distrec.checkpoint.load import Loaded, load
 from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.checkpoint.plain_state import (
+    find_not_plain,
+    plain_optimizer_state,
+    refuse_not_plain,
+    with_plain_numbers,
+)
 from lightning_distrec.checkpoint.save import STATE_FILE, Saver, rank_file, take_snapshot
-from lightning_distrec.checkpoint.shards import parts_of
-from lightning_distrec.checkpoint.skeleton import find_not_plain, refuse_not_plain, with_plain_numbers
-from lightning_distrec.checkpoint.whole import gather_whole, plain_optimizer_state
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.pipeline.position import adapt_progress, states_of_all_ranks
@@ -110,21 +116,21 @@ class Checkpointing:
 
     def model_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Collective. Return the module's state as it is saved: tables in parts, or, in one file, whole on rank 0."""
-        found = {key: parts_of(value) or value for key, value in state.items()}
+        found = {key: as_chunked(value) or value for key, value in state.items()}
         return found if self._options.distributed else self.whole(found)
 
     def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Collective. Return a state with whole tables on the host of rank 0; other ranks get it without them."""
-        gathered: dict[str, Any] = gather_whole(state, self._ranks)
+        gathered: dict[str, Any] = gather_on_rank_0(state, self._ranks)
         if self._ranks.rank == 0:
             return gathered
-        return {key: value for key, value in gathered.items() if parts_of(state[key]) is None}
+        return {key: value for key, value in gathered.items() if as_chunked(state[key]) is None}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""
         assert self._module is not None
         state = OptimizerStates(self._module, self._tables, self._ranks, self._owner_of).of(optimizer)
-        return state if self._options.distributed else plain_optimizer_state(gather_whole(state, self._ranks))
+        return state if self._options.distributed else plain_optimizer_state(gather_on_rank_0(state, self._ranks))
 
     @property
     def writes_folders(self) -> bool:
@@ -233,16 +239,16 @@ class Checkpointing:
         """Where the dataloaders and the random generators go on."""
         if shared := fit_loop["state_dict"].pop(POSITIONS, []):
             fit_loop["state_dict"]["combined_loader"] = shared
-        if loaded.of_rank is not None:
-            fit_loop["state_dict"]["combined_loader"] = loaded.of_rank["loaders"]
-            set_generator_states(loaded.of_rank["generators"])
+        if loaded.rank_state is not None:
+            fit_loop["state_dict"]["combined_loader"] = loaded.rank_state["loaders"]
+            set_generator_states(loaded.rank_state["generators"])
             self._resumed = loaded
-        elif loaded.of_first is not None and loaded.marker is not None:
+        elif loaded.rank_0_state is not None and loaded.marker is not None:
             rank_zero_info(
                 f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there "
                 f"are {self._ranks.num_ranks}: random generators begin anew."
             )
-            if loaded.of_first["loaders"] and not fit_loop["state_dict"].get("combined_loader"):
+            if loaded.rank_0_state["loaders"] and not fit_loop["state_dict"].get("combined_loader"):
                 rank_zero_warn(
                     "the checkpoint holds a state of the dataloader for each of its ranks, which cannot be shared out "
                     "among another number of ranks: an epoch that it was in the middle of begins anew."
@@ -260,8 +266,8 @@ class Checkpointing:
         self._positions.resume(trainer)
         # Loaders that were begun meanwhile have drawn; what they drew belongs to the run only where an epoch begins.
         if self._resumed is not None and (self._positions.are_kept or trainer.fit_loop.restarted_mid_epoch):
-            assert self._resumed.of_rank is not None
-            set_generator_states(self._resumed.of_rank["generators"])
+            assert self._resumed.rank_state is not None
+            set_generator_states(self._resumed.rank_state["generators"])
         self._resumed = None
 
     def _load(self, path: str | Path) -> Loaded:
@@ -295,7 +301,7 @@ class Checkpointing:
             for name, parameter in self._module.named_parameters(remove_duplicate=False)
             if isinstance(parameter, DTensor)
         }
-        rest = {key: placed(value, sharded.get(key)) for key, value in state.items() if key not in keys}
+        rest = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in keys}
         try:
             missing, unexpected = self._module.load_state_dict(rest, strict=False)
         except RuntimeError as error:
@@ -318,17 +324,15 @@ class Checkpointing:
             )
 
     def _load_table(self, key: str, name: str, wanted: tuple[int, int], value: Any, tables: TableSetup) -> None:
-        whole = as_whole(value)
-        found = tuple(whole.shape) if whole is not None else type(value).__name__
-        grows = (
-            whole is not None and len(whole.shape) == 2 and whole.shape[1] == wanted[1] and whole.shape[0] < wanted[0]
-        )
+        lazy = as_lazy(value)
+        found = tuple(lazy.shape) if lazy is not None else type(value).__name__
+        grows = lazy is not None and len(lazy.shape) == 2 and lazy.shape[1] == wanted[1] and lazy.shape[0] < wanted[0]
         if found != wanted and not (grows and self._options.grow_tables):
             hint = " To keep its rows and begin the others anew, set checkpoint={'grow_tables': True}." if grows else ""
             raise CheckpointError(
                 f"table '{name}' is {wanted[0]} x {wanted[1]}, but the checkpoint's '{key}' is {found}.{hint}"
             )
-        tables.shards.load(name, whole if not isinstance(value, torch.Tensor) else value)
+        tables.shards.load(name, lazy if not isinstance(value, torch.Tensor) else value)
         if found != wanted:
             rank_zero_info(f"table '{name}' has grown from {found[0]} rows to {wanted[0]}; the further ones are new.")
 
@@ -366,8 +370,8 @@ def _shape(config: Any) -> tuple[int, int]:
 
 
 def _plan_in_words(plan: ShardingByTable) -> dict[str, Any]:
-    """Return how each table is cut and where, for people and for JSON."""
+    """Return each table's sharding type, kernel and ranks, for people and for JSON."""
     return {
-        name: {"cut": p.sharding_type, "kernel": p.compute_kernel, "ranks": sorted(set(p.ranks or []))}
+        name: {"sharding_type": p.sharding_type, "kernel": p.compute_kernel, "ranks": sorted(set(p.ranks or []))}
         for name, p in plan.items()
     }

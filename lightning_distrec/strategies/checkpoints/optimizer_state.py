@@ -1,7 +1,7 @@
 """The optimizers' state under the user's own names, whoever keeps it: torch, this rank's shards, or FBGEMM.
 
 As it is saved, an optimizer's state has the names of the unsharded module's parameters, and tables' state the shape of
-whole tables. Neither the kernel, nor the sharding type, nor the number of ranks shows, so that any of them may differ
+full tables. Neither the kernel, nor the sharding type, nor the number of ranks shows, so that any of them may differ
 when it is loaded.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lightning_distrec.checkpoint.load import as_whole, placed
-from lightning_distrec.checkpoint.shards import share_of
-from lightning_distrec.chunks import ChunkedTensor, Part
+from lightning_distrec.checkpoint.chunking import split_replicated
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized_as
+from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.zero_state import OwnerOf, owned_state
@@ -103,7 +103,7 @@ class OptimizerStates:
         memory = self._tables.shards.fused_state()
         for i, (key, per_row) in enumerate(self._tables.updates[table.full_name].state_keys):
             parts = [
-                Part((s.row, 0 if per_row else s.column), _columns(memory[id(s)][i]))
+                Chunk((s.row, 0 if per_row else s.column), _columns(memory[id(s)][i]))
                 for s in shards
                 if s.weight.numel()
             ]
@@ -122,8 +122,8 @@ class OptimizerStates:
         shape += (1,) if kind == "columns of 1" else ()
         tensors = [(s, optimizer.state[s.weight][key]) for s in shards if s.weight.numel()]
         if shards[0].replicated:
-            return share_of(tensors[0][1], self._consensus.rank, self._consensus.num_ranks, turn=0)
-        parts = [Part(_offsets(s, len(shape), kind), tensor) for s, tensor in tensors]
+            return split_replicated(tensors[0][1], self._consensus.rank, self._consensus.num_ranks, turn=0)
+        parts = [Chunk(_offsets(s, len(shape), kind), tensor) for s, tensor in tensors]
         return ChunkedTensor(shape, value, parts)
 
     def load(
@@ -199,7 +199,7 @@ class OptimizerStates:
             return self._local(name, parameter, values, optimizer, grow)
         if self._owner_of is not None and self._owner_of(parameter) != self._consensus.rank:
             return None
-        return {key: placed(value, parameter) for key, value in values.items()}
+        return {key: materialized_as(value, parameter) for key, value in values.items()}
 
     def _local(
         self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer, grow: bool
@@ -214,18 +214,18 @@ class OptimizerStates:
         before = optimizer.state.get(parameter, {})
         local: dict[str, Any] = {}
         for key, value in values.items():
-            whole = as_whole(value)
-            if whole is None or not whole.shape:
-                local[key] = whole.whole().clone() if whole is not None else value  # each shard counts its own steps
+            lazy = as_lazy(value)
+            if lazy is None or not lazy.shape:
+                local[key] = lazy.read().clone() if lazy is not None else value  # each shard counts its own steps
                 continue
-            kind = _kind_of(name, key, whole.shape, table, grow)
+            kind = _kind_of(name, key, lazy.shape, table, grow)
             rows, columns = shard.weight.shape
             shape = {"elements": (rows, columns), "columns of 1": (rows, 1), "rows": (rows,)}[kind]
             start = before.get(key)
             same = isinstance(start, Tensor) and tuple(start.shape) == shape
-            tensor = start.clone() if same else torch.zeros(shape, dtype=whole.dtype, device=shard.weight.device)
+            tensor = start.clone() if same else torch.zeros(shape, dtype=lazy.dtype, device=shard.weight.device)
             if tensor.numel():
-                whole.fill([Part(_offsets(shard, len(shape), kind), tensor)])
+                lazy.read_into([Chunk(_offsets(shard, len(shape), kind), tensor)])
             local[key] = tensor
         return local
 
@@ -234,16 +234,16 @@ class OptimizerStates:
         memory = self._tables.shards.fused_state()
         keys = self._tables.updates[table.full_name].state_keys
         for i, (key, _) in enumerate(keys):
-            whole = as_whole(values.get(key))
-            if whole is None:
+            lazy = as_lazy(values.get(key))
+            if lazy is None:
                 raise CheckpointError(
                     f"table '{table.full_name}': the checkpoint's optimizer state has no '{key}', only "
                     f"{sorted(values)}. It is another optimizer's."
                 )
-            kind = _kind_of(table.key, key, whole.shape, table, grow)
+            kind = _kind_of(table.key, key, lazy.shape, table, grow)
             if shard.weight.numel():
                 tensor = memory[id(shard)][i]
-                whole.fill([Part(_offsets(shard, len(whole.shape), kind), _as(tensor, len(whole.shape)))])
+                lazy.read_into([Chunk(_offsets(shard, len(lazy.shape), kind), _as(tensor, len(lazy.shape)))])
         if keys and "step" in values:
             self._tables.set_fused_steps(table.full_name, round(float(values["step"])))
 

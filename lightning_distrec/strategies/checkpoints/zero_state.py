@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_distrec.chunks import ChunkedTensor, Part
+from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 
 OwnerOf = Callable[[Tensor], int]
@@ -41,4 +41,4 @@ def _entry(like: Any, value: Tensor | None) -> Any:
     if isinstance(like, Tensor):
         return like
     shape, dtype = like
-    return ChunkedTensor(shape, dtype, [] if value is None else [Part((0,) * len(shape), value.detach())])
+    return ChunkedTensor(shape, dtype, [] if value is None else [Chunk((0,) * len(shape), value.detach())])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_distrec.checkpoint.load import placed
+from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 
 
 def replace_parameters(
@@ -31,4 +31,4 @@ def _sharded_as(value: object, parameter: nn.Parameter) -> object:
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     with torch.no_grad():
-        return placed(value, parameter)
+        return materialized_as(value, parameter)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states, is_view
-from lightning_distrec.checkpoint.load import placed
+from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.fully_sharded.deep_copy import allow_deepcopy
 from lightning_distrec.strategies.fully_sharded.fsdp_options import ReshardAfterForward
@@ -124,7 +124,7 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
     reshard(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for key in [key for key in state if key.startswith(prefix)]:
-        state[key] = placed(state[key], parameters.get(key[len(prefix) :]))
+        state[key] = materialized_as(state[key], parameters.get(key[len(prefix) :]))
 
 
 def _materialize(module: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What `lightning-distrec checkpoint inspect` says: what a checkpoint holds, who wrote it, whether it is complete."""
+"""What a checkpoint holds, who wrote it, whether it is complete: for `lightning-distrec checkpoint inspect`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,32 +11,32 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as TextTable
 
-from lightning_distrec.checkpoint.contents import Contents, num_bytes, read_contents, tensors_of
 from lightning_distrec.checkpoint.save import PLAN_FILE
-from lightning_distrec.chunks import Whole
+from lightning_distrec.checkpoint.tools.contents import Contents, num_bytes, read_contents, tensors_of
+from lightning_distrec.chunks import LazyTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.units import format_ranks, quantity
 
 NUM_LISTED = 20
-"""How many tensors are listed unless all are asked for."""
+"""Tensors that are listed unless all are requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One of the weights. Of a table that was sharded: how it was cut, by which kernel, and the ranks that held it."""
+    """One of the weights. For a sharded table, with its sharding type, its kernel, and the ranks that held it."""
 
     name: str
     shape: list[int]
     dtype: str
     num_bytes: int
-    cut: str | None = None
+    sharding_type: str | None = None
     kernel: str | None = None
     ranks: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """What one optimizer keeps. optimizer: its class, where that is known."""
+    """The state of one optimizer. optimizer: its class, where that is known."""
 
     optimizer: str | None
     num_tensors: int
@@ -45,34 +45,34 @@ class OptimizerState:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What is known of a checkpoint without reading its tensors; None is 'it does not say'."""
+    """What is known of a checkpoint without reading its tensors; None is 'unknown'."""
 
     path: str
     kind: str
     bytes_on_disk: int
     problem: str | None = None
-    """Why it cannot be loaded; then nothing further is known."""
+    """Why it cannot be loaded; the fields below are empty then."""
     step: int | None = None
     epoch: int | None = None
     num_ranks: int | None = None
     versions: str | None = None
-    """Those of torch, fbgemm and torchrec that wrote it."""
+    """The torch, fbgemm and torchrec that wrote it."""
     lightning: str | None = None
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Name of a table -> its cut, kernel and ranks."""
+    """Name of a table -> its sharding type, kernel and ranks."""
     plan_file: bool = False
-    """Whether it holds a plan that later runs can follow."""
+    """Whether it holds a sharding plan that later runs can use."""
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
-    """Tables first, then the others; the largest first."""
+    """Sharded tables first, then the others; the largest first."""
     optimizers: list[OptimizerState] = dataclasses.field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as types that JSON has."""
+        """Return it in JSON's types."""
         return {"complete": self.problem is None, **dataclasses.asdict(self)}
 
 
 def describe(path: Path) -> Description:
-    """Return what a checkpoint's folder or a plain file holds. Raises CheckpointError: there is nothing at all."""
+    """Return what a checkpoint's folder or a plain file holds. Raises CheckpointError: the path does not exist."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}.")
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
@@ -90,7 +90,7 @@ def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> De
     plan = marker.get("plan", {})
     state = checkpoint.get("state_dict")
     tables = {key: of_table for name, of_table in plan.items() for key in _keys_of(name)}
-    tensors = [_tensor(name, whole, tables.get(name)) for name, whole in tensors_of(state).items()]
+    tensors = [_tensor(name, lazy, tables.get(name)) for name, lazy in tensors_of(state).items()]
     return Description(
         path=str(path),
         kind=_kind(path, contents),
@@ -102,9 +102,14 @@ def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> De
         lightning=checkpoint.get("pytorch-lightning_version"),
         plan=plan,
         plan_file=PLAN_FILE in marker.get("files", {}),
-        tensors=sorted(tensors, key=lambda tensor: (tensor.cut is None, -tensor.num_bytes, tensor.name)),
+        tensors=sorted(tensors, key=lambda tensor: (tensor.sharding_type is None, -tensor.num_bytes, tensor.name)),
         optimizers=[_optimizer_state(state) for state in checkpoint.get("optimizer_states") or []],
     )
+
+
+def sharding_type_of(of_table: Mapping[str, Any]) -> str | None:
+    """Return a table's sharding type, by the plan in a marker."""
+    return of_table.get("sharding_type", of_table.get("cut"))  # "cut": its name in the first markers of format 1
 
 
 def _kind(path: Path, contents: Contents) -> str:
@@ -116,20 +121,20 @@ def _kind(path: Path, contents: Contents) -> str:
 
 
 def _keys_of(table: str) -> list[str]:
-    """Return under which names a table's weight may be: of an nn.Embedding, and in torchrec's two collections."""
+    """Return the names that a table's weight may have: of an nn.Embedding, and in torchrec's two collections."""
     collection, _, name = table.rpartition(".")
     in_collections = [f"{collection}.{kind}.{name}.weight" for kind in ("embedding_bags", "embeddings")]
     return [f"{table}.weight", *(key.removeprefix(".") for key in in_collections)]
 
 
-def _tensor(name: str, whole: Whole, of_table: Mapping[str, Any] | None) -> Tensor:
+def _tensor(name: str, lazy: LazyTensor, of_table: Mapping[str, Any] | None) -> Tensor:
     plan = of_table or {}
     return Tensor(
         name=name,
-        shape=list(whole.shape),
-        dtype=str(whole.dtype).removeprefix("torch."),
-        num_bytes=num_bytes(whole),
-        cut=plan.get("cut"),
+        shape=list(lazy.shape),
+        dtype=str(lazy.dtype).removeprefix("torch."),
+        num_bytes=num_bytes(lazy),
+        sharding_type=sharding_type_of(plan),
         kernel=plan.get("kernel"),
         ranks=plan.get("ranks"),
     )
@@ -137,15 +142,15 @@ def _tensor(name: str, whole: Whole, of_table: Mapping[str, Any] | None) -> Tens
 
 def _optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
     tensors = tensors_of(state.get("state", {})).values()
-    total = sum(num_bytes(whole) for whole in tensors)
+    total = sum(num_bytes(lazy) for lazy in tensors)
     return OptimizerState(optimizer=state.get("optimizer"), num_tensors=len(tensors), num_bytes=total)
 
 
-# ------------------------------------------------------------------------------------------------------- for people
+# ------------------------------------------------------------------------------------------------------- text
 
 
 def print_description(found: Description, console: Console, show_all: bool) -> None:
-    """Print it. show_all: list all tensors, and not only the largest."""
+    """Print the description. show_all: list all tensors, not only the largest."""
     state = "complete" if found.problem is None else "CANNOT BE LOADED"
     console.print(f"{found.path}: {found.kind}, {state}, {decimal(found.bytes_on_disk)} on disk", soft_wrap=True)
     if found.problem is not None:
@@ -161,7 +166,7 @@ def print_description(found: Description, console: Console, show_all: bool) -> N
         if value is not None:
             console.print(f"{name:<11}{value}", soft_wrap=True)
     listed = found.tensors if show_all else found.tensors[:NUM_LISTED]
-    console.print(_table(listed, with_plan=any(tensor.cut for tensor in listed)))
+    console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
     if rest := found.tensors[len(listed) :]:
         size = decimal(sum(tensor.num_bytes for tensor in rest))
         console.print(f"and {quantity(len(rest), 'smaller tensor')}, {size} in all; --all lists them")
@@ -176,10 +181,10 @@ def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
     text.add_column("weights", overflow="fold")
     for heading in ("shape", "type", "size"):
         text.add_column(heading, justify="left" if heading == "type" else "right", no_wrap=True)
-    for heading in ("cut", "kernel", "on ranks") if with_plan else ():
+    for heading in ("sharding type", "kernel", "ranks") if with_plan else ():
         text.add_column(heading, no_wrap=True)
     for tensor in tensors:
-        shape = " x ".join(f"{size:,}" for size in tensor.shape) or "one number"
-        plan = (tensor.cut or "", tensor.kernel or "", format_ranks(tensor.ranks or [])) if with_plan else ()
+        shape = " x ".join(f"{size:,}" for size in tensor.shape) or "scalar"
+        plan = (tensor.sharding_type or "", tensor.kernel or "", format_ranks(tensor.ranks or [])) if with_plan else ()
         text.add_row(tensor.name, shape, tensor.dtype, decimal(tensor.num_bytes), *plan)
     return text

@@ -1,7 +1,7 @@
-"""A checkpoint's dict without its tensors: what is small and plain goes into one file, tensors are left out by name.
+"""A checkpoint's dict without its large tensors: in their place are references, by name, to where they are stored.
 
-That file is written and read by torch.save and torch.load(weights_only=True), which build plain types and tensors and
-run nothing else.
+The rest, small and of plain types, goes into one file. That is written and read by torch.save and
+torch.load(weights_only=True), which build plain types and tensors and run nothing else.
 """
 
 import io
@@ -16,59 +16,63 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from lightning_distrec.checkpoint.shards import parts_of, share_of
+from lightning_distrec.checkpoint.chunking import as_chunked, split_replicated
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 
 INLINE_BYTES = 16 * 2**10
 """Tensors up to this size stay in the file with the plain values."""
 STORED = "__stored__"
-"""Key of the dict that stands for a tensor: its name among the stored ones. Others: "shape", "dtype", "parted"."""
+"""Key of a reference, a dict in place of a tensor: the tensor's name. Its other keys: "shape", "dtype", and CHUNKED."""
+CHUNKED = "parted"
+"""Whether the tensor was sharded, and is read by the rectangle; the word in the files of format 1."""
 
 
 def large_tensors(value: Any) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return path, shape and type of all that is large, and whole on this rank, in nested dicts and lists."""
+    """Return path, shape and type of the large, unsharded tensors in nested dicts and lists."""
     found: list[tuple[str, tuple[int, ...], str]] = []
 
     def look(item: Any, path: str) -> Any:
         if _is_large(item):
             found.append((path, tuple(item.shape), str(item.dtype)))
-        return mapped(item, path, look)
+        return map_nested(item, path, look)
 
     look(value, "")
     return found
 
 
-def take_out(value: Any, on_all: Container[str], rank: int, num_ranks: int) -> tuple[Any, dict[str, ChunkedTensor]]:
+def extract_tensors(
+    value: Any, on_all: Container[str], rank: int, num_ranks: int
+) -> tuple[Any, dict[str, ChunkedTensor]]:
     """Return a copy of nested dicts and lists without their large tensors, and those by name: their path in it.
 
-    on_all: paths of the large tensors that every rank holds whole; they are shared out among the ranks for writing.
+    on_all: paths of the large tensors that every rank holds; their rows are divided among the ranks for writing.
     What only some ranks hold stays in the copy.
     """
     tensors: dict[str, ChunkedTensor] = {}
 
     def taken(item: Any, path: str) -> Any:
-        parted = parts_of(item)
-        if parted is None and path in on_all and _is_large(item):
-            tensors[path] = share_of(item, rank, num_ranks, turn=len(tensors))
-            return {STORED: path, "shape": tuple(item.shape), "dtype": item.dtype, "parted": False}
-        if parted is not None:
-            tensors[path] = parted
-            return {STORED: path, "shape": tuple(parted.shape), "dtype": parted.dtype, "parted": True}
+        chunked = as_chunked(item)
+        if chunked is None and path in on_all and _is_large(item):
+            tensors[path] = split_replicated(item, rank, num_ranks, turn=len(tensors))
+            return {STORED: path, "shape": tuple(item.shape), "dtype": item.dtype, CHUNKED: False}
+        if chunked is not None:
+            tensors[path] = chunked
+            return {STORED: path, "shape": tuple(chunked.shape), "dtype": chunked.dtype, CHUNKED: True}
         if isinstance(item, nn.Parameter):
             return item.detach()
         if isinstance(item, numpy.generic):
             return item.item()
-        return mapped(item, path, taken)
+        return map_nested(item, path, taken)
 
     return taken(value, ""), tensors
 
 
-def put_back(value: Any, stored: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return a copy in which `stored`, called with what stands for a tensor, gives the tensor or a handle to it."""
+def insert_tensors(value: Any, stored: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return a copy with tensors, or handles to them, for references: what `stored` returns for each."""
 
     def put(item: Any, path: str) -> Any:
-        return stored(item) if isinstance(item, Mapping) and STORED in item else mapped(item, path, put)
+        return stored(item) if isinstance(item, Mapping) and STORED in item else map_nested(item, path, put)
 
     return put(value, "")
 
@@ -77,7 +81,7 @@ def _is_large(item: Any) -> bool:
     return type(item) in (Tensor, nn.Parameter) and item.layout == torch.strided and item.nbytes > INLINE_BYTES
 
 
-def mapped(item: Any, path: str, each: Callable[[Any, str], Any]) -> Any:
+def map_nested(item: Any, path: str, each: Callable[[Any, str], Any]) -> Any:
     """Return a copy of a dict, list or tuple with `each` of its values, called with their paths; others as they are."""
     if type(item) in (dict, OrderedDict):
         return type(item)((key, each(value, f"{path}/{key}" if path else str(key))) for key, value in item.items())
@@ -87,7 +91,7 @@ def mapped(item: Any, path: str, each: Callable[[Any, str], Any]) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return `value` as torch.save writes it. Raises CheckpointError: it would not load again, because of ..."""
+    """Return `value` as torch.save writes it. Raises CheckpointError: it would not load again."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -101,7 +105,7 @@ def to_bytes(value: Any) -> bytes:
 
 def with_plain_numbers(value: Any, path: str = "") -> Any:
     """Return a copy of nested dicts and lists with Python's numbers for numpy's."""
-    return value.item() if isinstance(value, numpy.generic) else mapped(value, path, with_plain_numbers)
+    return value.item() if isinstance(value, numpy.generic) else map_nested(value, path, with_plain_numbers)
 
 
 def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:
@@ -109,14 +113,14 @@ def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:
     found = find_not_plain(value, path)
     if found is not None:
         raise CheckpointError(
-            f"{found} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts), and checkpoints hold "
-            "nothing that would have to run code when it is loaded. Let the state_dict or on_save_checkpoint that it "
-            "comes from give plain types."
+            f"{found} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts). Checkpoints hold "
+            "nothing that needs code to be run when it is loaded. Return plain types from the state_dict or "
+            "on_save_checkpoint that it comes from."
         )
 
 
 def find_not_plain(value: Any, path: str = "checkpoint") -> str | None:
-    """Return what and where is the first value that torch.load(weights_only=True) would refuse, or None."""
+    """Return the place and type of the first value that torch.load(weights_only=True) would refuse, or None."""
     if isinstance(value, Mapping) and type(value) in (dict, OrderedDict):
         children = [(f"{path}[{key!r}]", child) for key, child in value.items()] + [(path, key) for key in value]
     elif type(value) in (list, tuple, set):
@@ -142,23 +146,37 @@ def _loads(value: Any) -> bool:
 
 
 def read_plain(path: Path) -> Any:
-    """Read plain types and tensors from a file of torch.save, on the host. Raises CheckpointError: it holds others."""
+    """Read plain types and tensors, on the host, from a file of torch.save. Raises CheckpointError: it holds others."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path}.") from None
     except Exception as error:
         raise CheckpointError(
-            f"{path} is not read: it holds something other than tensors and plain types, or is damaged "
+            f"{path} cannot be read: it holds something other than tensors and plain types, or is damaged "
             f"({_reason(error)}). Nothing in it was run."
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """Return a line of what torch says, without its advice to read the file unsafely."""
-    said = str(error)
-    if asked_for := re.search(r"GLOBAL (\S+)", said):
+    """Return the first line of torch's message, without its advice to read the file unsafely."""
+    message = str(error)
+    if asked_for := re.search(r"GLOBAL (\S+)", message):
         return f"it asks for {asked_for[1]}"
-    if not said.strip() or "weights_only" in said:
+    if not message.strip() or "weights_only" in message:
         return type(error).__name__
-    return said.strip().splitlines()[0]
+    return message.strip().splitlines()[0]
+
+
+def plain_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as torch keeps it: parameters by number instead of by name.
+
+    state: "param_groups", whose "params" are names, and "state", by name.
+    """
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    return {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}

@@ -1,7 +1,6 @@
-"""Whether the bytes of a checkpoint are those that were written: by the checksums that torch.save puts beside tensors,
-and by those that the marker has of files without any.
+"""Checks the bytes of a checkpoint by the checksums that torch.save stores with each tensor, and by the marker's.
 
-Loading does not look at them: it reads the parts of tables that a rank needs, and a checksum is over a whole piece.
+Loading does not check them: it reads the rows that a rank needs, and a checksum covers a full chunk of a table.
 """
 
 import io
@@ -17,23 +16,23 @@ from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.errors import CheckpointError
 
 
-def verify(path: Path, told: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
-    """Read a whole checkpoint, a folder or a file of torch, and return what in it has changed since it was written.
+def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+    """Read all of a checkpoint, a folder or a file of torch, and return what has changed since it was written.
 
-    told: called with the number of bytes that were read. Of a folder, up to 64 MiB are in memory at once. Its metadata
-    have no checksum; what they say is compared with the files when they are loaded.
+    on_progress: called with the number of bytes read. Up to 64 MiB of a folder are in memory at once. The metadata have
+    no checksum; they are compared with the files when they are loaded.
     Raises CheckpointError: it cannot be read, or is a file without checksums.
     """
     changed = []
-    for what, content in _pieces(path):
-        told(_size(content))
-        if not _is_as_written(content):
-            changed.append(what)
+    for name, content in _records(path):
+        on_progress(_size(content))
+        if not _matches_checksums(content):
+            changed.append(name)
     return sorted({*changed, *_changed_files(path)})
 
 
 def _changed_files(path: Path) -> list[str]:
-    """Return the files of a folder that have no checksums inside, and are not what the marker says."""
+    """Return the files without checksums of their own that do not match the marker's."""
     marker = read_marker(path) if path.is_dir() else {}
     checksums = marker.get(CHECKSUMS, {})
     if not isinstance(checksums, dict) or not checksums.keys() <= marker.get("files", {}).keys():
@@ -44,20 +43,20 @@ def _changed_files(path: Path) -> list[str]:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
-def _pieces(path: Path) -> Iterator[tuple[str, BinaryIO]]:
+def _records(path: Path) -> Iterator[tuple[str, BinaryIO]]:
     if not path.is_dir():
         yield from _file(path)
         return
     for file in sorted(path.glob("*.pt")):
         yield from _file(file)
-    for name, place, offset, length in StoredTensors(path).places():
+    for name, file_name, offset, length in StoredTensors(path).places():
         try:
-            with open(path / place, "rb") as stored:
+            with open(path / file_name, "rb") as stored:
                 stored.seek(offset)
-                piece = io.BytesIO(stored.read(length))
+                record = io.BytesIO(stored.read(length))
         except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: '{name}' cannot be read: {error}.") from error
-        yield f"'{name}' in {place}", piece
+        yield f"'{name}' in {file_name}", record
 
 
 def _file(path: Path) -> Iterator[tuple[str, BinaryIO]]:
@@ -71,7 +70,7 @@ def _file(path: Path) -> Iterator[tuple[str, BinaryIO]]:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
-def _is_as_written(content: BinaryIO) -> bool:
+def _matches_checksums(content: BinaryIO) -> bool:
     try:
         return zipfile.ZipFile(content).testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError):

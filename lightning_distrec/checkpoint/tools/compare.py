@@ -1,4 +1,4 @@
-"""What `lightning-distrec checkpoint diff` says: in what two checkpoints differ."""
+"""The differences of two checkpoints, for `lightning-distrec checkpoint diff`."""
 
 import dataclasses
 import math
@@ -12,23 +12,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from lightning_distrec.checkpoint.contents import Contents, num_elements, pieces, read_contents, tensors_of
-from lightning_distrec.checkpoint.describe import Description, description_of
-from lightning_distrec.checkpoint.load import as_whole
-from lightning_distrec.checkpoint.skeleton import mapped
-from lightning_distrec.checkpoint.whole import plain_optimizer_state
-from lightning_distrec.chunks import Whole
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy
+from lightning_distrec.checkpoint.plain_state import map_nested, plain_optimizer_state
+from lightning_distrec.checkpoint.tools.contents import Contents, num_elements, read_blocks, read_contents, tensors_of
+from lightning_distrec.checkpoint.tools.describe import Description, description_of, sharding_type_of
+from lightning_distrec.chunks import LazyTensor
 from lightning_distrec.units import format_ranks
 
 NUM_LISTED = 40
-"""How many differences of one kind are printed."""
+"""Differences of one kind that are printed, at most."""
 ELEMENTS_AT_ONCE = 2**20
-"""How many elements are compared as 64-bit numbers at a time."""
+"""Elements that are compared as 64-bit numbers at a time."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same in two checkpoints; None where one has nothing of the kind."""
+    """A value that differs between two checkpoints; None where one lacks it."""
 
     name: str
     a: str | None
@@ -37,20 +36,20 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """In what two checkpoints differ."""
+    """The differences of two checkpoints."""
 
     a: str
     b: str
     facts: list[Difference]
-    """Step, epoch, ranks, versions, the plan; only what both of them say."""
+    """Step, epoch, ranks, versions, the plan; only those that both have."""
     tensors: list[Difference]
     """Shapes and types, by the path of the tensor in the checkpoint."""
     others: list[Difference]
     """Numbers and text in the checkpoint, by path."""
     num_compared: int | None
-    """How many tensors were compared by value; None: none were asked for."""
+    """Number of tensors that were compared by value; None: values were not requested."""
     values: dict[str, float]
-    """Path of a tensor that has other values -> the largest absolute difference; not a number where only one is."""
+    """Path of a tensor with other values -> the largest absolute difference; NaN where only one of them is."""
 
     @property
     def is_same(self) -> bool:
@@ -58,13 +57,13 @@ class Comparison:
         return not (self.facts or self.tensors or self.others or self.values)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as types that JSON has; differences that are no finite numbers are text."""
+        """Return it in JSON's types; differences that are not finite become strings."""
         values = {name: value if math.isfinite(value) else str(value) for name, value in self.values.items()}
         return {"same": self.is_same, **dataclasses.asdict(self), "values": values}
 
 
 def compare(a: Path, b: Path, *, values: bool) -> Comparison:
-    """Return in what two checkpoints, folders or plain files, differ. values: whether to read their tensors, too.
+    """Return the differences of two checkpoints, folders or plain files. values: also read and compare their tensors.
 
     Raises CheckpointError: one of them cannot be read.
     """
@@ -86,27 +85,27 @@ def compare(a: Path, b: Path, *, values: bool) -> Comparison:
 
 
 def _facts(a: Description, b: Description) -> list[Difference]:
-    def said(found: Description) -> dict[str, str]:
+    def facts_of(found: Description) -> dict[str, str]:
         facts = {name: getattr(found, name) for name in ("epoch", "step", "num_ranks", "versions", "lightning")}
-        plan = {f"plan of {name}": _cut_in_words(of_table) for name, of_table in found.plan.items()}
+        plan = {f"plan of {name}": _plan_in_words(of_table) for name, of_table in found.plan.items()}
         return {name: str(value) for name, value in facts.items() if value is not None} | plan
 
-    said_a, said_b = said(a), said(b)
+    facts_a, facts_b = facts_of(a), facts_of(b)
     both_planned = bool(a.plan and b.plan)
     return [
         difference
-        for difference in _differing(said_a, said_b)
+        for difference in _differing(facts_a, facts_b)
         if (difference.a is not None and difference.b is not None)
         or (both_planned and difference.name.startswith("plan of "))
     ]
 
 
-def _cut_in_words(of_table: Mapping[str, Any]) -> str:
-    return f"{of_table.get('cut')}, {of_table.get('kernel')}, ranks {format_ranks(of_table.get('ranks', []))}"
+def _plan_in_words(of_table: Mapping[str, Any]) -> str:
+    return f"{sharding_type_of(of_table)}, {of_table.get('kernel')}, ranks {format_ranks(of_table.get('ranks', []))}"
 
 
 def _comparable(a: Contents, b: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is compared besides facts. Where one has an optimizer's state by number, so has the other."""
+    """Return what is compared besides facts. If one has an optimizer's state by number, both get it so."""
     checkpoints = [
         {k: v for k, v in found.checkpoint.items() if k not in ("epoch", "global_step", "pytorch-lightning_version")}
         for found in (a, b)
@@ -120,21 +119,21 @@ def _comparable(a: Contents, b: Contents) -> tuple[dict[str, Any], dict[str, Any
     return checkpoints[0], checkpoints[1]
 
 
-def _in_words(tensors: Mapping[str, Whole]) -> dict[str, str]:
+def _in_words(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
     return {
-        name: f"{' x '.join(map(str, whole.shape)) or 'one number'} {str(whole.dtype).removeprefix('torch.')}"
-        for name, whole in tensors.items()
+        name: f"{' x '.join(map(str, lazy.shape)) or 'scalar'} {str(lazy.dtype).removeprefix('torch.')}"
+        for name, lazy in tensors.items()
     }
 
 
 def _plain(checkpoint: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is neither a tensor nor holds others, as text by path."""
+    """Return all values but tensors and containers, as text by path."""
     found: dict[str, str] = {}
 
     def look(item: Any, path: str) -> Any:
-        if type(item) not in (dict, list, tuple) and not isinstance(item, Mapping) and as_whole(item) is None:
+        if type(item) not in (dict, list, tuple) and not isinstance(item, Mapping) and as_lazy(item) is None:
             found[path] = repr(item)
-        return mapped(item, path, look)
+        return map_nested(item, path, look)
 
     look(checkpoint, "")
     return found
@@ -146,17 +145,17 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[Differenc
             yield Difference(name, a.get(name), b.get(name))
 
 
-def largest_difference(a: Whole, b: Whole) -> float:
-    """Return the largest absolute difference of two tensors of one shape; NaNs are like each other only.
+def largest_difference(a: LazyTensor, b: LazyTensor) -> float:
+    """Return the largest absolute difference of two tensors of one shape; a NaN equals a NaN.
 
-    It is NaN where one of them has a NaN and the other has not.
+    The difference is NaN where only one of them has a NaN.
     """
     if not num_elements(a):
         return 0.0
     largest = 0.0
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
-    for piece_a, piece_b in zip(pieces(a, itemsize), pieces(b, itemsize), strict=True):
-        flat_a, flat_b = piece_a.reshape(-1), piece_b.reshape(-1)
+    for block_a, block_b in zip(read_blocks(a, itemsize), read_blocks(b, itemsize), strict=True):
+        flat_a, flat_b = block_a.reshape(-1), block_b.reshape(-1)
         for x, y in zip(flat_a.split(ELEMENTS_AT_ONCE), flat_b.split(ELEMENTS_AT_ONCE), strict=True):
             found = _largest(x, y)
             if math.isnan(found):
@@ -166,23 +165,23 @@ def largest_difference(a: Whole, b: Whole) -> float:
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    alike = a.dtype == b.dtype
-    if alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+    same_dtype = a.dtype == b.dtype
+    if same_dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return 0.0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     same = (x == y) | (x.isnan() & y.isnan())
     found = float((x - y).abs().masked_fill(same, 0.0).max())
-    is_whole_number = not (a.is_floating_point() or a.is_complex())
-    # Large whole numbers may differ by less than 64-bit floating point can tell.
-    return 1.0 if alike and is_whole_number and not found else found
+    is_integer = not (a.is_floating_point() or a.is_complex())
+    # Large integers may differ by less than the resolution of 64-bit floating point.
+    return 1.0 if same_dtype and is_integer and not found else found
 
 
-# ------------------------------------------------------------------------------------------------------- for people
+# ------------------------------------------------------------------------------------------------------- text
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
-    """Print in what the checkpoints differ."""
+    """Print the differences as tables."""
     if found.is_same:
         what = "shapes and types" if found.num_compared is None else f"all values of {found.num_compared:,} tensors"
         also = "; --values compares the tensors' values" if found.num_compared is None else ""
@@ -218,5 +217,5 @@ def _print_rest(count: int, console: Console) -> None:
 
 def _shortened(text: str | None) -> str:
     if text is None:
-        return "not there"
+        return "missing"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,83 @@
+"""Full tensors on rank 0, for one plain file instead of a folder."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_distrec.checkpoint.chunking import as_chunked
+from lightning_distrec.checkpoint.plain_state import map_nested
+from lightning_distrec.checkpoint.save import Ranks
+from lightning_distrec.chunks import Box, ChunkedTensor, narrowed, row_ranges
+from lightning_distrec.errors import CheckpointError
+
+
+def gather_on_rank_0(state: Any, ranks: Ranks) -> Any:
+    """Collective. Return nested dicts and lists with full tensors, on the host of rank 0, in place of sharded ones.
+
+    Other ranks get empty tensors in their place. They go to rank 0 one after the other, in blocks of 64 MiB, so that no
+    device holds more than its own shards and a block.
+    Raises CheckpointError on every rank: rank 0 has not enough free memory for them.
+    """
+    found: list[ChunkedTensor] = []
+
+    def collected(value: Any, path: str) -> Any:
+        chunked = as_chunked(value)
+        if chunked is None:
+            return map_nested(value, path, collected)
+        found.append(chunked)
+        return chunked
+
+    state = collected(state, "")
+    ranks.all_or_none("gathering the tables", lambda: _check_memory(found, ranks.rank))
+    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in found])
+    full = {
+        id(chunked): _send_to_rank_0(chunked, [of_rank[i] for of_rank in boxes], ranks.rank)
+        for i, chunked in enumerate(found)
+    }
+
+    def put(value: Any, path: str) -> Any:
+        return full[id(value)] if isinstance(value, ChunkedTensor) else map_nested(value, path, put)
+
+    return put(state, "")
+
+
+def _send_to_rank_0(chunked: ChunkedTensor, boxes: list[list[Box]], rank: int) -> Tensor:
+    """Collective. Return the full tensor on rank 0, on the host; an empty one on the others. boxes: each rank's."""
+    full = torch.empty(chunked.shape if rank == 0 else 0, dtype=chunked.dtype)
+    zero = (0,) * len(chunked.shape)
+    mine = {chunk.box: chunk.tensor for chunk in chunked.chunks}
+    for source, of_source in enumerate(boxes):
+        for offsets, shape in of_source:
+            for first, count in row_ranges(shape, chunked.dtype.itemsize):
+                box = (offsets[0] + first, *offsets[1:]), (count, *shape[1:])
+                block = mine[offsets, shape][first : first + count] if source == rank else None
+                # NCCL sends no tensors on the host.
+                rows = None if block is None else block.to(_device()).contiguous()
+                if rank == 0 and rows is None:
+                    rows = torch.empty(box[1], dtype=chunked.dtype, device=_device())
+                    dist.recv(rows, src=source)
+                elif rank and rows is not None:
+                    dist.send(rows, dst=0)
+                if rank == 0 and rows is not None:
+                    narrowed(full, zero, box).copy_(rows)
+    return full
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _check_memory(tensors: list[ChunkedTensor], rank: int) -> None:
+    needed = sum(torch.Size(chunked.shape).numel() * chunked.dtype.itemsize for chunked in tensors)
+    if rank == 0 and needed > (free := _free_host_bytes()):
+        raise CheckpointError(
+            f"a checkpoint in one file gathers the tables on rank 0: {needed:,} bytes, but its host has {free:,} free. "
+            "Leave checkpoint={'distributed': True}, where each rank writes its own shards."
+        )
+
+
+def _free_host_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

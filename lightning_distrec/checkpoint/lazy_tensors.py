@@ -1,0 +1,148 @@
+"""Handles of a checkpoint's tensors: what a rank needs of a tensor is read from the file, by the rectangle."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_distrec._compat.torch import local_offsets
+from lightning_distrec.checkpoint.plain_state import STORED
+from lightning_distrec.checkpoint.storage import StoredTensors
+from lightning_distrec.chunks import Chunk, LazyTensor, copy_into
+from lightning_distrec.errors import CheckpointError
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor in a checkpoint's folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensors: StoredTensors
+
+    def size(self) -> torch.Size:
+        """Return the shape, as Tensor.size does."""
+        return torch.Size(self.shape)
+
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
+        self.tensors.read({self.name: chunks})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StoredTensor":
+        return self  # Lightning's WeightAveraging copies whole states before it loads them
+
+    def read(self) -> Tensor:
+        """Read and return the full tensor, on the host."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into([Chunk((0,) * len(self.shape), tensor)])
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MappedTensor:
+    """A tensor of a plain file, mapped into memory: only what is copied from it is read."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's type."""
+        return self.tensor.dtype
+
+    def size(self) -> torch.Size:
+        """Return the shape, as Tensor.size does."""
+        return self.tensor.size()
+
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Copy the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
+        copy_into(chunks, self.tensor)
+
+    def read(self) -> Tensor:
+        """Return the tensor."""
+        return self.tensor
+
+
+class SafetensorsTensor:
+    """A tensor of a safetensors file, read by the slice."""
+
+    def __init__(self, file: Any, key: str, dtype: torch.dtype) -> None:
+        self._file, self._key = file, key
+        self._slices = slices = file.get_slice(key)
+        self.shape = tuple(slices.get_shape())
+        self.dtype = dtype
+
+    def size(self) -> torch.Size:
+        """Return the shape, as Tensor.size does."""
+        return torch.Size(self.shape)
+
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
+        for chunk in chunks:
+            ends = [min(o + s, n) for o, s, n in zip(chunk.offsets, chunk.tensor.shape, self.shape, strict=True)]
+            box = tuple(slice(first, end) for first, end in zip(chunk.offsets, ends, strict=True))
+            if all(s.stop > s.start for s in box):
+                found = self._slices[box]
+                with torch.no_grad():
+                    chunk.tensor[tuple(slice(0, size) for size in found.shape)].copy_(found)
+
+    def read(self) -> Tensor:
+        """Read and return the full tensor, on the host."""
+        tensor: Tensor = self._slices[:] if self.shape else self._file.get_tensor(self._key)
+        return tensor
+
+
+def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTensors) -> StoredTensor:
+    """Return the tensor that a folder's state names by a reference: a dict with its name, shape and type.
+
+    Raises CheckpointError: the folder at `path` has it in another shape, or not at all; KeyError, TypeError: the
+    reference is not as it was written.
+    """
+    shape = tuple(torch.Size(reference["shape"]))  # a TypeError where these are no integers
+    handle = StoredTensor(reference[STORED], shape, reference["dtype"], tensors)
+    if (found := tuple(tensors.entry(handle.name).size)) != shape:
+        raise CheckpointError(f"{path} is damaged: '{handle.name}' is {found}, not {shape}.")
+    return handle
+
+
+def as_lazy(value: Any) -> LazyTensor | None:
+    """Return what can be read of `value` by the rectangle: a handle, or a tensor in memory; None for others."""
+    if isinstance(value, Tensor):
+        return MappedTensor(value)
+    return value if isinstance(value, (StoredTensor, MappedTensor, SafetensorsTensor)) else None
+
+
+def materialized(value: Any) -> Any:
+    """Return the tensor of a handle, `value` itself for anything else."""
+    return value.read() if isinstance(value, (StoredTensor, MappedTensor, SafetensorsTensor)) else value
+
+
+def materialized_as(value: Any, parameter: Any) -> Any:
+    """Return the tensor of a handle, distributed as `parameter` is: of a DTensor, this rank's shard is read.
+
+    Tensors of other shapes than the parameter's (of an optimizer's state) are replicated.
+    """
+    lazy = None if isinstance(value, DTensor) else as_lazy(value)
+    if lazy is None or not isinstance(parameter, DTensor) or not lazy.shape:
+        return materialized(value)
+    if tuple(lazy.shape) == tuple(parameter.shape):
+        return _read_shard(lazy, parameter)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(lazy.read().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)
+
+
+def _read_shard(lazy: LazyTensor, like: DTensor) -> DTensor:
+    """Read this rank's rectangle of a tensor in a file that is to be sharded as `like` is, and has its shape."""
+    local = torch.empty_like(like.to_local(), dtype=lazy.dtype)
+    if local.numel():
+        lazy.read_into([Chunk(local_offsets(like), local)])
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

@@ -1,0 +1,1 @@
+"""What looks at checkpoints, or converts them, outside of any run."""

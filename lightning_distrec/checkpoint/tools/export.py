@@ -1,0 +1,100 @@
+"""Converts a checkpoint into one plain file, weights or a Lightning checkpoint, in one process."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_distrec.atomic_files import fsync
+from lightning_distrec.checkpoint.plain_state import plain_optimizer_state
+from lightning_distrec.checkpoint.tools.contents import num_bytes, read_contents, tensors_of
+from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
+from lightning_distrec.checkpoint.tools.torch_file import write_torch_file
+from lightning_distrec.errors import CheckpointError
+
+SUFFIXES = {".pt": "a state_dict", ".safetensors": "a state_dict", ".ckpt": "a Lightning checkpoint"}
+"""Suffix of the target -> what is written."""
+
+
+def export(
+    source: Path, target: Path, *, overwrite: bool = False, on_progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Write the checkpoint `source` as one plain file; tables pass through memory in blocks of 64 MiB.
+
+    source: a checkpoint's folder, a Lightning checkpoint, a state_dict of torch.save, or a safetensors file.
+    target: its suffix decides the format, see SUFFIXES. The file appears under its name when it is complete, and
+    nothing is left behind if it fails. The state of single ranks, generators and dataloaders, is left out.
+    overwrite: whether to replace an existing file. on_progress: called with the bytes written, and their total.
+    Raises CheckpointError: the target exists, or its disk is full; the source is not complete, or has values that the
+    format cannot hold.
+    """
+    if target.suffix not in SUFFIXES:
+        raise CheckpointError(
+            f"{target}: its suffix decides what to write. Name it *.pt or *.safetensors for a state_dict, *.ckpt for a "
+            "Lightning checkpoint."
+        )
+    _must_be_free(target, overwrite)
+    value = _content_for(source, target)
+    total = sum(num_bytes(lazy) for lazy in tensors_of(value).values())
+    _must_have_room(target, total)
+    written = 0
+
+    def advance(count: int) -> None:
+        nonlocal written
+        written += count
+        if on_progress is not None:
+            on_progress(written, total)
+
+    write = write_safetensors if target.suffix == ".safetensors" else write_torch_file
+    try:
+        with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=target.parent) as folder:
+            unfinished = Path(folder, target.name)
+            write(unfinished, value, advance)
+            fsync(unfinished)
+            _must_be_free(target, overwrite)
+            os.replace(unfinished, target)
+        fsync(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}. No file was left there.") from error
+
+
+def _must_be_free(target: Path, overwrite: bool) -> None:
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder, and a file is to be written. Choose another name.")
+    if os.path.lexists(target) and not overwrite:
+        raise CheckpointError(f"{target} exists already. Choose another name, or replace it with --overwrite.")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target}: the folder {target.parent} does not exist. Create it first.")
+
+
+def _content_for(source: Path, target: Path) -> dict[str, Any]:
+    """Return what to write, with handles for tensors."""
+    checkpoint = read_contents(source).checkpoint
+    if not isinstance(state := checkpoint.get("state_dict"), dict):
+        raise CheckpointError(
+            f"{source} holds no state_dict, only {sorted(map(str, checkpoint))}; there is nothing to export."
+        )
+    if target.suffix != ".ckpt":
+        return state
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"{source} is a bare state_dict. {target} would be a Lightning checkpoint, which needs more: epoch, "
+            "step, optimizers. Export it to *.pt or *.safetensors."
+        )
+    states = checkpoint.get("optimizer_states")
+    if states is None:
+        return checkpoint
+    # In our folders parameters have names; in torch's files they have numbers already.
+    plain = [plain_optimizer_state(state) if "optimizer" in state else state for state in states]
+    return {**checkpoint, "optimizer_states": plain}
+
+
+def _must_have_room(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{target} needs {needed:,} bytes, and its file system has {free:,} free. Free some space, or "
+            "choose another file system."
+        )
