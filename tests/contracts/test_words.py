@@ -73,7 +73,7 @@ PHRASES = {
     r"\bkeep_whole\b": "replicated",
     r"\bkept whole\b|\bstays? whole\b|\bare whole\b|\bis whole\b": "replicated",
     r"\blook[- ]ahead\b": "prefetching, sparse pipeline",
-    r"\bnobody\b": "no rank, unknown",
+    r"\bwhat nobody\b|\bnobody knows\b": "unknown",
     r"\bowners?\b": "param group, ZeRO partition, holder",
     r"\bpieces?\b": "shard, chunk",
     r"\breckon\w*": "estimate",
@@ -89,6 +89,12 @@ PHRASES = {
 }
 """Pattern in docstrings, comments, messages and docs, in any case -> what is written instead."""
 
+EXCEPTIONS = {
+    ("lightning_distrec/checkpoint/tools/torch_file.py", "tell"): "a method of Python's files",
+    ("lightning_distrec/checkpoint/tools/describe.py", r"\bcuts?\b"): "a key in markers on disk",
+}
+"""File and key of a table -> why the word stays there."""
+
 NOT_YET: set[str] = {
     r"\b(?:ids|rows|gradients) (?:that )?(?:travel|travels|travelled)\b",
     r"\banew\b",
@@ -101,7 +107,6 @@ NOT_YET: set[str] = {
     r"\bkeep_whole\b",
     r"\bkept whole\b|\bstays? whole\b|\bare whole\b|\bis whole\b",
     r"\blook[- ]ahead\b",
-    r"\bnobody\b",
     r"\bowners?\b",
     r"\bpieces?\b",
     r"\breckon\w*",
@@ -112,6 +117,7 @@ NOT_YET: set[str] = {
     r"\btells?\b|\btelling\b",
     r"\bthaw\w*",
     r"\btold\b",
+    r"\bwhat nobody\b|\bnobody knows\b",
     r"\bwhole tables?\b|\btables? whole\b",
     "agreement",
     "anew",
@@ -132,7 +138,6 @@ NOT_YET: set[str] = {
     "owned",
     "owner",
     "owners",
-    "parted",
     "piece",
     "pieces",
     "reckoned",
@@ -200,7 +205,7 @@ def old_words(root: Path) -> Iterator[Hit]:
 
 def test_no_old_word_comes_back() -> None:
     instead = NAMES | PHRASES
-    found = [hit for hit in old_words(ROOT) if hit[2] not in NOT_YET]
+    found = [hit for hit in old_words(ROOT) if hit[2] not in NOT_YET and (hit[0], hit[2]) not in EXCEPTIONS]
     assert not found, "\n" + "\n".join(f"{file}:{line}: '{key}': write {instead[key]}" for file, line, key in found)
 
 
