@@ -7,6 +7,8 @@ import pytest
 import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.ranks import stop_warm_ranks
+
 
 class FilesTogether(LoadScopeScheduling):
     """A file's tests share what its fixtures made. There is one Slurm, and one pair of two machines' addresses."""
@@ -23,8 +25,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _leave_no_group() -> Iterator[None]:
-    """Trainers of one rank leave a process group in the tests' own process, which the next file must not find."""
+def _end_ranks_and_group() -> Iterator[None]:
+    """Warm ranks, and the process group that trainers of one rank leave, end with the file that has made them."""
     yield
+    stop_warm_ranks()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -48,15 +48,17 @@ def place_of(breakage: Breakage, root: Path) -> tuple[Path, str, str]:
     """
     files = [file for part in ("lightning_distrec", "recipes") for file in sorted((root / part).rglob("*.py"))]
     files = [file for file in files if file.match(breakage.file)]
+    # Wherever the formatter may have broken the line.
+    find = breakage.find.replace(" ", r"\s+").replace(r"\(", r"\(\s*").replace(r"\)", r",?\s*\)")
     found = [(file, file.read_text()) for file in files]
-    found = [(file, text) for file, text in found if re.search(breakage.find, text)]
-    count = sum(len(re.findall(breakage.find, text)) for _, text in found)
+    found = [(file, text) for file, text in found if re.search(find, text)]
+    count = sum(len(re.findall(find, text)) for _, text in found)
     if count != 1:
         raise ValueError(
             f"{breakage.name}: {breakage.find!r} matches {count} times in {breakage.file} ({len(files)} files)"
         )
     file, text = found[0]
-    broken = re.sub(breakage.find, breakage.replace, text)
+    broken = re.sub(find, breakage.replace, text)
     if broken == text:
         raise ValueError(f"{breakage.name} changes nothing")
     compile(broken, str(file), "exec")

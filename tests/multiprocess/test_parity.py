@@ -13,7 +13,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, seeded, train_sharded, train_unsharded
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import limit_of
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_warm_ranks
 
 STEPS = 8
 CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel")
@@ -106,7 +106,7 @@ def _train(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @pytest.mark.parametrize(("name", "num_ranks"), slow_except(USUAL, product(OPTIMIZERS, (2, 3))))
 def test_sharded_weights_equal_those_of_one_unsharded_process(name: str, num_ranks: int) -> None:
-    state, kinds = run_on_ranks(_train, num_ranks, name)[0]
+    state, kinds = run_on_warm_ranks(_train, num_ranks, name)[0]
     optimizer, options, kind = OPTIMIZERS[name]
     start = seeded(EveryCut, optimizer, options, cuts_for(name))
     wanted = train_unsharded(start, STEPS, num_ranks).final_state
@@ -143,7 +143,7 @@ def _train_sequences(name: str, cuts: tuple[str, ...]) -> dict[str, Any]:
 )
 def test_sharded_sequence_tables_equal_those_of_one_unsharded_process(name: str, num_ranks: int) -> None:
     cuts = ("table_wise", "row_wise") + (() if name == "RowWiseAdagrad" else ("column_wise",))
-    sharded = run_on_ranks(_train_sequences, num_ranks, name, cuts)[0]
+    sharded = run_on_warm_ranks(_train_sequences, num_ranks, name, cuts)[0]
     optimizer, options, _ = OPTIMIZERS[name]
     wanted = train_unsharded(seeded(SequenceModel, optimizer, options), STEPS, num_ranks).final_state
     for cut, state in sharded.items():

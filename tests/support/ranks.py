@@ -4,14 +4,17 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy
 import torch
 
 from tests.support.limits import LIMIT_SECONDS
@@ -65,9 +68,32 @@ def run_each_on_ranks(
 ) -> list[dict[str, Any]]:
     """Return what each call returns on each rank, made one after the other by the same ranks, which costs one start.
 
-    calls: of each, the function and its arguments. Otherwise as `run_on_ranks`.
+    calls: of each, the function and its arguments. Otherwise as `run_on_warm_ranks`.
     """
-    return run_on_ranks(_call_each, num_ranks, calls, timeout_seconds=timeout_seconds)
+    return run_on_warm_ranks(_call_each, num_ranks, calls, timeout_seconds=timeout_seconds)
+
+
+def run_on_warm_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = LIMIT_SECONDS
+) -> list[Any]:
+    """As `run_on_ranks`, on ranks that stay for the next call of the same test file: that spares their start.
+
+    They keep their process group and what modules remember; environment, random numbers and warnings begin as in new
+    ranks. After a failure the next call gets new ones.
+    """
+    if num_ranks not in _warm:
+        _warm[num_ranks] = WarmRanks(num_ranks)
+    try:
+        return _warm[num_ranks].call(function, args, timeout_seconds)
+    except BaseException:
+        _warm.pop(num_ranks).kill()
+        raise
+
+
+def stop_warm_ranks() -> None:
+    """End the ranks that `run_on_warm_ranks` has kept."""
+    while _warm:
+        _warm.popitem()[1].stop()
 
 
 def rank_and_num_ranks() -> tuple[int, int]:
@@ -75,27 +101,102 @@ def rank_and_num_ranks() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["TEST_NUM_RANKS"])
 
 
+class WarmRanks:
+    """Ranks that run one function after the other."""
+
+    def __init__(self, num_ranks: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._pipes, ends = zip(*(context.Pipe() for _ in range(num_ranks)), strict=True)
+        self._processes = [
+            context.Process(target=_serve, args=(end, rank, num_ranks), daemon=True) for rank, end in enumerate(ends)
+        ]
+        for process, end in zip(self._processes, ends, strict=True):
+            process.start()
+            end.close()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float) -> list[Any]:
+        """Return what the function returns on each rank. Raises RankFailed."""
+        with tempfile.TemporaryDirectory() as folder:
+            port = free_port()
+            for pipe in self._pipes:
+                pipe.send((function, args, port, folder))
+            late = _wait(self._processes, folder, timeout_seconds, self._pipes)
+            for rank in range(len(self._pipes)):
+                sys.stderr.write(_read(folder, rank, "stderr"))
+            return _results(self._processes, folder, late, timeout_seconds, expected_exit=None)
+
+    def stop(self) -> None:
+        """Let them leave their group and end."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=FAREWELL_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End them at once."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+_warm: dict[int, WarmRanks] = {}
+
+
+def _serve(pipe: Any, rank: int, num_ranks: int) -> None:
+    gc.freeze()
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)
+    start = dict(os.environ), os.getcwd(), list(warnings.filters)
+    random_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    while (call := pipe.recv()) is not None:
+        function, args, port, folder = call
+        environment, directory, warnings.filters[:] = start
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+        torch.set_rng_state(random_state[0])
+        random.setstate(random_state[1])
+        numpy.random.set_state(random_state[2])
+        for module in list(sys.modules.values()):
+            vars(module).get("__warningregistry__", {}).clear()
+        stack = _set_up_rank(rank, num_ranks, port, folder)
+        _run_and_save(function, args, rank, folder)
+        gc.collect()
+        pipe.send(True)
+        stack.close()
+    _leave_group()
+
+
 def _call_each(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: function(*args) for name, (function, *args) in calls.items()}
 
 
-def _wait(processes: list[Any], folder: str, timeout_seconds: float) -> list[int]:
+def _wait(processes: list[Any], folder: str, timeout_seconds: float, pipes: Sequence[Any] = ()) -> list[int]:
+    """Return the ranks that are late. pipes: of ranks that stay, which say by them that they are done."""
     deadline = time.monotonic() + timeout_seconds
+    done: set[int] = set()
     while time.monotonic() < deadline:
-        if all(not p.is_alive() for p in processes):
+        for rank, pipe in enumerate(pipes):
+            if rank not in done and processes[rank].is_alive() and pipe.poll() and pipe.recv():
+                done.add(rank)
+        if all(rank in done or not p.is_alive() for rank, p in enumerate(processes)):
             return []
         if any(p.exitcode not in (None, 0) for p in processes):
             # Give the others a moment to fail by themselves: what they say is part of what is tested.
             deadline = min(deadline, time.monotonic() + FAREWELL_SECONDS)
         time.sleep(0.02)
-    late = [rank for rank, p in enumerate(processes) if p.is_alive()]
+    late = [rank for rank, p in enumerate(processes) if p.is_alive() and rank not in done]
     for rank in late:
         os.kill(processes[rank].pid, 10)  # SIGUSR1: faulthandler writes the stack
     time.sleep(0.5)
     return late
 
 
-def _results(processes: list[Any], folder: str, late: list[int], timeout_seconds: float) -> list[Any]:
+def _results(
+    processes: list[Any], folder: str, late: list[int], timeout_seconds: float, expected_exit: int | None = 0
+) -> list[Any]:
     results, problems = [], []
     for rank, process in enumerate(processes):
         out, stack = Path(folder) / f"{rank}.pt", _read(folder, rank, "stack")
@@ -103,7 +204,7 @@ def _results(processes: list[Any], folder: str, late: list[int], timeout_seconds
             problems.append(f"--- rank {rank} raised:\n{error}")
         elif rank in late:
             problems.append(f"--- rank {rank} was not done after {timeout_seconds} s:\n{stack}")
-        elif process.exitcode != 0 or not out.exists():
+        elif process.exitcode != expected_exit or not out.exists():
             last = _read(folder, rank, "stderr")[-2000:]
             problems.append(f"--- rank {rank} ended with exit code {process.exitcode}:\n{stack}{last}")
         else:
@@ -121,11 +222,21 @@ def _read(folder: str, rank: int, kind: str) -> str:
 def _run(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, num_ranks: int, port: int, folder: str
 ) -> None:
-    with open(f"{folder}/{rank}.stderr", "w") as stderr:
-        os.dup2(stderr.fileno(), 2)
     # What was imported before the fork is not looked through for garbage by each rank: that would copy its memory.
     gc.freeze()
-    stack = open(f"{folder}/{rank}.stack", "w")  # noqa: SIM115  open until the process ends
+    torch.set_num_threads(1)
+    # Workers of dataloaders start as in a user's script; as children of a fork server each would import torch anew.
+    multiprocessing.set_start_method("fork", force=True)
+    _stack = _set_up_rank(rank, num_ranks, port, folder)  # open until the process ends
+    _run_and_save(function, args, rank, folder)
+    _leave_group()
+
+
+def _set_up_rank(rank: int, num_ranks: int, port: int, folder: str) -> IO[str]:
+    """Give this process a rank's variables, and files for its stderr and its stack; returns the latter."""
+    with open(f"{folder}/{rank}.stderr", "w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    stack = open(f"{folder}/{rank}.stack", "w")  # noqa: SIM115  the caller closes it
     faulthandler.enable(stack)
     faulthandler.register(10, stack)
     os.environ.update(
@@ -140,9 +251,10 @@ def _run(
         TEST_NUM_RANKS=str(num_ranks),
     )
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    torch.set_num_threads(1)
-    # Workers of dataloaders start as in a user's script; as children of a fork server each would import torch anew.
-    multiprocessing.set_start_method("fork", force=True)
+    return stack
+
+
+def _run_and_save(function: Callable[..., Any], args: tuple[Any, ...], rank: int, folder: str) -> None:
     try:
         result = function(*args)
     except BaseException as error:
@@ -151,7 +263,6 @@ def _run(
         sys.stdout.flush()
         os._exit(1)
     torch.save(result, f"{folder}/{rank}.pt")
-    _leave_group()
 
 
 def _leave_group() -> None:
