@@ -23,7 +23,7 @@ from tests.support.click_model import (
     seeded,
     train_sharded,
 )
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.saved import whole_checkpoint
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
@@ -90,7 +90,7 @@ def _moving(optimizer: Any, folder: str, fits: int) -> tuple[dict[str, Tensor], 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
 def test_a_moving_average_is_that_of_the_unsharded_run(optimizer: Any, tmp_path: Path) -> None:
-    found = run_on_ranks(_moving, 2, optimizer, str(tmp_path), 1)
+    found = run_on_warm_ranks(_moving, 2, optimizer, str(tmp_path), 1)
     reference = Reference(optimizer, EPOCHS)
     limit = 1e-6 if optimizer is SGD else 1e-5
     # The callback moves the average into the model before the model's own on_train_end.
@@ -103,7 +103,7 @@ def test_a_moving_average_is_that_of_the_unsharded_run(optimizer: Any, tmp_path:
 
 
 def test_a_second_fit_averages_again() -> None:
-    found = run_on_ranks(_moving, 2, SGD, "", 2)[0][0]
+    found = run_on_warm_ranks(_moving, 2, SGD, "", 2)[0][0]
     first = Reference(SGD, EPOCHS)
     again = seeded(Averaged, *SGD)
     again.load_state_dict(first.state)
@@ -123,7 +123,7 @@ def _stochastic(optimizer: Any) -> dict[str, Tensor]:
 
 
 def test_stochastic_weight_averaging_is_that_of_the_unsharded_run() -> None:
-    found = run_on_ranks(_stochastic, 2, SGD)[0]
+    found = run_on_warm_ranks(_stochastic, 2, SGD)[0]
     model = seeded(Averaged, *SGD)
     stepper = model.configure_optimizers()
     averaged, scheduler = AveragedModel(model), None
@@ -156,7 +156,7 @@ def _summaries() -> tuple[str, str, int]:
 
 
 def test_summaries_count_whole_tables() -> None:
-    plain, rich, local = run_on_ranks(_summaries, 2)[0]
+    plain, rich, local = run_on_warm_ranks(_summaries, 2)[0]
     of_tables = 60 * 16 + 37 * 8 + 11 * 8
     assert local < of_tables  # what a rank has is less, also after the summary
     whole = of_tables + 56 * 16 + 16
@@ -179,4 +179,4 @@ def _copies() -> str:
 
 
 def test_a_deep_copy_has_no_rows_and_says_so_when_it_is_called() -> None:
-    assert "its tables hold no rows" in run_on_ranks(_copies, 2)[0]
+    assert "its tables hold no rows" in run_on_warm_ranks(_copies, 2)[0]

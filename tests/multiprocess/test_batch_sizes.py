@@ -19,7 +19,7 @@ from tests.support.click_model import (
     train_sharded,
 )
 from tests.support.parameters import slow_except
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.02})
@@ -95,7 +95,7 @@ def _unsharded(kind: type, optimizer: Any) -> ClickModel:
 def test_any_number_of_ranks_gives_the_same_losses_on_the_same_batches(
     kind: type, optimizer: Any, num_ranks: int
 ) -> None:
-    found = run_on_ranks(_train, num_ranks, kind, optimizer, False, {})
+    found = run_on_warm_ranks(_train, num_ranks, kind, optimizer, False, {})
     wanted = _unsharded(kind, optimizer)
     losses = [sum(of_ranks) / num_ranks for of_ranks in zip(*(losses for _, losses in found), strict=True)]
     assert losses == pytest.approx(wanted.losses, abs=1e-6)
@@ -116,13 +116,13 @@ def test_any_number_of_ranks_gives_the_same_losses_on_the_same_batches(
 def test_unequal_batches_give_the_mean_or_sum_over_the_global_batch(
     kind: type, optimizer: Any, strategy: dict[str, Any], num_ranks: int
 ) -> None:
-    found = run_on_ranks(_train, num_ranks, kind, optimizer, True, strategy)[0][0]
+    found = run_on_warm_ranks(_train, num_ranks, kind, optimizer, True, strategy)[0][0]
     wanted = _unsharded(kind, optimizer).state_dict()
     assert max(largest_difference(found, wanted).values()) <= (1e-6 if optimizer is SGD else 1e-5)
 
 
 def test_rank_mean_is_the_mean_of_the_ranks_means() -> None:
-    found = run_on_ranks(_train, 2, ClickModel, SGD, True, {"loss_reduction": "rank_mean"})[0][0]
+    found = run_on_warm_ranks(_train, 2, ClickModel, SGD, True, {"loss_reduction": "rank_mean"})[0][0]
     model = seeded(ClickModel, *SGD)
     stepper = model.configure_optimizers()
     for step in range(STEPS):

@@ -22,7 +22,7 @@ from tests.support.click_model import (
     seeded,
 )
 from tests.support.plain_loop import OPTIMIZERS, USUAL, State, global_batches, limit_of, loss_of, train_plain
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_ddp_trainer, make_trainer
 
 BOTH = {"sharded": make_trainer, "ddp": make_ddp_trainer}
@@ -91,7 +91,7 @@ def _monitored(folder: str) -> dict[str, State]:
 
 
 def test_learning_rates_are_logged_and_followed_as_under_ddp(tmp_path: Path) -> None:
-    states = run_on_ranks(_monitored, 2, str(tmp_path))[0]
+    states = run_on_warm_ranks(_monitored, 2, str(tmp_path))[0]
     for name in USUAL:
         logged = {}
         for place in BOTH:
@@ -124,7 +124,7 @@ def _timed() -> tuple[int, float, State]:
 
 
 def test_a_timer_stops_all_ranks_at_the_same_step() -> None:
-    found = run_on_ranks(_timed, 2)
+    found = run_on_warm_ranks(_timed, 2)
     assert [steps for steps, _, _ in found] == [3, 3]
     assert all(0 < seconds < 60 for _, seconds, _ in found[1:])
     wanted = train_plain(seeded(ClickModel, *OPTIMIZERS["SGD"]), global_batches(3))
@@ -144,7 +144,7 @@ def _profiled(folder: str) -> dict[str, State]:
 
 
 def test_profilers_report_every_batch_and_change_no_number(tmp_path: Path) -> None:
-    found = run_on_ranks(_profiled, 2, str(tmp_path))[0]
+    found = run_on_warm_ranks(_profiled, 2, str(tmp_path))[0]
     for title, state in found.items():
         name, kind = title.split()
         wanted = train_plain(seeded(ClickModel, *OPTIMIZERS[name]), global_batches(6))
@@ -224,7 +224,7 @@ def _tune(optimizer: str) -> str:
 
 
 def test_lightning_refuses_the_batch_size_finder_before_the_first_step() -> None:
-    for said in run_on_ranks(_tune, 2, "SGD"):
+    for said in run_on_warm_ranks(_tune, 2, "SGD"):
         assert said.startswith(
             "MisconfigurationException: The Batch size finder is not supported with distributed strategies"
         )

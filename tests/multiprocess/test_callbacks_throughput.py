@@ -19,7 +19,7 @@ from lightning_distrec.callbacks.communication import in_bytes, print_table
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS, IDS, KINDS, OTHER, ROW_GRADIENTS, ROWS
 from lightning_distrec.errors import ConfigError
 from tests.support.click_model import FEATURES, ClickModel, make_batch, seeded
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_ddp_trainer, make_trainer
 
 WORD = 8
@@ -143,7 +143,7 @@ def test_samples_per_second_are_those_of_all_ranks(on_two: dict[str, Any]) -> No
 
 
 def test_bytes_across_nodes_follow_local_world_size() -> None:
-    for rank, found in enumerate(run_on_ranks(_fit, 4, "", 1, False, 2)):
+    for rank, found in enumerate(run_on_warm_ranks(_fit, 4, "", 1, False, 2)):
         sent, across = found["sent"], found["across"]
         away = [(3 + 4), (3 + 4), (1 + 2), (1 + 2)][rank]
         assert across[IDS] == away * WORD

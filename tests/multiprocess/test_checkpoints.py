@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.saved import whole_checkpoint
 from tests.support.trainers import make_trainer
 
@@ -33,12 +33,12 @@ def _save_and_test(folder: str) -> dict[str, Any]:
 
 
 def test_a_checkpoint_loads_strictly_into_the_unsharded_module_and_back_into_shards(tmp_path: Path) -> None:
-    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
+    found = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
     assert found[0]["best"] == pytest.approx(found[0]["score"], abs=1e-7)
     checkpoint = torch.load(found[0]["path"], weights_only=True)
     model = EvaluatedModel(*SGD)
     model.load_state_dict(checkpoint["state_dict"], strict=True)
-    resumed = run_on_ranks(_test_from, 3, found[0]["path"])
+    resumed = run_on_warm_ranks(_test_from, 3, found[0]["path"])
     assert resumed[0] == pytest.approx(found[0]["score"], abs=0.2)
 
 
@@ -58,9 +58,9 @@ def _load_what_does_not_fit(path: str) -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_names_what_is_missing(tmp_path: Path) -> None:
-    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
+    found = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
     with pytest.raises(RankFailed, match=r"CheckpointError: .*missing \['extra.weight', 'extra.bias'\]"):
-        run_on_ranks(_load_what_does_not_fit, 2, found[0]["path"])
+        run_on_warm_ranks(_load_what_does_not_fit, 2, found[0]["path"])
 
 
 def _save_after_fit(path: str) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ def _save_after_fit(path: str) -> dict[str, torch.Tensor]:
 
 
 def test_save_checkpoint_after_fit_holds_every_ranks_rows(tmp_path: Path) -> None:
-    wanted = run_on_ranks(_save_after_fit, 2, str(tmp_path / "after.ckpt"))[0]
+    wanted = run_on_warm_ranks(_save_after_fit, 2, str(tmp_path / "after.ckpt"))[0]
     found = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -94,7 +94,7 @@ def _run_many() -> int:
 
 def test_shards_go_when_the_module_and_trainer_go() -> None:
     # Lightning itself keeps the last trainer's hooks; what counts is that runs do not pile up.
-    assert max(run_on_ranks(_run_many, 2)) <= 1
+    assert max(run_on_warm_ranks(_run_many, 2)) <= 1
 
 
 def _validate_loaded(path: str) -> float:
@@ -107,8 +107,8 @@ def _validate_loaded(path: str) -> float:
 
 
 def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
-    found = run_on_ranks(_save_and_test, 2, str(tmp_path))
-    assert run_on_ranks(_validate_loaded, 2, found[0]["path"])[0] == pytest.approx(found[0]["score"], abs=1e-6)
+    found = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
+    assert run_on_warm_ranks(_validate_loaded, 2, found[0]["path"])[0] == pytest.approx(found[0]["score"], abs=1e-6)
 
 
 def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ CUTS = {"wide": "column_wise", "narrow": "row_wise", "shared": "table_wise"}
 
 
 def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_cut(tmp_path: Path) -> None:
-    wanted = run_on_ranks(_save_in_small_chunks, 3, str(tmp_path / "chunks.ckpt"))[0]
+    wanted = run_on_warm_ranks(_save_in_small_chunks, 3, str(tmp_path / "chunks.ckpt"))[0]
     found = torch.load(tmp_path / "chunks.ckpt", weights_only=True)["state_dict"]
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -151,7 +151,7 @@ def _save_without_room(path: str) -> str:
 
 
 def test_tables_that_do_not_fit_rank_zeros_host_are_told_on_every_rank(tmp_path: Path) -> None:
-    for said in run_on_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
+    for said in run_on_warm_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
         assert said.startswith("CheckpointError: ")
         assert "a checkpoint in one file gathers the tables on rank 0: 5,376 bytes" in said
 
@@ -184,13 +184,13 @@ def _fail(folder: str, only_rank: int | None) -> str:
 
 
 def test_an_exception_of_all_ranks_is_followed_by_a_checkpoint(tmp_path: Path) -> None:
-    assert run_on_ranks(_fail, 2, str(tmp_path), None) == ["3", "3"]
+    assert run_on_warm_ranks(_fail, 2, str(tmp_path), None) == ["3", "3"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_of_one_rank_is_seen_soon_and_saves_nothing(tmp_path: Path, rank: int) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_fail, 2, str(tmp_path), rank)
+        run_on_warm_ranks(_fail, 2, str(tmp_path), rank)
     assert "ValueError: on purpose" in str(failed.value)
     assert "CheckpointError: no checkpoint is saved after the exception above" in str(failed.value)
     assert list(tmp_path.iterdir()) == []

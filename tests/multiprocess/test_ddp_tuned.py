@@ -15,7 +15,7 @@ from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
 from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 
@@ -50,7 +50,7 @@ def test_weights_are_those_of_one_process_with_the_batches_of_all() -> None:
     alone = BareAndTied()
     trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | FEWER_STEPS)
     trainer.fit(alone, whole_batches(2))
-    for _, weights in run_on_ranks(_fit_with, 2, "BareAndTied", {}, FEWER_STEPS):
+    for _, weights in run_on_warm_ranks(_fit_with, 2, "BareAndTied", {}, FEWER_STEPS):
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=name)
 
@@ -62,7 +62,7 @@ def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> O
 @pytest.mark.parametrize(("comm_dtype", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_gradients_travel_and_are_added_as_16_bit_numbers(comm_dtype: str, dtype: torch.dtype) -> None:
     settings = {"max_steps": 1, "max_epochs": -1}
-    results = run_on_ranks(_fit_with, 2, "WithoutMomentum", {"comm_dtype": comm_dtype}, settings)
+    results = run_on_warm_ranks(_fit_with, 2, "WithoutMomentum", {"comm_dtype": comm_dtype}, settings)
     pl.seed_everything(5)
     start = WithoutMomentum()
     shares = []
@@ -100,7 +100,7 @@ def _resume(folder: str) -> tuple[list[float], list[float]]:
 
 
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    for straight, resumed in run_on_ranks(_resume, 2, str(tmp_path)):
+    for straight, resumed in run_on_warm_ranks(_resume, 2, str(tmp_path)):
         assert resumed == pytest.approx(straight, abs=1e-6)
 
 

@@ -15,7 +15,7 @@ from lightning_distrec.errors import DataError
 from lightning_distrec.strategies.tables import pooling as estimated_pooling
 from lightning_distrec.strategies.tables import set_up as set_up_tables
 from tests.support.click_model import FEATURES, ClickModel, seeded
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 LOOK = 3
@@ -150,7 +150,7 @@ def _run() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
     """What each rank found."""
-    return run_on_ranks(_run, 2)
+    return run_on_warm_ranks(_run, 2)
 
 
 def test_factors_are_the_plain_means_over_the_batches_of_both_ranks(runs: list[dict[str, Any]]) -> None:

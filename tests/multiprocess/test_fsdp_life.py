@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
 from tests.support.dense_models import Layers, Numbers, loader
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 
@@ -82,7 +82,7 @@ def _saved_and_resumed(folder: str) -> dict[str, list[float]]:
 
 
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    for found in run_on_ranks(_saved_and_resumed, 2, str(tmp_path)):
+    for found in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
         for case, losses in found.items():
             assert losses == pytest.approx(found["straight"], abs=1e-5), case
 
@@ -95,17 +95,17 @@ def _weights_of(path: str) -> dict[str, Tensor]:
 
 
 def test_checkpoints_load_on_any_number_of_ranks(tmp_path: Path) -> None:
-    run_on_ranks(_straight, 2, str(tmp_path))
-    two, *_ = run_on_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
-    three, *_ = run_on_ranks(_weights_of, 3, f"{tmp_path}/step=4.ckpt")
+    run_on_warm_ranks(_straight, 2, str(tmp_path))
+    two, *_ = run_on_warm_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
+    three, *_ = run_on_warm_ranks(_weights_of, 3, f"{tmp_path}/step=4.ckpt")
     _close(two, three)
-    resumed = run_on_ranks(_resumed, 3, f"{tmp_path}/step=4.ckpt")
+    resumed = run_on_warm_ranks(_resumed, 3, f"{tmp_path}/step=4.ckpt")
     assert all(losses for losses in resumed)
 
 
 def test_one_file_is_a_checkpoint_of_lightning(tmp_path: Path) -> None:
-    run_on_ranks(_straight_in_one_file, 2, str(tmp_path))
-    whole, *_ = run_on_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
+    run_on_warm_ranks(_straight_in_one_file, 2, str(tmp_path))
+    whole, *_ = run_on_warm_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
     plain = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     Numbers().load_state_dict(plain["state_dict"])
     _close(whole, plain["state_dict"])

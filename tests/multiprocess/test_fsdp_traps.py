@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from tests.support.dense_models import WIDTH, Numbers, Recording, loader
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 BLOCKS: dict[str, Any] = {"min_num_parameters": 8}
@@ -362,6 +362,6 @@ def _resumes_averages(folder: str) -> list[tuple[State, State]]:
 
 
 def test_averages_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None:
-    for straight, resumed in run_on_ranks(_resumes_averages, 2, str(tmp_path))[0]:
+    for straight, resumed in run_on_warm_ranks(_resumes_averages, 2, str(tmp_path))[0]:
         for name, value in straight.items():
             torch.testing.assert_close(resumed[name], value, atol=1e-6, rtol=1e-6, msg=name)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner.types import CollectiveType
 
 from lightning_distrec.sharding.planning.gloo_bandwidths import GlooBandwidths
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_warm_ranks
 
 NUMBERS = 2**21
 """Float32 numbers that each rank keeps: eight MiB."""
@@ -63,7 +63,7 @@ def _counted() -> dict[str, float]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_reduce_scatter_sends_what_an_all_reduce_does(num_ranks: int) -> None:
-    of_ranks = run_on_ranks(_counted, num_ranks)
+    of_ranks = run_on_warm_ranks(_counted, num_ranks)
     found = {name: sum(counted[name] for counted in of_ranks) for name in of_ranks[0]}
     once = num_ranks * (num_ranks - 1)
     assert found["all_to_all"] == pytest.approx(once, rel=0.1)

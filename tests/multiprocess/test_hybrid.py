@@ -15,7 +15,7 @@ from lightning_distrec.errors import ConfigError
 from tests.support.click_model import ClickModel, EvaluatedModel, SequenceModel, rank_loader, seeded
 from tests.support.dense_models import BareAndTied, loader
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
 STEPS = 7
@@ -123,7 +123,7 @@ def _saved_and_resumed(folder: str) -> dict[str, Any]:
 
 
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    for found in run_on_ranks(_saved_and_resumed, 2, str(tmp_path)):
+    for found in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
         assert found["resumed"] == pytest.approx(found["straight"], abs=1e-6)
         assert found["dense on every rank"] == pytest.approx(found["straight"], abs=1e-6)
         assert found["resumed, validated"] == pytest.approx(found["dense on every rank, validated"], abs=1e-6)
@@ -143,7 +143,7 @@ def _twice_and_averaged() -> dict[str, Any]:
 
 
 def test_further_fits_accumulation_and_averages_are_those_of_dense_layers_under_ddp() -> None:
-    results = run_on_ranks(_twice_and_averaged, 2)
+    results = run_on_warm_ranks(_twice_and_averaged, 2)
     for found in results:
         assert found["fsdp"][0] == pytest.approx(found["ddp"][0], abs=1e-5)
     ours, other = (results[0][name][1] for name in ("fsdp", "ddp"))
@@ -175,6 +175,6 @@ def _without_tables() -> str:
 
 
 def test_a_module_without_tables_is_told_its_strategy() -> None:
-    for said in run_on_ranks(_without_tables, 2):
+    for said in run_on_warm_ranks(_without_tables, 2):
         assert "dense='fsdp': the module has no embedding tables" in said
         assert "strategy='fsdp_tuned'" in said

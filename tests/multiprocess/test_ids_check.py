@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.click_model import ClickModel, SequenceModel, seeded, train_sharded
 from tests.support.parameters import slow_except
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 
 
 class WithBadId(ClickModel):
@@ -42,15 +42,15 @@ def _train(cut: str, mode: str, bad_id: int = 99) -> dict[str, Any]:
 )
 def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_train, 2, cut, "error", bad_id)
+        run_on_warm_ranks(_train, 2, cut, "error", bad_id)
     said = f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table has rows 0 to 36"
     assert str(failed.value).count(said) == 2
 
 
 @pytest.mark.parametrize("mode", slow_except(["warn"], ["warn", "ignore"]))
 def test_row_zero_is_looked_up_in_place_of_an_id_out_of_range(mode: str) -> None:
-    found = [run_on_ranks(_train, 2, cut, mode)[0] for cut in ("table_wise", "row_wise")]
-    wanted = run_on_ranks(_train, 2, "table_wise", "error", 0)[0]
+    found = [run_on_warm_ranks(_train, 2, cut, mode)[0] for cut in ("table_wise", "row_wise")]
+    wanted = run_on_warm_ranks(_train, 2, "table_wise", "error", 0)[0]
     for state in found:
         assert max(float((state[key] - wanted[key]).abs().max()) for key in wanted) <= 1e-6
 
@@ -65,7 +65,7 @@ def _train_sequences() -> None:
 
 def test_sequence_tables_are_checked_too() -> None:
     with pytest.raises(RankFailed, match="feature 'c' of table 'ebc.narrow' has the id 99"):
-        run_on_ranks(_train_sequences, 2)
+        run_on_warm_ranks(_train_sequences, 2)
 
 
 def _warned() -> list[str]:
@@ -78,7 +78,7 @@ def _warned() -> list[str]:
 
 
 def test_the_warning_comes_from_the_rank_that_has_the_ids() -> None:
-    first, second = run_on_ranks(_warned, 2)
+    first, second = run_on_warm_ranks(_warned, 2)
     assert first == []
     assert len(second) == 1
     assert "feature 'c' of table 'ebc.narrow' has the id 99" in second[0]

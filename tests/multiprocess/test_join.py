@@ -18,7 +18,7 @@ from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
 from tests.support.dense_models import KINDS, WIDTH, BareAndTied, Recording, samples
 from tests.support.dense_runs import Outcome, check_same
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 LENGTHS = {2: (3, 5), 3: (4, 2, 5)}
@@ -170,7 +170,7 @@ def _buffers() -> dict[str, Tensor]:
 
 def test_buffers_are_those_of_a_rank_that_has_batches() -> None:
     lengths = LENGTHS[2]
-    first, other = run_on_ranks(_buffers, 2)
+    first, other = run_on_warm_ranks(_buffers, 2)
     assert first["net.1.num_batches_tracked"] == other["net.1.num_batches_tracked"] == 2 * max(lengths)
     for name, value in first.items():
         torch.testing.assert_close(value, other[name], msg=name)
@@ -205,7 +205,7 @@ class Predicting(Evaluated):
 
 
 def test_logged_means_are_those_over_all_batches_and_no_more() -> None:
-    results = run_on_ranks(_logged, 2)
+    results = run_on_warm_ranks(_logged, 2)
     losses = [loss for of_rank in results for loss in of_rank["losses"]]
     for of_rank in results:
         assert of_rank["train"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
@@ -232,8 +232,8 @@ def _resumed(path: str) -> Outcome:
 
 
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    straight = run_on_ranks(_saved, 2, str(tmp_path))
-    for rank, (losses, weights) in enumerate(run_on_ranks(_resumed, 2, f"{tmp_path}/epoch=0.ckpt")):
+    straight = run_on_warm_ranks(_saved, 2, str(tmp_path))
+    for rank, (losses, weights) in enumerate(run_on_warm_ranks(_resumed, 2, f"{tmp_path}/epoch=0.ckpt")):
         assert losses == pytest.approx(straight[rank][0][LENGTHS[2][rank] :], abs=1e-6)
         check_same(([], weights), ([], straight[rank][1]))
 
@@ -301,7 +301,7 @@ def _fails_on_one() -> None:
 
 def test_a_loader_that_fails_after_anothers_end_is_named_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_fails_on_one, 2)
+        run_on_warm_ranks(_fails_on_one, 2)
     assert "DataError: the dataloader of rank 1 failed at batch 4: OSError: the disk went away" in str(failed.value)
 
 
@@ -314,7 +314,7 @@ def _without_any(form: str) -> None:
 @pytest.mark.parametrize("form", ["sized", "stream"])
 def test_a_rank_without_any_batch_is_an_error_on_every_rank(form: str) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_without_any, 2, form)
+        run_on_warm_ranks(_without_any, 2, form)
     assert str(failed.value).count("needs a first one of all. Give every rank at least one batch") >= 2
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_distrec.errors import OptimizerError
 from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
 from tests.support.embedding_models import whole_state
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS_PER_EPOCH, EPOCHS = 5, 3
@@ -58,7 +58,7 @@ def _train(schedule: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["step", "warm-up", "epoch", "plateau"])
 def test_schedules_reach_fused_tables_before_the_forward_that_uses_them(schedule: str) -> None:
-    found = run_on_ranks(_train, 2, schedule)[0]
+    found = run_on_warm_ranks(_train, 2, schedule)[0]
     model = seeded(ScheduledModel, schedule)
     optimizer, scheduler = model.optimizer_and_scheduler()
     for _epoch in range(EPOCHS):
@@ -90,7 +90,7 @@ def _train_with_decay_added_later() -> None:
 
 def test_a_hyperparameter_that_changes_while_training_is_told() -> None:
     with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: table 'ebc.*weight_decay=0.1"):
-        run_on_ranks(_train_with_decay_added_later, 2)
+        run_on_warm_ranks(_train_with_decay_added_later, 2)
 
 
 class RateOfTheStep(pl.LightningModule):
@@ -123,8 +123,8 @@ def _train_with_rates_of_steps(depth: int) -> dict[str, Tensor]:
 
 
 def test_a_rate_that_is_set_inside_of_the_step_is_used_in_it_also_where_only_one_rank_has_rows() -> None:
-    plain = run_on_ranks(_train_with_rates_of_steps, 2, 1)[0]
-    ahead = run_on_ranks(_train_with_rates_of_steps, 2, 3)[0]
+    plain = run_on_warm_ranks(_train_with_rates_of_steps, 2, 1)[0]
+    ahead = run_on_warm_ranks(_train_with_rates_of_steps, 2, 3)[0]
     assert all(torch.equal(plain[name], ahead[name]) for name in plain)
     reference = RateOfTheStep()
     optimizer = torch.optim.SGD(reference.parameters(), lr=1.0)

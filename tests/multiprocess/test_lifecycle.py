@@ -25,7 +25,7 @@ from tests.support.click_model import (
     train_unsharded,
 )
 from tests.support.embedding_models import whole_state
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 
@@ -57,7 +57,7 @@ def _every_order() -> dict[str, Any]:
 
 
 def test_fit_validate_test_and_predict_work_in_any_order_and_twice() -> None:
-    found = run_on_ranks(_every_order, 2)
+    found = run_on_warm_ranks(_every_order, 2)
     start = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
     assert found[0]["before"] == pytest.approx(sum(_losses(start, range(4))) / 4, abs=1e-6)
     for rank in range(2):
@@ -105,7 +105,7 @@ def _manual() -> tuple[dict[str, Tensor], set[str]]:
 
 
 def test_manual_optimization_with_two_optimizers_equals_unsharded() -> None:
-    found, steps = run_on_ranks(_manual, 2)[0]
+    found, steps = run_on_warm_ranks(_manual, 2)[0]
     model = seeded(ManualModel, torch.optim.Adagrad, {"lr": 0.1})
     tables, dense = model.configure_optimizers()
     for step in range(10):
@@ -125,7 +125,7 @@ def _bf16() -> dict[str, Tensor]:
 
 
 def test_bf16_mixed_is_no_further_from_float32_than_the_unsharded_run_in_bf16() -> None:
-    found = run_on_ranks(_bf16, 2)[0]
+    found = run_on_warm_ranks(_bf16, 2)[0]
     start = seeded(ClickModel, torch.optim.SGD, {"lr": 1.0})
     exact = train_unsharded(start, 10, 2).final_state
     rounded = train_unsharded(start, 10, 2, lambda: torch.autocast("cpu", torch.bfloat16)).final_state
@@ -153,7 +153,7 @@ def _evaluation_counters() -> list[int]:
 
 
 def test_evaluation_leaves_the_optimizers_step_counters_alone() -> None:
-    for counters in run_on_ranks(_evaluation_counters, 2):
+    for counters in run_on_warm_ranks(_evaluation_counters, 2):
         assert counters == [5, 5, 10, 10]
 
 
@@ -193,7 +193,7 @@ def _typed() -> None:
 
 
 def test_outputs_have_the_real_types_keys_and_column_order() -> None:
-    run_on_ranks(_typed, 2)
+    run_on_warm_ranks(_typed, 2)
 
 
 class ReorderedModel(ClickModel):
@@ -220,7 +220,7 @@ def _reordered() -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_features_may_come_in_another_order_at_every_call() -> None:
-    found, predicted = run_on_ranks(_reordered, 2)[0]
+    found, predicted = run_on_warm_ranks(_reordered, 2)[0]
     reference = train_unsharded(seeded(ReorderedModel, torch.optim.SGD, {"lr": 1.0}), 10, 2)
     assert max(largest_difference(found, reference.final_state).values()) <= 1e-6
     torch.testing.assert_close(predicted, reference(make_batch(0)).detach(), atol=1e-5, rtol=0)
@@ -274,7 +274,7 @@ def _nested() -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def test_nested_shared_and_frozen_collections_and_param_groups_equal_unsharded() -> None:
-    found, kinds = run_on_ranks(_nested, 2)[0]
+    found, kinds = run_on_warm_ranks(_nested, 2)[0]
     model = seeded(NestedModel)
     optimizer = model.configure_optimizers()
     for step in range(10):
@@ -310,7 +310,7 @@ class PlainModel(pl.LightningModule):
 
 
 def test_a_module_without_tables_trains_as_under_ddp() -> None:
-    found = run_on_ranks(_plain_ddp, 2)
+    found = run_on_warm_ranks(_plain_ddp, 2)
     weight = torch.ones(2, requires_grad=True)
     for step in range(5):
         loss = sum((torch.full((4, 2), float(rank + step)) @ weight).pow(2).mean() for rank in range(2)) / 2

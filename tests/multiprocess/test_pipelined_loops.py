@@ -9,7 +9,7 @@ from tests.support import pipelined_faults as faults
 from tests.support.parameters import slow_except
 from tests.support.pipelined_runs import Seen, differences
 from tests.support.pipelined_scenarios import SCENARIOS, UNEVEN
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_warm_ranks
 
 AS_DEPTH_1 = [name for name in SCENARIOS if name != "saved unsized"]
 RAISES = [name for name in UNEVEN if "error" in name]
@@ -51,17 +51,17 @@ def assert_equal_to_depth_1(found: list[dict[str, dict[int, Seen]]]) -> None:
 
 @pytest.mark.parametrize("names", _parts(AS_DEPTH_1, 5), ids=lambda names: names[0])
 def test_loops_see_what_they_see_without_a_pipeline(names: list[str]) -> None:
-    assert_equal_to_depth_1(run_on_ranks(_runs, 2, names, (1, 3)))
+    assert_equal_to_depth_1(run_on_warm_ranks(_runs, 2, names, (1, 3)))
 
 
 @pytest.mark.parametrize("depth", slow_except([4], [2, 4]))
 def test_any_depth_sees_the_same_on_three_ranks(depth: int) -> None:
     names = ["val_check_interval unsized", "on_train_batch_start returns -1", "max_size_cycle unsized", "by hand"]
-    assert_equal_to_depth_1(run_on_ranks(_runs, 3, names, (1, depth)))
+    assert_equal_to_depth_1(run_on_warm_ranks(_runs, 3, names, (1, depth)))
 
 
 def test_ids_did_travel_ahead() -> None:
-    for runs in run_on_ranks(_runs, 2, ["three epochs", "dataloader_iter", "several val loaders"], (1, 2, 3)):
+    for runs in run_on_warm_ranks(_runs, 2, ["three epochs", "dataloader_iter", "several val loaders"], (1, 2, 3)):
         for depth in (2, 3):
             # Two lookups in each of twelve steps, but for the first one and those that begin an epoch.
             assert runs["three epochs"][depth].ahead["training 0"] == 18
@@ -73,7 +73,7 @@ def test_ids_did_travel_ahead() -> None:
 @pytest.mark.parametrize("names", _parts(STOPS, 5), ids=lambda names: names[0])
 def test_uneven_inputs_end_where_they_end_without_a_pipeline(names: list[str]) -> None:
     # Where the batches end before the limit, more is known of the last one: that it is the last.
-    found = run_on_ranks(_runs, 3, names, (1, 3))
+    found = run_on_warm_ranks(_runs, 3, names, (1, 3))
     for runs in found:
         for name, by_depth in runs.items():
             assert by_depth[3].trained == by_depth[1].trained, name
@@ -83,7 +83,7 @@ def test_uneven_inputs_end_where_they_end_without_a_pipeline(names: list[str]) -
 
 @pytest.mark.parametrize("names", _parts(RAISES, 5), ids=lambda names: names[0])
 def test_uneven_inputs_raise_what_they_raise_without_a_pipeline(names: list[str]) -> None:
-    for runs in run_on_ranks(_runs, 3, names, (1, 3)):
+    for runs in run_on_warm_ranks(_runs, 3, names, (1, 3)):
         for name, by_depth in runs.items():
             assert by_depth[1].raised.startswith("DataError"), name
             assert by_depth[3].raised == by_depth[1].raised, name
@@ -92,7 +92,7 @@ def test_uneven_inputs_raise_what_they_raise_without_a_pipeline(names: list[str]
 
 
 def test_a_checkpoint_holds_the_state_of_loaders_after_the_batch_that_was_trained() -> None:
-    for runs in run_on_ranks(_runs, 2, ["saved unsized", "saved"], (3,)):
+    for runs in run_on_warm_ranks(_runs, 2, ["saved unsized", "saved"], (3,)):
         for name in ("saved unsized", "saved"):
             saved = runs[name][3].of("saved")
             assert [(step, states) for step, states in saved] == [
@@ -112,7 +112,7 @@ def _run(function: str, arguments: tuple[Any, ...], depth: int) -> Seen:
     ("kind", "depth"), slow_except([("sized", 3), ("unsized", 2)], product(["sized", "unsized"], [2, 3]))
 )
 def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth: int) -> None:
-    first, failed = run_on_ranks(_run, 2, "loader_fails", (kind,), depth)
+    first, failed = run_on_warm_ranks(_run, 2, "loader_fails", (kind,), depth)
     assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away"
     assert failed.raised == "OSError: the disk went away"
     assert len(first.trained) == len(failed.trained) == 3
@@ -120,7 +120,7 @@ def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth
 
 @pytest.mark.parametrize("depth", slow_except([3], [2, 3]))
 def test_a_transfer_hook_that_fails_on_one_rank_is_named_on_the_others(depth: int) -> None:
-    first, failed = run_on_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth)
+    first, failed = run_on_warm_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth)
     assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: ValueError: the user's code failed"
     assert failed.raised == "ValueError: the user's code failed"
     assert len(first.trained) == len(failed.trained) == 3
@@ -135,7 +135,7 @@ ONE_OF_SEVERAL = {
 @pytest.mark.parametrize("depth", slow_except([3], [2, 3, 4]))
 @pytest.mark.parametrize("function", ONE_OF_SEVERAL)
 def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(function: str, depth: int) -> None:
-    first, failed = run_on_ranks(_run, 2, function, (), depth)
+    first, failed = run_on_warm_ranks(_run, 2, function, (), depth)
     count, said = ONE_OF_SEVERAL[function]
     assert first.raised == f"DataError: the dataloader of rank 1 failed at batch {count}: {said}"
     assert failed.raised == said
@@ -146,7 +146,7 @@ def _id_out_of_range() -> dict[int, Seen]:
 
 
 def test_an_id_out_of_range_is_told_on_every_rank_after_the_steps_before_it() -> None:
-    for found in run_on_ranks(_id_out_of_range, 2):
+    for found in run_on_warm_ranks(_id_out_of_range, 2):
         for depth, seen in found.items():
             assert seen.raised.startswith("IdsError: "), depth
             assert seen.raised == found[1].raised, depth
@@ -162,7 +162,7 @@ PLACES = ["before lookups", "after lookups", "batch start", "batch end", "valida
 )
 def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(where: str, at: int) -> None:
     at = 500 + min(at, 2) if where == "validation" else at
-    first, failed = run_on_ranks(_run, 2, "fails", (where, at, (1,)), 3)
+    first, failed = run_on_warm_ranks(_run, 2, "fails", (where, at, (1,)), 3)
     assert failed.raised == "ValueError: the user's code failed"
     assert first.raised  # a connection that was closed, or RankError
 
@@ -173,7 +173,7 @@ def _all_fail() -> dict[str, dict[int, Seen]]:
 
 
 def test_fitting_again_after_an_exception_on_all_ranks_is_as_without_a_pipeline() -> None:
-    assert_equal_to_depth_1(run_on_ranks(_all_fail, 2))
+    assert_equal_to_depth_1(run_on_warm_ranks(_all_fail, 2))
 
 
 def _interrupted() -> str:
@@ -185,4 +185,4 @@ def _interrupted() -> str:
 
 
 def test_a_keyboard_interrupt_on_all_ranks_ends_them() -> None:
-    assert run_on_ranks(_interrupted, 2) == ["exit 1", "exit 1"]
+    assert run_on_warm_ranks(_interrupted, 2) == ["exit 1", "exit 1"]

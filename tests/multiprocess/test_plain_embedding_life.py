@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.click_model import seeded
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded, whole_state
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 5
@@ -77,7 +77,7 @@ def _validation_loss(model: TwoTower, num_ranks: int) -> float:
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in the life of one Nested model."""
-    return run_on_ranks(_live, 2, str(tmp_path_factory.mktemp("life")))
+    return run_on_warm_ranks(_live, 2, str(tmp_path_factory.mktemp("life")))
 
 
 def test_validate_fit_predict_and_a_second_fit_continue_each_other(life: list[dict[str, Any]]) -> None:
@@ -121,4 +121,6 @@ def _evaluate(path: str) -> list[float]:
 
 def test_a_checkpoint_is_evaluated_over_other_ranks_sharded_and_whole(life: list[dict[str, Any]]) -> None:
     model = Nested.load_from_checkpoint(life[0]["path"])
-    assert run_on_ranks(_evaluate, 3, life[0]["path"])[0] == pytest.approx([_validation_loss(model, 3)] * 2, abs=1e-5)
+    assert run_on_warm_ranks(_evaluate, 3, life[0]["path"])[0] == pytest.approx(
+        [_validation_loss(model, 3)] * 2, abs=1e-5
+    )

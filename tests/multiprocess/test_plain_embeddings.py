@@ -16,7 +16,7 @@ from tests.support.embedding_calls import DIM, KINDS, ROWS, UNEQUAL, Arguments, 
 from tests.support.embedding_models import KeepsState, differences, loader, too_far, train_unsharded
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import limit_of
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 CUTS = ("table_wise", "row_wise", "column_wise")
@@ -92,7 +92,7 @@ def test_every_kind_of_call_has_the_weights_of_one_unsharded_process(name: str, 
     kinds = tuple(kind for kind in KINDS if name != "Adam" or "sparse" not in kind)
     # Each kind is cut in another way for each optimizer, so that all pairs of them occur.
     cuts = {kind: CUTS[(list(KINDS).index(kind) + list(OPTIMIZERS).index(name) + num_ranks) % 3] for kind in kinds}
-    state, found = run_on_ranks(_train_every_kind, num_ranks, name, cuts)[0]
+    state, found = run_on_warm_ranks(_train_every_kind, num_ranks, name, cuts)[0]
     assert found == cuts
     start, trained = _train_every_kind_unsharded(name, kinds, num_ranks)
     assert not too_far(state, trained.state_dict(), limit_of(name))

@@ -27,7 +27,7 @@ from tests.support.click_model import (
     seeded,
     train_unsharded,
 )
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.5})
@@ -90,12 +90,12 @@ def _follow(folder: str) -> dict[str, Any]:
 
 
 def test_a_saved_plan_is_followed_bit_by_bit_from_logs_checkpoints_and_the_variable(tmp_path: Path) -> None:
-    first = run_on_ranks(_fit_and_save, 2, str(tmp_path))
+    first = run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
     assert _plans_below(tmp_path) == ["it.ckpt/plan.json", "logs/version_0/plan.json"]
     log, checkpoint = load_plan(tmp_path / "logs" / "version_0"), load_plan(tmp_path / "it.ckpt")
     assert log == checkpoint
     assert {name: table.sharding_type for name, table in log.tables.items()}["ebc.wide"] == "column_wise"
-    for wanted, found in zip(first, run_on_ranks(_follow, 2, str(tmp_path)), strict=True):
+    for wanted, found in zip(first, run_on_warm_ranks(_follow, 2, str(tmp_path)), strict=True):
         assert found.pop("resumed")["plan"] != wanted["plan"]
         for how, same in found.items():
             assert same["plan"] == wanted["plan"], how
@@ -106,7 +106,7 @@ def test_a_saved_plan_is_followed_bit_by_bit_from_logs_checkpoints_and_the_varia
 def test_the_plan_in_a_checkpoint_is_listed_verified_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_on_ranks(_fit_and_save, 2, str(tmp_path))
+    run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
     path = tmp_path / "it.ckpt"
     marker = json.loads((path / "complete.json").read_text())
     assert marker["files"]["plan.json"] == (path / "plan.json").stat().st_size
@@ -151,7 +151,7 @@ def _follow_changed(file: str) -> dict[str, Any]:
 
 
 def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Path) -> None:
-    run_on_ranks(_fit_table_wise, 2, str(tmp_path))
+    run_on_warm_ranks(_fit_table_wise, 2, str(tmp_path))
     content = json.loads((tmp_path / "logs" / "version_0" / "plan.json").read_text())
     _change(content)
     changed = tmp_path / "changed.json"
@@ -161,7 +161,7 @@ def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Pa
         name: train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2).final_state
         for name, optimizer in (("SGD", SGD), ("Adagrad", ADAGRAD), ("moved", SGD))
     }
-    ranks = run_on_ranks(_follow_changed, 2, str(changed))
+    ranks = run_on_warm_ranks(_follow_changed, 2, str(changed))
     for name, state in plain.items():
         assert max(largest_difference(ranks[0][name]["state"], state).values()) < 1e-5  # rank 0 has the whole tables
     for found in ranks:
@@ -183,7 +183,7 @@ def _refusals(folder: str, of_other: str, of_four: str) -> dict[str, str]:
 
 
 def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_training(tmp_path: Path) -> None:
-    run_on_ranks(_fit_table_wise, 2, str(tmp_path / "two"))
+    run_on_warm_ranks(_fit_table_wise, 2, str(tmp_path / "two"))
     file = tmp_path / "two" / "logs" / "version_0" / "plan.json"
     content = json.loads(file.read_text())
     tables = content["tables"]
@@ -194,7 +194,7 @@ def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_t
     of_other.write_text(json.dumps(content))
     of_four.write_text(json.dumps({**json.loads(file.read_text()), "num_ranks": 4, "ranks_per_node": 4}))
     folder = tmp_path / "refused"
-    for found in run_on_ranks(_refusals, 2, str(folder), str(of_other), str(of_four)):
+    for found in run_on_warm_ranks(_refusals, 2, str(folder), str(of_other), str(of_four)):
         assert found["other model"].startswith(f"PlanError: plan_file='{of_other}' does not suit this run:\n")
         assert "table 'ebc.wyde' is in the plan only; did you mean 'ebc.wide'?" in found["other model"]
         assert "table 'ebc.narrow' is 38 x 8 FP32 in the plan, 37 x 8 FP32 in the module" in found["other model"]
@@ -212,12 +212,12 @@ def _follow_alone(folder: str) -> dict[str, Any]:
 
 
 def test_a_file_that_only_rank_0_sees_is_followed_by_all(tmp_path: Path) -> None:
-    run_on_ranks(_fit_table_wise, 2, str(tmp_path))
+    run_on_warm_ranks(_fit_table_wise, 2, str(tmp_path))
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
     shutil.copy(tmp_path / "logs" / "version_0" / "plan.json", tmp_path / "0" / "plan.json")
     wanted = load_plan(tmp_path / "0").as_plan("cpu", 2)
-    assert all(found["plan"] == wanted for found in run_on_ranks(_follow_alone, 2, str(tmp_path)))
+    assert all(found["plan"] == wanted for found in run_on_warm_ranks(_follow_alone, 2, str(tmp_path)))
 
 
 def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
 
 
 def test_only_fits_with_a_logger_save_plans_and_evaluations_follow_them(tmp_path: Path) -> None:
-    run_on_ranks(_fit_table_wise, 2, str(tmp_path))
+    run_on_warm_ranks(_fit_table_wise, 2, str(tmp_path))
     file = tmp_path / "logs" / "version_0" / "plan.json"
     content = json.loads(file.read_text())
     table = content["tables"]["ebc.wide"]
@@ -260,7 +260,7 @@ def test_only_fits_with_a_logger_save_plans_and_evaluations_follow_them(tmp_path
     }
     file.write_text(json.dumps(content))
     folder = tmp_path / "runs"
-    for found in run_on_ranks(_evaluate, 2, str(folder), str(file)):
+    for found in run_on_warm_ranks(_evaluate, 2, str(folder), str(file)):
         for name, plan in found.items():
             followed = {table: plan[table].sharding_spec.shards[0].placement.rank() for table in plan}
             wanted = {name: t.shards[0].rank for name, t in load_plan(file).tables.items()}
@@ -284,7 +284,7 @@ def _fit_where_the_disk_refuses(folder: str) -> dict[str, Any]:
 def test_a_folder_that_cannot_be_written_is_a_warning_that_names_the_file(tmp_path: Path) -> None:
     taken = tmp_path / "logs" / "version_0" / "plan.json"
     taken.mkdir(parents=True)
-    found = run_on_ranks(_fit_where_the_disk_refuses, 2, str(tmp_path))
+    found = run_on_warm_ranks(_fit_where_the_disk_refuses, 2, str(tmp_path))
     said = f"the plan is not saved: {taken} cannot be written (Is a directory). The run goes on"
     assert any(text.startswith(said) for text in found[0]["said"]), found[0]["said"]
     assert all(len(of_rank["losses"]) == 2 for of_rank in found)

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning_distrec import PlanLogger
 from lightning_distrec.errors import ConfigError
 from tests.support.click_model import ClickModel, rank_loader, seeded
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_ddp_trainer, make_trainer
 
 PICTURES = ["memory", "tables", "time", "traffic", "traffic_matrix"]
@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_written_fails_all_ranks_by_name(tmp_path: Path)
     (tmp_path / "file").write_text("")
     begin = time.monotonic()
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_fit, 2, False, str(tmp_path / "file" / "plan"))
+        run_on_warm_ranks(_fit, 2, False, str(tmp_path / "file" / "plan"))
     said = str(failed.value)
     assert "--- rank 0 raised" in said
     assert f"ConfigError: PlanLogger cannot write into '{tmp_path / 'file' / 'plan'}'" in said
@@ -174,7 +174,7 @@ def _ddp() -> list[str]:
 
 
 def test_a_strategy_without_sharded_tables_is_told_once() -> None:
-    said = run_on_ranks(_ddp, 2)
+    said = run_on_warm_ranks(_ddp, 2)
     assert len(said[0]) == 1
     assert said[0][0].startswith("PlanLogger: no tables are sharded, so that there is no plan to write.")
     assert said[1] == []
@@ -197,7 +197,7 @@ def test_tensorboard_gets_the_pictures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="no TensorBoard writer is installed")
     from tensorboardX.proto.event_pb2 import Event
 
-    run_on_ranks(_tensorboard, 2, str(tmp_path))
+    run_on_warm_ranks(_tensorboard, 2, str(tmp_path))
     file = next((tmp_path / "run" / "v").glob("events*"))
     data, tags = file.read_bytes(), {}
     while data:  # a record: length (8), its checksum (4), event, checksum (4)

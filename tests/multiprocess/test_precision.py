@@ -24,7 +24,7 @@ from tests.support.click_model import (
     train_sharded,
 )
 from tests.support.parameters import slow_except
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 # An eps that keeps the rounding of gradients near 0 from becoming steps of the full rate.
@@ -132,7 +132,7 @@ def _too_far(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 )
 def test_half_precisions_keep_tables_in_float32(precision: str, optimizer: Any) -> None:
     dtype = DTYPES[precision]
-    found, _, printed = run_on_ranks(_train, 2, Typed, optimizer, {}, {"precision": precision})[0]
+    found, _, printed = run_on_warm_ranks(_train, 2, Typed, optimizer, {}, {"precision": precision})[0]
     for key, value in found.items():
         assert value.dtype == (torch.float32 if "ebc" in key or dtype is None else dtype)
     if dtype is None:
@@ -147,7 +147,7 @@ def test_half_precisions_keep_tables_in_float32(precision: str, optimizer: Any) 
 
 @pytest.mark.parametrize("kind", [SequenceModel, ClickModel])
 def test_a_half_precision_reaches_rows_of_both_collections(kind: type) -> None:
-    found = run_on_ranks(_type_of_rows, 2, kind)
+    found = run_on_warm_ranks(_type_of_rows, 2, kind)
     assert found == [torch.bfloat16, torch.bfloat16]
 
 
@@ -185,7 +185,7 @@ def test_steps_with_gradients_that_are_not_finite_are_skipped_on_all_ranks(
     kind: type, optimizer: Any, cut: str
 ) -> None:
     options = {"scaled": True}
-    results = run_on_ranks(_train, 2, kind, optimizer, {"sharding_types": [cut]}, options)
+    results = run_on_warm_ranks(_train, 2, kind, optimizer, {"sharding_types": [cut]}, options)
     model = seeded(ClickModel, *optimizer)
     stepper, scaler = model.configure_optimizers(), _scaler()
     for step in range(STEPS):
@@ -210,7 +210,7 @@ def _clipped_and_scaled() -> dict[str, Tensor]:
 
 
 def test_scaling_clipping_and_accumulating_together() -> None:
-    found = run_on_ranks(_clipped_and_scaled, 2)[0]
+    found = run_on_warm_ranks(_clipped_and_scaled, 2)[0]
     model = seeded(ClickModel, *ADAGRAD)
     stepper, scaler = model.configure_optimizers(), _scaler()
     for step in range(STEPS):
@@ -229,7 +229,7 @@ def test_scaling_clipping_and_accumulating_together() -> None:
 @pytest.mark.parametrize("strategy", [{"embedding_update": "sparse"}, {"embedding_update": "dense"}, {}])
 def test_float16_tables_train_with_every_update(strategy: dict[str, Any]) -> None:
     optimizer = (torch.optim.SGD, {"lr": 1.0})
-    found, _, printed = run_on_ranks(_train, 2, HalfTables, optimizer, strategy, {})[0]
+    found, _, printed = run_on_warm_ranks(_train, 2, HalfTables, optimizer, strategy, {})[0]
     assert all(found[key].dtype == torch.float16 for key in found if "ebc" in key)
     assert "float16" in printed
     wanted = _plain(HalfTables, optimizer)

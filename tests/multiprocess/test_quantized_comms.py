@@ -9,7 +9,7 @@ import torch
 from lightning_distrec import QuantizedComms
 from lightning_distrec.errors import ConfigError
 from tests.support.click_model import ClickModel, largest_difference, rank_loader, seeded
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 12
@@ -30,7 +30,7 @@ def fit_each(cut: str) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("cut", ["table_wise", "row_wise", "column_wise"])
 def test_rounded_rows_and_gradients_train_nearly_the_same_weights(cut):
-    states = run_on_ranks(fit_each, 2, cut)[0]
+    states = run_on_warm_ranks(fit_each, 2, cut)[0]
     for name in ("fp16", "both"):
         difference = max(largest_difference(states["exact"], states[name]).values())
         assert 0 < difference < LIMIT, f"{name}: {difference}"
@@ -44,7 +44,7 @@ def start_table() -> str:
 
 
 def test_the_start_table_says_that_numbers_are_rounded():
-    said = run_on_ranks(start_table, 1)[0]
+    said = run_on_warm_ranks(start_table, 1)[0]
     assert "rows travel as fp16, their gradients as bf16: not the same numbers" in said
 
 

@@ -22,7 +22,7 @@ from tests.support.click_model import (
     train_sharded,
     train_unsharded,
 )
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
 ADAM = (torch.optim.Adam, {"lr": 0.001})
@@ -106,7 +106,7 @@ def _fits(kind: type, optimizer: Any, fits: int, options: dict[str, Any] | None 
 
 @pytest.mark.parametrize("optimizer", [SGD, (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.05})])
 def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
-    found = run_on_ranks(_fits, 2, KeepsItsOptimizer, optimizer, 2)[0]
+    found = run_on_warm_ranks(_fits, 2, KeepsItsOptimizer, optimizer, 2)[0]
     wanted = train_unsharded(train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2), STEPS, 2).final_state
     assert max(largest_difference(found, wanted).values()) <= 1e-6
 
@@ -131,13 +131,13 @@ def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
 )
 def test_is_told_on_every_rank(kind: type, optimizer: Any, fits: int, options: dict[str, Any], said: str) -> None:
     with pytest.raises(RankFailed, match=said) as failed:
-        run_on_ranks(_fits, 2, kind, optimizer, fits, options)
+        run_on_warm_ranks(_fits, 2, kind, optimizer, fits, options)
     assert str(failed.value).count("raised:") == 2
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ADAM])
 def test_tables_that_are_unfrozen_inside_of_a_step_learn_from_then_on(optimizer: Any) -> None:
-    found = run_on_ranks(_fits, 2, ThawsInTheStep, optimizer, 1)[0]
+    found = run_on_warm_ranks(_fits, 2, ThawsInTheStep, optimizer, 1)[0]
     model = seeded(ThawsInTheStep, *optimizer)
     model.ebc.requires_grad_(False)
     wanted = train_unsharded(model, STEPS, 2).final_state
@@ -157,7 +157,7 @@ class UsesSomeRows(SequenceModel):
 
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
 def test_rows_that_go_into_no_loss_leave_their_table_to_rest(cut: str) -> None:
-    found = run_on_ranks(_uses_some, 2, cut)[0]
+    found = run_on_warm_ranks(_uses_some, 2, cut)[0]
     model = seeded(UsesSomeRows, *ADAM)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -186,7 +186,7 @@ class Restores(ClickModel):
 
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise", "column_wise"])
 def test_a_sharded_module_loads_a_plain_state_dict(cut: str) -> None:
-    found = run_on_ranks(_restored, 2, cut)[0]
+    found = run_on_warm_ranks(_restored, 2, cut)[0]
     wanted = seeded(ClickModel, *SGD).state_dict()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -213,7 +213,7 @@ def _scaled_by_a_lambda() -> dict[str, Tensor]:
 
 
 def test_a_lambda_callback_reaches_the_gradients_of_tables() -> None:
-    found = run_on_ranks(_scaled_by_a_lambda, 2)[0]
+    found = run_on_warm_ranks(_scaled_by_a_lambda, 2)[0]
     model = seeded(ClickModel, *ADAGRAD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -241,7 +241,7 @@ def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
 
 
 def test_a_reentrant_checkpoint_counts_examples_too() -> None:
-    found = run_on_ranks(_unequal, 2, ChecksAgain, SGD, [3, 8])[0]
+    found = run_on_warm_ranks(_unequal, 2, ChecksAgain, SGD, [3, 8])[0]
     model = seeded(ClickModel, *SGD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -254,7 +254,7 @@ def test_a_reentrant_checkpoint_counts_examples_too() -> None:
 
 @pytest.mark.parametrize("kind", [ClickModel, SequenceModel])
 def test_a_rank_may_have_a_batch_of_no_examples(kind: type) -> None:
-    found = run_on_ranks(_unequal, 2, kind, SGD, [0, 8])[0]
+    found = run_on_warm_ranks(_unequal, 2, kind, SGD, [0, 8])[0]
     model = seeded(kind, *SGD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -271,6 +271,6 @@ def _keeps_whole_rows() -> dict[str, Tensor]:
 
 
 def test_row_wise_adagrad_steps_on_shards_where_a_rank_has_no_rows() -> None:
-    found = run_on_ranks(_keeps_whole_rows, 2)[0]
+    found = run_on_warm_ranks(_keeps_whole_rows, 2)[0]
     wanted = train_unsharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, 2).final_state
     assert max(largest_difference(found, wanted).values()) <= 1e-5

@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfi
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
@@ -104,7 +104,7 @@ def _refused_all() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def refusals() -> list[dict[str, str]]:
     """What each rank raised, by case."""
-    return run_on_ranks(_refused_all, 2)
+    return run_on_warm_ranks(_refused_all, 2)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -130,7 +130,7 @@ def _fails_on_rank_one() -> None:
 
 def test_what_fails_on_one_rank_is_told_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_fails_on_rank_one, 2)
+        run_on_warm_ranks(_fails_on_rank_one, 2)
     assert "KeyError: 'no learning rate here'" in str(failed.value)
     assert "RankError: rank 1 failed in setup: KeyError: 'no learning rate here'" in str(failed.value)
 
@@ -150,7 +150,7 @@ def _other_tables() -> None:
 
 def test_ranks_with_different_tables_are_told() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_other_tables, 2)
+        run_on_warm_ranks(_other_tables, 2)
     assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
 
 
@@ -176,7 +176,7 @@ def _left_alone() -> list[str]:
 
 
 def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> None:
-    told, silent = run_on_ranks(_left_alone, 2)
+    told, silent = run_on_warm_ranks(_left_alone, 2)
     assert told == [
         "'processed' is left alone, whole on every rank: FeatureProcessedEmbeddingBagCollection does more than look up "
         "rows."
@@ -205,7 +205,7 @@ def _keeps_a_list() -> None:
 
 def test_calling_the_unsharded_tables_by_an_old_reference_is_told() -> None:
     with pytest.raises(RankFailed, match="ShardingError: the unsharded collection of 'ebc' was called"):
-        run_on_ranks(_keeps_a_list, 2)
+        run_on_warm_ranks(_keeps_a_list, 2)
 
 
 def _alone() -> str:
@@ -221,7 +221,7 @@ def _alone() -> str:
 
 
 def test_one_device_works_and_says_that_nothing_is_shared_out() -> None:
-    assert "1 rank: nothing is shared out" in run_on_ranks(_alone, 1)[0]
+    assert "1 rank: nothing is shared out" in run_on_warm_ranks(_alone, 1)[0]
 
 
 def _widths() -> list[str]:
@@ -252,6 +252,6 @@ class Wide(SequenceModel):
 
 
 def test_shards_of_unequal_width_in_an_embedding_collection_are_refused() -> None:
-    for unequal, no_divisor in run_on_ranks(_widths, 2):
+    for unequal, no_divisor in run_on_warm_ranks(_widths, 2):
         assert unequal.startswith("PlanError: tables of 'ebc' may be cut column_wise with unequal min_partition")
         assert no_divisor.startswith("PlanError: table 'ebc.wide': column_wise: min_partition=12 cuts 16 columns")

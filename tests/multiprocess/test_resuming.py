@@ -22,7 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import join_batches, seeded
 from tests.support.parameters import slow_except
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.resuming import (
     GLOBAL_BATCH,
     Clicks,
@@ -411,7 +411,7 @@ def _by_words(folder: str) -> dict[str, list[float]]:
 
 
 def test_last_and_best_and_checkpoints_saved_by_hand_go_on(tmp_path: Path) -> None:
-    for found in run_on_ranks(_by_words, 2, str(tmp_path)):
+    for found in run_on_warm_ranks(_by_words, 2, str(tmp_path)):
         whole = found["never stopped"]
         assert len(whole) == 20
         assert found["last"] == found["last, linked"] == found["by hand"] == whole[10:]
@@ -431,7 +431,7 @@ def _evaluated(path: str) -> tuple[float, float, list[Tensor]]:
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_a_folder_is_evaluated_on_any_number_of_ranks(tmp_path: Path, weights_only: bool) -> None:
     path = str(tmp_path / "saved.ckpt")
-    run_on_ranks(_save, 2, path, weights_only)
+    run_on_warm_ranks(_save, 2, path, weights_only)
     model = Clicks(*ADAGRAD)
     model.load_state_dict(whole_checkpoint(path)["state_dict"])
     examples = Examples(2 * GLOBAL_BATCH, 10_000).examples
@@ -440,7 +440,7 @@ def test_a_folder_is_evaluated_on_any_number_of_ranks(tmp_path: Path, weights_on
         labels = torch.cat([example["label"] for example in examples])
         loss = float(torch.nn.functional.binary_cross_entropy_with_logits(wanted, labels))
     for num_ranks in (1, 3):
-        found = run_on_ranks(_evaluated, num_ranks, path)
+        found = run_on_warm_ranks(_evaluated, num_ranks, path)
         for rank, (tested, validated, predicted) in enumerate(found):
             assert tested == pytest.approx(loss, abs=1e-6)
             assert validated == pytest.approx(loss, abs=1e-6)
@@ -477,8 +477,8 @@ def _save_forms(folder: str) -> None:
 def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of weights in every form."""
     folder = tmp_path_factory.mktemp("forms")
-    run_on_ranks(_save_forms, 2, str(folder))
-    run_on_ranks(train, 1, Run(strategy=None, optimizer=FROM_A_VALUE, epochs=1), str(folder / "stock"))
+    run_on_warm_ranks(_save_forms, 2, str(folder))
+    run_on_warm_ranks(train, 1, Run(strategy=None, optimizer=FROM_A_VALUE, epochs=1), str(folder / "stock"))
     state = whole_checkpoint(folder / "folder" / "saved.ckpt")["state_dict"]
     torch.save(state, folder / "bare.pt")
     save_file(state, folder / "bare.safetensors")
@@ -500,7 +500,7 @@ def started(forms: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
         BEGINS, model=RenamedLoosely, strategy={"checkpoint": {"start_from": forms["folder"]}}, validates=True
     )
     folder = tmp_path_factory.mktemp("started")
-    return run_on_ranks(train_each, 2, {name: (run, f"{folder}/{name}") for name, run in runs.items()})[0]
+    return run_on_warm_ranks(train_each, 2, {name: (run, f"{folder}/{name}") for name, run in runs.items()})[0]
 
 
 FORMS = ("folder", "weights of a folder", "one file", "weights in a file", "bare.pt", "bare.safetensors", "stock")
@@ -693,7 +693,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]
     """What each rank was told."""
     folder = tmp_path_factory.mktemp("refused")
     write_wrong_files(folder)
-    return run_on_ranks(_refused, 2, {name: case for name, (case, _) in CASES.items()}, str(folder))
+    return run_on_warm_ranks(_refused, 2, {name: case for name, (case, _) in CASES.items()}, str(folder))
 
 
 @pytest.mark.parametrize("name", CASES)

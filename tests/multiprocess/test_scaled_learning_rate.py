@@ -14,7 +14,7 @@ from lightning_distrec.errors import OptimizerError
 from tests.multiprocess.test_learning_rates import ScheduledModel
 from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
 from tests.support.counting_rates import SCHEDULERS, CountingRates, TwoByHand, batches, rates_of_plain_loop
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
 Rates = list[list[float]]
@@ -113,7 +113,7 @@ def _alone() -> dict[str, tuple[Any, Any]]:
 
 
 def test_on_one_rank_nothing_changes_by_a_bit() -> None:
-    (found,) = run_on_ranks(_alone, 1)
+    (found,) = run_on_warm_ranks(_alone, 1)
     for with_callback, without in found.values():
         assert with_callback == without
 
@@ -133,11 +133,11 @@ def _resume(folder: str) -> Rates:
 
 def test_a_resumed_run_goes_on_with_the_warm_up_on_the_factor_of_its_own_ranks(tmp_path: Path) -> None:
     plain = rates_of_plain_loop("ExponentialLR", "step", EPOCHS)
-    for straight in run_on_ranks(_save, 2, str(tmp_path)):
+    for straight in run_on_warm_ranks(_save, 2, str(tmp_path)):
         check(straight, [[min(1 + n / 6, 2) * rate for rate in plain[n]] for n in range(12)])
-    for resumed in run_on_ranks(_resume, 2, str(tmp_path)):
+    for resumed in run_on_warm_ranks(_resume, 2, str(tmp_path)):
         check(resumed, straight[4:])
-    for resumed in run_on_ranks(_resume, 3, str(tmp_path)):
+    for resumed in run_on_warm_ranks(_resume, 3, str(tmp_path)):
         check(resumed, [[min(1 + 2 * n / 6, 3) * rate for rate in plain[n]] for n in range(4, 12)])
 
 
@@ -187,7 +187,7 @@ def _train_tables_twice(folder: str) -> list[dict[str, Any]]:
 
 
 def test_tables_that_are_resumed_within_the_warm_up_end_as_those_that_never_stopped(tmp_path: Path) -> None:
-    for straight, resumed in run_on_ranks(_train_tables_twice, 2, str(tmp_path)):
+    for straight, resumed in run_on_warm_ranks(_train_tables_twice, 2, str(tmp_path)):
         assert max(largest_difference(resumed, straight).values()) <= 1e-7
 
 
@@ -228,8 +228,8 @@ def _train_click_model(kind: str, embedding_update: str) -> None:
 )
 def test_rates_that_would_not_be_scaled_are_told(kind: str, embedding_update: str, said: str) -> None:
     with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: ScaledLearningRate: .*{said}"):
-        run_on_ranks(_train_click_model, 2, kind, embedding_update)
+        run_on_warm_ranks(_train_click_model, 2, kind, embedding_update)
 
 
 def test_tables_that_are_stepped_by_hand_train() -> None:
-    run_on_ranks(_train_click_model, 2, "ByHand", "auto")
+    run_on_warm_ranks(_train_click_model, 2, "ByHand", "auto")

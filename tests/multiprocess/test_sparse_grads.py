@@ -20,7 +20,7 @@ from lightning_distrec.strategies.data_parallel import sparse_gradients, sparse_
 from tests.support.dense_models import KINDS, WithEmbedding, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.parameters import slow_except
-from tests.support.ranks import run_each_on_ranks, run_on_ranks
+from tests.support.ranks import run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 
@@ -126,7 +126,7 @@ def _averaged(num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("num_rows", [(0, 0, 0), (0, 5, 2), (7, 0, 30)])
 def test_ranks_that_looked_up_nothing_are_averaged_too(num_rows: tuple[int, ...]) -> None:
-    results = run_on_ranks(_averaged, 3, list(num_rows))
+    results = run_on_warm_ranks(_averaged, 3, list(num_rows))
     for of_way in zip(*results, strict=True):
         mean = sum(own for own, _ in of_way) / 3
         looked_up = sum(own for own, _ in of_way)[:, 0].nonzero()[:, 0].tolist()
@@ -155,7 +155,7 @@ def _choose(seconds: tuple[float, float]) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize(("seconds", "kept"), [((2, 1), "dense tensors"), ((1, 2), "rows")])
 def test_the_faster_way_is_kept_and_said(seconds: Any, kept: str) -> None:
-    for exchange, said in run_on_ranks(_choose, 2, seconds):
+    for exchange, said in run_on_warm_ranks(_choose, 2, seconds):
         assert exchange.max_dense_bytes == (sparse_trial.MAX_DENSE_BYTES if kept == "dense tensors" else 0)
         assert any(f"sparse gradients are exchanged as {kept}: a step takes" in line for line in said), said
 

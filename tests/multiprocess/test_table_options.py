@@ -18,7 +18,7 @@ from tests.support.click_model import (
     train_sharded,
     train_unsharded,
 )
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 6
@@ -76,7 +76,7 @@ WHOLE = ("ebc.embedding_bags.narrow.weight", "kept.embedding_bags.t.weight", "ke
 
 
 def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_an_unsharded_run() -> None:
-    ranks = run_on_ranks(_keep, 2)
+    ranks = run_on_warm_ranks(_keep, 2)
     start = seeded(Mixed)
     first = train_unsharded(start, STEPS, 2)
     second = train_unsharded(first, STEPS, 2)
@@ -134,7 +134,7 @@ def _refuse() -> dict[str, str]:
 
 
 def test_what_a_table_cannot_be_is_refused_on_every_rank() -> None:
-    for found in run_on_ranks(_refuse, 2):
+    for found in run_on_warm_ranks(_refuse, 2):
         assert found.keys() == REFUSED.keys()
         for name, (_, _, kind, said) in REFUSED.items():
             with pytest.raises(kind, match=f"{kind.__name__}: .*{said}"):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded, train_unsharded
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 
@@ -47,7 +47,7 @@ def _train(kind: str, train: tuple[int, ...], val: tuple[int, ...], mode: str) -
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 def test_all_ranks_stop_after_the_last_batch_that_all_have(kind: str) -> None:
-    found = run_on_ranks(_train, 3, kind, (7, 5, 6), (2, 3, 4), "stop")
+    found = run_on_warm_ranks(_train, 3, kind, (7, 5, 6), (2, 3, 4), "stop")
     for rank in range(3):
         assert (found[rank]["steps"], found[rank]["val"], found[rank]["predicted"]) == (10, 4, 2)
     start = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
@@ -58,7 +58,7 @@ def test_all_ranks_stop_after_the_last_batch_that_all_have(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 def test_uneven_inputs_error_is_raised_on_every_rank(kind: str) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_train, 2, kind, (4, 3), (2, 2), "error")
+        run_on_warm_ranks(_train, 2, kind, (4, 3), (2, 2), "error")
     assert str(failed.value).count("DataError: ") == 2
     assert "uneven_inputs='error'" in str(failed.value)
 
@@ -66,7 +66,7 @@ def test_uneven_inputs_error_is_raised_on_every_rank(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 def test_a_rank_without_any_batch_is_an_error_on_every_rank(kind: str) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_train, 2, kind, (4, 0), (2, 2), "stop")
+        run_on_warm_ranks(_train, 2, kind, (4, 0), (2, 2), "stop")
     assert len(re.findall("^.*DataError: .*Give every rank at least one batch", str(failed.value), re.M)) == 2
 
 
@@ -78,7 +78,7 @@ def _train_with_a_failing_loader() -> None:
 
 def test_a_loader_that_fails_on_one_rank_is_named_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_train_with_a_failing_loader, 2)
+        run_on_warm_ranks(_train_with_a_failing_loader, 2)
     assert "OSError: the disk went away" in str(failed.value)
     assert "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away" in str(failed.value)
 
@@ -95,7 +95,7 @@ def _several_loaders() -> list[int]:
 
 
 def test_several_loaders_stay_paired_across_ranks() -> None:
-    for seen in run_on_ranks(_several_loaders, 2):
+    for seen in run_on_warm_ranks(_several_loaders, 2):
         assert seen == [0, 0, 0, 1, 1, 2]
 
 
@@ -121,7 +121,7 @@ def _sized_by_itself() -> tuple[int, int, int]:
 
 
 def test_a_sized_loader_of_ones_own_keeps_its_length() -> None:
-    assert run_on_ranks(_sized_by_itself, 2) == [(8, 4, 8), (8, 4, 8)]
+    assert run_on_warm_ranks(_sized_by_itself, 2) == [(8, 4, 8), (8, 4, 8)]
 
 
 class FailsToStart:
@@ -142,5 +142,5 @@ def _fails_to_start() -> None:
 
 def test_a_loader_that_fails_to_start_on_one_rank_is_named_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_fails_to_start, 2)
+        run_on_warm_ranks(_fails_to_start, 2)
     assert "DataError: the dataloader of rank 1 failed at batch 0: OSError: no such file" in str(failed.value)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from tests.support.click_model import FEATURES, ClickModel, seeded, train_sharded
-from tests.support.ranks import RankFailed, run_on_ranks
+from tests.support.ranks import RankFailed, run_on_warm_ranks
 
 
 class SharesBags(ClickModel):
@@ -47,7 +47,7 @@ def _first_loss(pooling: str) -> float:
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("cut", ["table_wise", "column_wise"])
 def test_variable_batches_look_up_what_the_unsharded_tables_would(cut: str, pooling: str) -> None:
-    found = run_on_ranks(_train, 2, cut, (torch.optim.SGD, {"lr": 1.0}), pooling)[0]
+    found = run_on_warm_ranks(_train, 2, cut, (torch.optim.SGD, {"lr": 1.0}), pooling)[0]
     assert found[0] == pytest.approx(_first_loss(pooling), abs=1e-6)
     assert len(found) == 4
 
@@ -63,4 +63,4 @@ def test_variable_batches_that_the_kernels_get_wrong_are_told(
     cut: str, optimizer: Any, pooling: str, said: str
 ) -> None:
     with pytest.raises(RankFailed, match=f"ShardingError: 'ebc' was called with unequal batch sizes.*{said}"):
-        run_on_ranks(_train, 2, cut, optimizer, pooling)
+        run_on_warm_ranks(_train, 2, cut, optimizer, pooling)

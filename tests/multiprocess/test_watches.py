@@ -22,7 +22,7 @@ from tests.support.click_model import (
     train_sharded,
     train_unsharded,
 )
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
@@ -117,7 +117,7 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = 
 )
 def test_is_told_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: str) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_train, 2, kind, optimizer, {}, frozen)
+        run_on_warm_ranks(_train, 2, kind, optimizer, {}, frozen)
     assert len(re.findall(f"^.*{re.escape(said)}", str(failed.value), re.M)) == 2
 
 
@@ -135,14 +135,14 @@ def test_is_told_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: s
     ],
 )
 def test_what_adds_up_is_exact(kind: type, optimizer: Any, strategy: dict[str, Any]) -> None:
-    found = run_on_ranks(_train, 2, kind, optimizer, strategy)[0]
+    found = run_on_warm_ranks(_train, 2, kind, optimizer, strategy)[0]
     start = seeded(kind, *optimizer)
     reference = train_unsharded(start, STEPS, 2).final_state
     assert max(largest_difference(found, reference).values()) <= (1e-6 if optimizer is SGD else 1e-5)
 
 
 def test_tables_that_are_unfrozen_while_training_learn_from_then_on() -> None:
-    found = run_on_ranks(_train, 2, UnfreezesLater, SGD, {}, True)[0]
+    found = run_on_warm_ranks(_train, 2, UnfreezesLater, SGD, {}, True)[0]
     model = seeded(UnfreezesLater, *SGD)
     model.ebc.requires_grad_(False)
     optimizer = model.configure_optimizers()
@@ -156,7 +156,7 @@ def test_tables_that_are_unfrozen_while_training_learn_from_then_on() -> None:
 
 
 def test_an_optimizer_step_that_warms_up_is_exact() -> None:
-    found = run_on_ranks(_train, 2, WarmsUp, SGD, {})[0]
+    found = run_on_warm_ranks(_train, 2, WarmsUp, SGD, {})[0]
     model = seeded(WarmsUp, *SGD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -188,7 +188,7 @@ def _frozen_through_nan(part: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("part", [False, True])
 def test_frozen_tables_stay_through_gradients_that_are_not_finite(part: bool) -> None:
-    found = run_on_ranks(_frozen_through_nan, 2, part)[0]
+    found = run_on_warm_ranks(_frozen_through_nan, 2, part)[0]
     wanted = seeded(DropsNaN, *SGD).state_dict()
     for name in ("narrow", "shared") + (() if part else ("wide",)):
         key = f"ebc.embedding_bags.{name}.weight"
@@ -216,9 +216,9 @@ def _refused_between() -> dict[str, Any]:
 
 
 def test_a_refused_fit_leaves_the_trained_tables_as_they_are() -> None:
-    for found in run_on_ranks(_refused_between, 2):
+    for found in run_on_warm_ranks(_refused_between, 2):
         assert found["said"] == ["UnsupportedError", "UnsupportedError", "InfeasiblePlanError"]
-    found = run_on_ranks(_refused_between, 2)[0]
+    found = run_on_warm_ranks(_refused_between, 2)[0]
     assert all(torch.equal(found["before"][key], found["after"][key]) for key in found["before"])
 
 
@@ -236,7 +236,7 @@ def _frozen_then_learning() -> list[dict[str, Tensor]]:
 
 
 def test_tables_that_are_unfrozen_between_two_fits_learn_in_the_second() -> None:
-    first, second = run_on_ranks(_frozen_then_learning, 2)[0]
+    first, second = run_on_warm_ranks(_frozen_then_learning, 2)[0]
     model = seeded(EvaluatedModel, *SGD)
     model.ebc.requires_grad_(False)
     model = train_unsharded(model, 4, 2)
@@ -257,7 +257,7 @@ def _replaced_between_fits() -> dict[str, Tensor]:
 
 
 def test_tables_that_the_user_puts_in_the_place_of_trained_ones_bring_their_own_rows() -> None:
-    found = run_on_ranks(_replaced_between_fits, 2)[0]
+    found = run_on_warm_ranks(_replaced_between_fits, 2)[0]
     wanted = seeded(EvaluatedModel, *SGD).state_dict()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted if "embedding" in key)
 
@@ -272,7 +272,7 @@ def _refused_on_meta() -> str:
 
 
 def test_a_refusal_is_not_hidden_where_tables_are_on_meta() -> None:
-    for said in run_on_ranks(_refused_on_meta, 2):
+    for said in run_on_warm_ranks(_refused_on_meta, 2):
         assert said.startswith("UnsupportedError: gradient_clip_val=1.0")
 
 
@@ -297,7 +297,7 @@ def _borrowed() -> str:
 
 
 def test_tables_that_another_module_sharded_are_refused() -> None:
-    for said in run_on_ranks(_borrowed, 2):
+    for said in run_on_warm_ranks(_borrowed, 2):
         assert said.startswith("ShardingError: 'ebc' was sharded as a part of another LightningModule")
 
 
@@ -321,14 +321,14 @@ class TinyTables(ClickModel):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_tables_of_a_few_rows_train_under_the_default_plan(num_ranks: int) -> None:
-    found = run_on_ranks(_train, num_ranks, TinyTables, SGD, {})[0]
+    found = run_on_warm_ranks(_train, num_ranks, TinyTables, SGD, {})[0]
     reference = train_unsharded(seeded(TinyTables, *SGD), STEPS, num_ranks).final_state
     assert max(largest_difference(found, reference).values()) <= 1e-6
 
 
 def test_a_row_wise_cut_that_leaves_a_rank_without_rows_is_refused() -> None:
     with pytest.raises(RankFailed, match="PlanError: table 'ebc.t1': row_wise: 1 rows in equal blocks leave"):
-        run_on_ranks(_train, 2, TinyTables, SGD, {"tables": {"t1": {"sharding_types": ["row_wise"]}}})
+        run_on_warm_ranks(_train, 2, TinyTables, SGD, {"tables": {"t1": {"sharding_types": ["row_wise"]}}})
 
 
 def _draws() -> tuple[list[float], list[float]]:
@@ -342,7 +342,7 @@ def _draws() -> tuple[list[float], list[float]]:
 
 
 def test_random_numbers_stay_alike_on_all_ranks_through_setup() -> None:
-    first, second = run_on_ranks(_draws, 2)
+    first, second = run_on_warm_ranks(_draws, 2)
     assert first[0] == second[0]
 
 
@@ -356,7 +356,7 @@ def _one_rank_without_tables() -> None:
 
 def test_a_rank_without_tables_is_told_to_all() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_one_rank_without_tables, 2)
+        run_on_warm_ranks(_one_rank_without_tables, 2)
     assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
 
 
@@ -374,7 +374,7 @@ def _asks_what_an_unsharded_collection_answers() -> list[Any]:
 
 
 def test_a_sharded_collection_answers_what_the_unsharded_one_would() -> None:
-    assert run_on_ranks(_asks_what_an_unsharded_collection_answers, 2)[0] == [["wide", "narrow", "shared"], False]
+    assert run_on_warm_ranks(_asks_what_an_unsharded_collection_answers, 2)[0] == [["wide", "narrow", "shared"], False]
 
 
 def _half() -> list[str]:
@@ -397,6 +397,6 @@ def _half() -> list[str]:
 
 
 def test_float16_tables_train_and_say_that_they_round() -> None:
-    said = run_on_ranks(_half, 2)[0]
+    said = run_on_warm_ranks(_half, 2)[0]
     assert len(said) == 1
     assert said[0].startswith("table 'ebc.narrow' has float16 rows")

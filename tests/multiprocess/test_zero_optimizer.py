@@ -14,7 +14,7 @@ from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import OptimizerError
 from tests.support.dense_models import KINDS, WIDTH, BareAndTied, Recording, WithEmbedding, loader
 from tests.support.dense_runs import check_same, fit
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 
@@ -118,7 +118,7 @@ class _Look(Callback):
 
 
 def test_each_rank_keeps_its_part_of_the_state() -> None:
-    results = run_on_ranks(_bytes_of_state, 3)
+    results = run_on_warm_ranks(_bytes_of_state, 3)
     whole = results[0][1]
     assert sum(part for part, _ in results) == whole
     assert all(part < 0.45 * whole for part, _ in results)
@@ -138,7 +138,7 @@ def _resume(path: str, zero_optimizer: bool) -> Any:
 def test_a_run_goes_on_with_or_without_from_what_was_saved_either_way(
     tmp_path: Path, saved_with: bool, distributed: bool
 ) -> None:
-    whole = run_on_ranks(_save, 2, str(tmp_path), saved_with, distributed)
+    whole = run_on_warm_ranks(_save, 2, str(tmp_path), saved_with, distributed)
     calls = {str(z): (_resume, f"{tmp_path}/step=4.ckpt", z) for z in (True, False)}
     for straight, resumed in zip(whole, run_each_on_ranks(calls, 2), strict=True):
         for losses, weights in resumed.values():
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_or_without_from_what_was_saved_either_way(
 
 
 def test_a_checkpoint_of_two_ranks_gives_the_state_to_three_and_to_one(tmp_path: Path) -> None:
-    run_on_ranks(_save, 2, str(tmp_path), True, True)
+    run_on_warm_ranks(_save, 2, str(tmp_path), True, True)
     path = f"{tmp_path}/step=4.ckpt"
     for num_ranks in (3, 1):
         calls = {str(z): (_resume, path, z) for z in (True, False)}
@@ -193,6 +193,6 @@ def _refused(kind: str) -> str:
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_before_the_first_step(kind: str, said: str) -> None:
-    for message in run_on_ranks(_refused, 2, kind):
+    for message in run_on_warm_ranks(_refused, 2, kind):
         assert said in message
         assert "zero_optimizer=False" in message

@@ -1,5 +1,6 @@
 """Runs a function on several real gloo ranks of this machine, each a process of its own."""
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -179,8 +180,9 @@ def _wait(processes: list[Any], folder: str, timeout_seconds: float, pipes: Sequ
     done: set[int] = set()
     while time.monotonic() < deadline:
         for rank, pipe in enumerate(pipes):
-            if rank not in done and processes[rank].is_alive() and pipe.poll() and pipe.recv():
-                done.add(rank)
+            with contextlib.suppress(EOFError, OSError):  # it has ended
+                if rank not in done and pipe.poll() and pipe.recv():
+                    done.add(rank)
         if all(rank in done or not p.is_alive() for rank, p in enumerate(processes)):
             return []
         if any(p.exitcode not in (None, 0) for p in processes):

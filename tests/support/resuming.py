@@ -31,7 +31,7 @@ from tests.support.click_model import (
     make_batch,
     seeded,
 )
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.saved import whole_checkpoint
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -456,7 +456,7 @@ def _on_their_ranks(
     for num_ranks in sorted({num_ranks for num_ranks, _ in runs.values()}):
         mine = {key: run for key, (wanted, run) in runs.items() if wanted == num_ranks}
         named = {f"{name} {i}": (run, f"{folder}/{name} {i}") for (name, i), run in mine.items()}
-        of_ranks = run_on_ranks(train_each, num_ranks, named)
+        of_ranks = run_on_warm_ranks(train_each, num_ranks, named)
         found |= {(name, i): [of_rank[f"{name} {i}"] for of_rank in of_ranks] for name, i in mine}
     return found
 
