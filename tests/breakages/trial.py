@@ -46,8 +46,8 @@ def place_of(breakage: Breakage, root: Path) -> tuple[Path, str, str]:
 
     Raises ValueError: what it looks for is not there exactly once, or it changes nothing.
     """
-    files = [file for part in ("lightning_distrec", "recipes") for file in sorted((root / part).rglob("*.py"))]
-    files = [file for file in files if file.match(breakage.file)]
+    room = root / breakage.room
+    files = [room] if room.is_file() else sorted(room.rglob("*.py"))
     # Wherever the formatter may have broken the line.
     find = breakage.find.replace(" ", r"\s+").replace(r"\(", r"\(\s*").replace(r"\)", r",?\s*\)")
     found = [(file, file.read_text()) for file in files]
@@ -55,7 +55,7 @@ def place_of(breakage: Breakage, root: Path) -> tuple[Path, str, str]:
     count = sum(len(re.findall(find, text)) for _, text in found)
     if count != 1:
         raise ValueError(
-            f"{breakage.name}: {breakage.find!r} matches {count} times in {breakage.file} ({len(files)} files)"
+            f"{breakage.name}: {breakage.find!r} matches {count} times in {breakage.room} ({len(files)} files)"
         )
     file, text = found[0]
     broken = re.sub(find, breakage.replace, text)

@@ -29,11 +29,10 @@ def test_every_room_is_broken_somewhere() -> None:
 
 
 def test_a_patch_that_finds_nothing_or_too_much_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "lightning_distrec").mkdir()
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "lightning_distrec" / "here.py").write_text("one = 1\ntwo = 1\n")
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "here.py").write_text("one = 1\ntwo = 1\n")
     for find, replace in (("three", ""), ("= 1", "= 2"), ("one = 1", "one = 1")):
         with pytest.raises(ValueError, match="a patch"):
-            place_of(Breakage("a patch", "here.py", find, replace, "", ()), tmp_path)
+            place_of(Breakage("a patch", "room", find, replace, "", ()), tmp_path)
     with pytest.raises(SyntaxError):
-        place_of(Breakage("a patch", "here.py", "one = 1", "one = (", "", ()), tmp_path)
+        place_of(Breakage("a patch", "room", "one = 1", "one = (", "", ()), tmp_path)
