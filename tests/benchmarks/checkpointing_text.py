@@ -16,29 +16,17 @@ def section(
         BEGIN,
         "## Checkpoints",
         f"""\
-This section is written by `python -m tests.benchmarks.checkpointing`, every number in it by the run, on {machine}.
-What is saved: the DLRM from above with larger tables and `torch.optim.Adagrad` inside of backward, {size}, half of it
-weights and half of it Adagrad's state. It is saved by 2 ranks, `table_wise`, and loaded by 1, `table_wise`, and by 3,
-`row_wise`. The file system is {file_system}.""",
+`python -m tests.benchmarks.checkpointing` writes this section and its numbers, on {machine}. {size}, half weights and
+half Adagrad's state, are saved by 2 ranks (`table_wise`) and loaded by 1 (`table_wise`) and by 3 (`row_wise`). The file
+system is {file_system}.""",
         summary,
         *(["\n".join(notes)] if notes else []),
         f"""\
-Ratios are medians of the ratios of {rounds} rounds, after one round to warm up; in a round all contenders take turns in
-the same processes, in another order each time. The slowest rank's time counts. Every round compares bitwise what was
-saved, or loaded, with what should be.
-
-- **Save**: `trainer.save_checkpoint` in the middle of a fit, until the folder is complete and on disk, against
-  `torch.distributed.checkpoint.save` of torchrec's own ShardedTensors by torch's writer with its defaults, which wait
-  for the disk, too; and against `dd conv=fsync` of as many bytes, one for each rank at once. Nothing is left to be
-  written when a turn begins.
-- **Async save**: how long `trainer.save_checkpoint` takes to return, while no other write is under way, against
-  `clone()` of each of the rank's shards, and against `copy_` into memory that was used before. Training goes on behind
-  it: the median step until the folder is complete, against the median step before.
-- **Load**: the three methods of the strategy that Lightning calls for `ckpt_path`, against
-  `torch.distributed.checkpoint.load` of what the bare save wrote, into the same shards. Both files are in the page
-  cache.
-- **Growth** of a process is its VmHWM, which the kernel keeps for us from the beginning of each measurement, over what
-  it had then.""",
+Medians of {rounds} rounds, contenders in turns, the slowest rank's time. Every round compares bitwise what was saved or
+loaded. A save counts until it is complete on disk, against `torch.distributed.checkpoint.save` and against
+`dd conv=fsync` by each rank. The stall of an asynchronous save is compared with `clone()` of the shards (fresh memory)
+and with `copy_` (memory that is there). A load is compared with `torch.distributed.checkpoint.load`. Growth
+is VmHWM.""",
         seconds,
         END,
     ]

@@ -14,27 +14,14 @@ BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 AIM = 1.10
 """The most that our plan's step may take, in units of the best that was timed."""
 FOUND = """\
-- **The aim is met in one case of four, and noise decides two.** The two lines of 200 Mbit/s were timed again, with the
-  same script: ours took 1.06 of the best on 2 ranks (24 plans, 3 rounds) and 1.15 on 4 (20 plans, 2 rounds), where
-  torchrec's plan was the best. Turns of one plan differ by up to a fifth there.
-- **What estimates do not know.** On 4 ranks at 200 Mbit/s torchrec's plan has a critical path 7 % longer than ours, and
-  was 15 % faster. Ours lets one rank send most rows and another get most ids: their sums are equal, but every exchange
-  waits for the slowest in it. Bytes in the busier direction of the link, summed over ids, rows and gradients, order the
-  plans a little better than critical paths do (0.89 to 0.84 there, 0.67 to 0.87 on 2 ranks). No sum over a rank's
-  tables holds that, and the search goes by such sums. Nor do estimates know what a collective costs beside its bytes,
-  and lookups of many narrow rows on a CPU.
-- **The slowest rank of each phase is no better measure.** If every phase of a step waited for its slowest rank, the sum
-  of those times would order plans better than the critical path, the slowest rank's own sum. In four sets of times it
-  does so once, on 4 ranks (0.86 to 0.84), and not on 2 (0.77 to 0.88, 0.77 to 0.83, 0.48 to 0.56). It was not made the
-  goal of the search.
-- **gloo scatters sums by summing everywhere**, which takes twice the bytes. Since planning knows that, all tables
-  `row_wise` on 2 ranks at 50 Mbit/s are estimated at 2.3 times all `table_wise`; they took 1.8 times as long. Before,
-  it was 1.6 times.
-- **Ids count.** torchrec's estimators reckon the exchange of ids, and its planner leaves it out of what it makes small.
-  Ours did so too until this was measured, and took 1.17 of the best on 2 ranks at 50 Mbit/s.
-- At 50 Mbit/s the measured bandwidth is about the link's (6.25 MB/s), at 200 Mbit/s half of it. Estimates are twice the
-  step in both: torchrec's estimators let the part that a rank keeps for itself travel too. That scales all exchanges
-  alike, and orders plans in which exchanges outweigh lookups in the same way."""
+- **The aim is met in one case of four, and noise decides two.** Timed again, the lines of 200 Mbit/s gave 1.06 (2
+  ranks) and 1.15 (4 ranks). Turns of one plan differ by up to a fifth there.
+- **What estimates miss.** On 4 ranks at 200 Mbit/s torchrec's plan has a critical path 7 % longer than ours and was
+  15 % faster: in ours one rank sends most rows and another gets most ids, and each exchange waits for its slowest rank.
+  The sum over phases of the slowest rank was tried as a goal; it ordered plans better in one of four runs.
+- **gloo sums everywhere to scatter sums**, which takes twice the bytes; estimates include that.
+- **Ids count.** torchrec's planner leaves their exchange out. Ours did too, and took 1.17 of the best at 50 Mbit/s.
+- **Measured bandwidths** are the link's at 50 Mbit/s and half of it at 200. Estimates are twice the step in both."""
 """What was seen in these runs and in those before, put here by hand."""
 PLANNERS = (OURS, OURS_DEFAULT, TORCHRECS, TORCHRECS_DEFAULT)
 
@@ -123,24 +110,18 @@ def section(results: Results, notes: Sequence[str], job: Job, *, machine: str, w
         BEGIN,
         "## Plans over a slow link",
         f"""\
-Is the plan that the planner takes for the best one the fastest? This section is written by
-`python -m tests.benchmarks.plan_quality`, every number in its tables by the run, {when}.
-The machine has {machine}. As many ranks are on each of two network namespaces, joined by a link of limited rate. The
-model is {len(SIZES)} tables, rows x dim (ids per example), and one layer:
-{tables}.
-A rank has {BATCH_SIZE} examples a step; SGD.""",
+Is the plan with the shortest estimate the fastest? `python -m tests.benchmarks.plan_quality` writes this section and
+its numbers, {when}. The machine has {machine}. Half of the ranks are in each of two network namespaces, joined by a
+limited link. The model has {len(SIZES)} tables, rows x dim (ids per example), and one layer: {tables}.
+{BATCH_SIZE} examples per rank; SGD.""",
         plans_table(results),
         *(["\n".join(notes)] if notes else []),
         f"""\
-The plans of a line take turns in one set of processes, in another order in each of {job.rounds} rounds. A turn is a
-`Trainer.fit` of {job.turn.steps} steps with `planning={{"plan_file": ...}}`, of which {job.turn.counted} count;
-compared is the time that a quarter of all of a plan's steps do not exceed, because other work on the machine only adds.
-"Turns differ by" is the slowest turn's median over the fastest one's, for the median plan: differences below that say
-little. Timed are our plan with `bandwidths: measure` and with torchrec's defaults, those of torchrec's
-EmbeddingShardingPlanner with both, the best plan as estimated of each cut that all tables can have, and a sample: half
-drawn from all plans, half from those that differ from ours in one table. The best of so many is partly luck, which
-makes "/ best" a little larger than it is. A number in **bold** misses its aim, {AIM:.2f} at most. "Rank correlation" is
-Spearman's, of the plans' estimated critical paths and their steps.""",
+Plans take turns in one set of processes, in {job.rounds} rounds of {job.turn.steps} steps, of which {job.turn.counted}
+count; compared are first quartiles. Timed are our plan and torchrec's with measured and with default bandwidths, the
+best plan of each sharding type, and a random sample. "Turns differ by" is the slowest turn over the fastest: smaller
+differences say little. "Rank correlation" is Spearman's, of estimates and steps. **Bold** misses its aim,
+{AIM:.2f} at most.""",
         cuts_table(results),
         FOUND,
         END,

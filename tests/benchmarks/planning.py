@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the p
 from tests.benchmarks import planning_text as text  # noqa: E402
 from tests.benchmarks.checkpointing_text import with_section  # noqa: E402
 from tests.benchmarks.performance_rows import machine, summary_table  # noqa: E402
-from tests.benchmarks.planning_rows import compared_table, failures, summary, times_table  # noqa: E402
+from tests.benchmarks.planning_rows import compared_csv, failures, summary, times_table  # noqa: E402
 from tests.benchmarks.planning_runs import Measured, measure  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
@@ -43,6 +43,8 @@ def main() -> int:
     if options.write:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_section(page, found, text.BEGIN, text.END), encoding="utf-8")
+        if measured.compared:
+            PAGE.with_name(text.DETAILS).write_text(compared_csv(measured), encoding="utf-8")
     missed = sum(row.missed for row in summary(measured))
     tell(f"{missed} aims missed, load {os.getloadavg()[0]:.1f}")
     return int(bool(failures(measured)))
@@ -52,7 +54,6 @@ def _section(measured: Measured, load: float) -> str:
     return text.section(
         summary_table(summary(measured)),
         times_table(measured) if measured.timed else "",
-        compared_table(measured) if measured.compared else "",
         [f"- **Went wrong: {failure}**" for failure in failures(measured)],
         machine=machine(),
         limit_seconds=measured.limit_seconds,

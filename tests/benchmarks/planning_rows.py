@@ -45,25 +45,25 @@ def times_table(measured: Measured) -> str:
     return table(header, rows)
 
 
-def compared_table(measured: Measured) -> str:
-    """Return a line for each set of tables that both planners were given."""
+def compared_csv(measured: Measured) -> str:
+    """Return a CSV with a line for each set of tables that both planners were given."""
     rows = []
     for outcome in measured.compared:
         job = outcome.job
-        better = outcome.ratio is None or outcome.ratio <= 1 + ROUNDING
         rows.append([
             job.kind,
             f"{job.num_tables} x {job.num_ranks}",
             f"{job.memory_gb:g}",
             _milliseconds(outcome.ours),
             _milliseconds(outcome.default),
-            _number(outcome.ratio) if better else f"**{_number(outcome.ratio)}**",
+            _number(outcome.ratio),
             _number(outcome.gap),
             _seconds(outcome.ours),
             _seconds(outcome.default),
         ])
-    header = ["set", "tables x ranks", "GB a rank", "ours, ms", "default's, ms"]
-    return table([*header, "ratio", "over the lower bound", "ours, s", "default's, s"], rows)
+    header = ["set", "tables x ranks", "GB per rank", "ours (ms)", "default's (ms)"]
+    lines = [[*header, "ratio", "over the lower bound", "ours (s)", "default's (s)"], *rows]
+    return "".join(",".join(line) + "\n" for line in lines)
 
 
 def failures(measured: Measured) -> list[str]:

@@ -113,7 +113,7 @@ def _on_paper() -> dict[str, str]:
 
 def _formulas_table() -> str:
     rows = [[f"`{t}`" for t in (cut, f.ids, f.rows, f.ids_across, f.rows_across)] for cut, f in FORMULAS.items()]
-    header = ["cut", "ids and lengths", "rows, one way", "ids to other nodes", "rows to other nodes, one way"]
+    header = ["sharding type", "ids and lengths", "rows, one way", "ids to other nodes", "rows to other nodes, one way"]
     return table(header, rows, len(header))
 
 
