@@ -1,4 +1,4 @@
-"""Which strategy suits a module, on so many ranks with so much memory, and why."""
+"""Chooses a strategy for a module on a given number of ranks with a given memory, and says why."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,10 @@ from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, Tab
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.units import format_bytes, quantity
 
-FULL_SHARE = 0.8
-"""Share of a rank's memory that a strategy may take before another is advised; the rest is for what is not reckoned."""
-MOST_OF_MEMORY = 0.5
-"""Share of the module's memory from where on its tables decide."""
+MAX_MEMORY_SHARE = 0.8
+"""Share of a rank's memory that a strategy may take before another is advised; the rest is for everything else."""
+MIN_TABLES_SHARE = 0.5
+"""Share of the module's memory above which its tables decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,66 +30,69 @@ class Advice:
     """What each strategy needs, which one to take, and why."""
 
     job: Job
-    rows: list[Estimate]
+    estimates: list[Estimate]
     chosen: str
     reason: str
-    said: list[str]
+    notes: list[str]
     """What was assumed, and what was left out."""
 
-    def fits(self, row: Estimate) -> bool:
-        """Whether it leaves enough of a rank's memory free."""
-        return not row.refused and row.total <= FULL_SHARE * self.job.memory_bytes
+    def fits(self, estimate: Estimate) -> bool:
+        """Return whether a strategy leaves enough of a rank's memory free."""
+        return not estimate.refused and estimate.total <= MAX_MEMORY_SHARE * self.job.memory_bytes
 
 
 def advise(
     module: LightningModule, job: Job, settings: Any, device_type: str, profile: StepProfile | None = None
 ) -> Advice:
-    """Return what to take for this module, which is left as it is, and needs no memory beyond its own.
+    """Return which strategy to take for this module, which stays as it is; no memory beyond its own is needed.
 
-    settings: the Trainer, or what has its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
-    profile: of a training step; None: no batch was looked at.
+    settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
+    profile: of a training step; None: no batch was run.
     """
     profile = profile or StepProfile()
     conversion = Conversion()
     sizes = measure_module(module, settings, device_type, conversion)
-    rows = estimate_strategies(sizes, job, profile)
-    chosen, reason = _choose(sizes, rows, job, conversion.min_rows)
-    return Advice(job=job, rows=rows, chosen=chosen, reason=reason, said=_said(sizes, job, profile))
+    estimates = estimate_strategies(sizes, job, profile)
+    chosen, reason = _choose(sizes, estimates, job, conversion.min_rows)
+    return Advice(job=job, estimates=estimates, chosen=chosen, reason=reason, notes=_notes(sizes, job, profile))
 
 
-def _choose(sizes: ModuleSizes, rows: list[Estimate], job: Job, min_rows: int) -> tuple[str, str]:
-    by_name = {row.strategy: row for row in rows}
-    usable = FULL_SHARE * job.memory_bytes
-    memory = f"{FULL_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
+def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: int) -> tuple[str, str]:
+    """Return the strategy to take, and the reason as a clause that follows "because"."""
+    by_name = {estimate.strategy: estimate for estimate in estimates}
+    usable = MAX_MEMORY_SHARE * job.memory_bytes
+    memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
     large = [table for table in sizes.tables if table.weight.rows >= min_rows]
     share = _share_of_tables(sizes)
     torchrec, ddp, fsdp = by_name.get(TORCHREC), by_name[DDP], by_name[FSDP]
-    if torchrec is not None and not torchrec.refused and large and share > MOST_OF_MEMORY:
-        why = _in_words(sizes.tables, large[0], share)
+    if torchrec is not None and not torchrec.refused and large and share > MIN_TABLES_SHARE:
+        why = _describe_tables(sizes.tables, large[0], share)
         if torchrec.total <= usable:
             return TORCHREC, why
         hybrid = by_name[TORCHREC_FSDP]
         if hybrid.total <= usable and not fsdp.refused:
             return TORCHREC_FSDP, (
-                f"{why}; with the other layers on every rank that makes {format_bytes(torchrec.total)}, more than "
-                f"{memory}, and {format_bytes(hybrid.total)} with those cut too"
+                f"{why}; with the other layers replicated, a rank needs {format_bytes(torchrec.total)}, more than "
+                f"{memory}, and with them sharded too, {format_bytes(hybrid.total)}"
             )
-        return TORCHREC, f"{why}, although it needs more than {memory}: use more ranks"
+        return TORCHREC, f"{why}, although a rank needs more than {memory}: use more ranks"
     if ddp.total <= usable:
-        return DDP, f"all of the module, {format_bytes(ddp.total)}, is within {memory}"
-    whole = f"the whole module, {format_bytes(ddp.total)}, takes more than {memory}"
+        return DDP, f"the replicated module needs {format_bytes(ddp.total)}, which is within {memory}"
+    replicated = f"the replicated module needs {format_bytes(ddp.total)}, more than {memory}"
     if fsdp.refused:
-        return DDP, f"{whole}, but fsdp_tuned refuses it: {fsdp.refused}"
-    does_not = "" if fsdp.total <= usable else ", which is more than that too: use more ranks"
-    return FSDP, f"{whole}; cut over {quantity(job.num_ranks, 'rank')} it takes {format_bytes(fsdp.total)}{does_not}"
+        return DDP, f"{replicated}, but fsdp_tuned refuses it: {fsdp.refused}"
+    too_much = "" if fsdp.total <= usable else ", which is too much as well: use more ranks"
+    ranks = quantity(job.num_ranks, "rank")
+    return FSDP, f"{replicated}; sharded over {ranks} it needs {format_bytes(fsdp.total)}{too_much}"
 
 
-def _in_words(tables: list[TableSize], large: TableSize, share: float) -> str:
-    of_what = f"{share:.0%} of the parameters and their optimizer state, and every rank keeps a part of"
+def _describe_tables(tables: list[TableSize], large: TableSize, share: float) -> str:
+    memory = f"{share:.0%} of the memory of parameters and optimizer state"
     if len(tables) == 1:
-        return f"table {large.name} of {large.weight.rows:,} rows takes {of_what} it"
+        return f"table {large.name} of {large.weight.rows:,} rows takes {memory}, which is sharded over the ranks"
     return (
-        f"{quantity(len(tables), 'table')}, {large.name} of {large.weight.rows:,} rows among them, take {of_what} them"
+        f"{quantity(len(tables), 'table')}, including {large.name} of {large.weight.rows:,} rows, take {memory}, which "
+        "is sharded over the ranks"
     )
 
 
@@ -97,33 +100,31 @@ def _share_of_tables(sizes: ModuleSizes) -> float:
     """Return which share of parameters and optimizer state belongs to tables."""
     tables = {table.weight.name for table in sizes.tables}
     total = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters)
-    ours = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters if p.name in tables)
-    return ours / total if total else 0.0
+    of_tables = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters if p.name in tables)
+    return of_tables / total if total else 0.0
 
 
-def _said(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
-    said = [*sizes.notes, *profile.notes]
+def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
+    notes = [*sizes.notes, *profile.notes]
     if profile.activation_bytes is None and not profile.notes:
-        said.append("activations are left out: no batch was looked at")
+        notes.append("activations are left out: no batch was run")
     elif profile.activation_bytes is not None:
-        said.append(
-            "activations are what a forward with one batch keeps for its backward, the same under each strategy"
-        )
+        notes.append("activations are what the forward of one batch saves for backward, the same under each strategy")
         if job.precision.endswith("-true") and job.precision != "32-true":
-            said.append(f"activations were measured in 32 bits, not in {job.precision}")
+            notes.append(f"activations were measured in 32 bits, not in {job.precision}")
     sparse = [parameter.name for parameter in sizes.parameters if parameter.has_sparse_gradient]
     if sparse:
-        said.append(f"the sparse gradient of {sparse[0]} is left out of memory, and of what ddp_tuned sends")
+        notes.append(f"the sparse gradient of {sparse[0]} is left out of memory, and of what ddp_tuned sends")
     if sizes.tables:
-        said.append("tables are shared out evenly; a plan may give one rank more")
-        said.append(_said_of_rows(sizes.tables, profile))
-    return said
+        notes.append("tables are assumed to be spread evenly; a plan may give one rank more")
+        notes.append(_note_about_lookups(sizes.tables, profile))
+    return notes
 
 
-def _said_of_rows(tables: list[TableSize], profile: StepProfile) -> str:
-    travel = "each row travels once; pooled tables that are cut by rows send as many times more as there are ranks"
+def _note_about_lookups(tables: list[TableSize], profile: StepProfile) -> str:
+    traffic = "each row is sent once; for row-wise tables with pooling, multiply by the number of ranks"
     if profile.batch_size is None:
-        return "what lookups send is not known without a batch"
+        return "what lookups send is unknown without a batch"
     if any(table.path in profile.lookups for table in tables):
-        return f"lookups are those of one batch of {quantity(profile.batch_size, 'sample')}; {travel}"
-    return f"{quantity(profile.batch_size, 'sample')} are taken to look up one id of every feature each; {travel}"
+        return f"lookups are those of one batch of {quantity(profile.batch_size, 'sample')}; {traffic}"
+    return f"{quantity(profile.batch_size, 'sample')} are assumed to look up one id of every feature each; {traffic}"

@@ -1,48 +1,48 @@
-"""An advice for people, as a table of one screen, and for programs, as JSON."""
+"""Prints advice as a table, and returns it as JSON."""
 
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from lightning_distrec.advice.advise import FULL_SHARE, Advice
+from lightning_distrec.advice.advise import MAX_MEMORY_SHARE, Advice
 from lightning_distrec.strategies.estimates.estimate import Estimate
 from lightning_distrec.units import format_bytes, quantity
 
-PARTS = ("parameters", "gradients", "optimizer state", "gathered", "activations")
+MEMORY_COLUMNS = ("parameters", "gradients", "optimizer state", "gathered", "activations")
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """Print what each strategy needs, what was assumed, and which one to take."""
+    """Print what each strategy needs, what was assumed, and which strategy to take."""
     job = advice.job
     ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
     text = TextTable(
-        title=f"{ranks}, {format_bytes(job.memory_bytes)} each, precision {job.precision}: memory of a rank",
+        title=f"{ranks}, {format_bytes(job.memory_bytes)} each, precision {job.precision}: memory per rank",
         title_justify="left",
-        caption="Reckoned, not measured: " + "; ".join(advice.said) + "." if advice.said else None,
+        caption="Estimated, not measured: " + "; ".join(advice.notes) + "." if advice.notes else None,
         caption_justify="left",
     )
-    for heading in ("strategy", *PARTS, "in all", "", "sent per step"):
+    for heading in ("strategy", *MEMORY_COLUMNS, "total", "", "sent per step"):
         text.add_column(heading, justify="left" if heading in ("strategy", "") else "right")
-    for row in advice.rows:
-        name = f"> {row.strategy}" if row.strategy == advice.chosen else f"  {row.strategy}"
-        if row.refused:
-            text.add_row(name, *([""] * (len(PARTS) + 1)), "refused", "")
+    for estimate in advice.estimates:
+        name = f"> {estimate.strategy}" if estimate.strategy == advice.chosen else f"  {estimate.strategy}"
+        if estimate.refused:
+            text.add_row(name, *([""] * (len(MEMORY_COLUMNS) + 1)), "refused", "")
             continue
-        parts = [format_bytes(row.memory[part]) if part in row.memory else "-" for part in PARTS]
-        sent = "-" if row.sent_total is None else format_bytes(row.sent_total)
-        text.add_row(name, *parts, format_bytes(row.total), _fit(advice, row), sent)
+        memory = [format_bytes(estimate.memory[use]) if use in estimate.memory else "-" for use in MEMORY_COLUMNS]
+        sent = "-" if estimate.sent_total is None else format_bytes(estimate.sent_total)
+        text.add_row(name, *memory, format_bytes(estimate.total), _fit(advice, estimate), sent)
     console.print(text)
-    for row in advice.rows:
-        if row.refused:
-            console.print(f"{row.strategy} refuses it: {row.refused}")
+    for estimate in advice.estimates:
+        if estimate.refused:
+            console.print(f"{estimate.strategy} refuses the module: {estimate.refused}")
     console.print(f"strategy: {advice.chosen}, because {advice.reason}.")
 
 
-def _fit(advice: Advice, row: Estimate) -> str:
-    if row.total > advice.job.memory_bytes:
+def _fit(advice: Advice, estimate: Estimate) -> str:
+    if estimate.total > advice.job.memory_bytes:
         return "DOES NOT FIT"
-    return "fits" if advice.fits(row) else f"tight, above {FULL_SHARE:.0%}"
+    return "fits" if advice.fits(estimate) else f"tight, above {MAX_MEMORY_SHARE:.0%}"
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
@@ -57,14 +57,15 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "precision": job.precision,
         "strategies": [
             {
-                "strategy": row.strategy,
-                "refused": row.refused or None,
-                "memory_bytes": {part: round(number) for part, number in row.memory.items()},
-                "total_bytes": round(row.total),
-                "fits": advice.fits(row),
-                "sent_bytes_per_step": row.sent and {what: round(number) for what, number in row.sent.items()},
+                "strategy": estimate.strategy,
+                "refused": estimate.refused or None,
+                "memory_bytes": {use: round(number) for use, number in estimate.memory.items()},
+                "total_bytes": round(estimate.total),
+                "fits": advice.fits(estimate),
+                "sent_bytes_per_step": estimate.sent
+                and {kind: round(number) for kind, number in estimate.sent.items()},
             }
-            for row in advice.rows
+            for estimate in advice.estimates
         ],
-        "assumed": advice.said,
+        "assumed": advice.notes,
     }

@@ -1,1 +1,1 @@
-"""One recipe under several strategies and numbers of devices: run, measured, compared."""
+"""Runs a recipe under several strategies and numbers of devices, measures it and compares the results."""

@@ -1,4 +1,4 @@
-"""The callback that a measured run has: each rank's steps and memory, written to a file at the end."""
+"""The callback of a measured run: each rank writes the times of its steps and its peak memory to a file."""
 
 import json
 import resource
@@ -14,11 +14,11 @@ from lightning_distrec.callbacks.throughput import count_samples
 
 
 class Measures(Clocked):
-    """Writes FOLDER/RANK.json: seconds and samples of each step after the first, and the peak of memory.
+    """Writes FOLDER/RANK.json: seconds and samples of each step after the warm-up, and peak memory.
 
     Args:
-        folder: where to, which all ranks see.
-        warmup_steps: so many steps at the start are not measured.
+        folder: the folder, which all ranks share.
+        warmup_steps: number of steps at the start that are not measured.
     """
 
     def __init__(self, folder: str, warmup_steps: int = 5) -> None:
@@ -49,11 +49,11 @@ class Measures(Clocked):
             "num_ranks": trainer.world_size,
             "seconds": self._seconds[self._warmup_steps :],
             "samples": self._samples[self._warmup_steps :],
-            "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else _peak_of_process(),
+            "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else _peak_process_bytes(),
         }
         (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(measured))
 
 
-def _peak_of_process() -> int:
-    """Return the most memory that this process has had, libraries included."""
+def _peak_process_bytes() -> int:
+    """Return the peak resident memory of this process, libraries included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

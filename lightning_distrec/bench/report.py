@@ -1,4 +1,4 @@
-"""Results for people: a table, and a picture of throughput, memory and scaling."""
+"""Prints results as a table, and draws throughput, memory and scaling."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -11,59 +11,59 @@ from rich.table import Table as TextTable
 from lightning_distrec.bench.rounds import Result, efficiency
 from lightning_distrec.units import format_bytes, quantity
 
-NO_PICTURE = "no picture was drawn: matplotlib is not installed. Install it (pip install matplotlib), and run it again."
+NO_MATPLOTLIB = "results.png was not drawn: matplotlib is not installed. Run pip install matplotlib, then bench again."
 
 
 def print_results(results: Sequence[Result], steps: int, console: Console) -> None:
-    """Print a row for every strategy and number of devices."""
+    """Print one row per strategy and number of devices."""
     rounds = max(len(result.runs) for result in results)
     text = TextTable(
-        title=f"Medians of {quantity(steps, 'step')}, {quantity(rounds, 'round')} in turns",
+        title=f"Medians over {quantity(steps, 'step')} and {quantity(rounds, 'round')}",
         title_justify="left",
-        caption="In brackets: the fastest and the slowest round. Memory on a CPU is the process's, libraries included.",
+        caption="In parentheses: fastest and slowest round. Memory on a CPU is that of the process, with libraries.",
         caption_justify="left",
     )
-    for heading in ("strategy", "devices", "step, ms", "samples/s", "efficiency", "peak memory of a rank"):
+    for heading in ("strategy", "devices", "step, ms", "samples/s", "efficiency", "peak memory per rank"):
         text.add_column(heading, justify="left" if heading == "strategy" else "right")
     for result in results:
         name, devices = result.case.strategy, str(result.case.devices)
-        if result.why_not:
+        if result.failure:
             text.add_row(name, devices, "not measured", "", "", "")
             continue
         share = efficiency(result, results)
         text.add_row(
             name,
             devices,
-            _with_range(result),
+            _median_and_range(result),
             "-" if result.samples_per_second is None else f"{result.samples_per_second:,.0f}",
             "-" if share is None else f"{share:.0%}",
             format_bytes(result.peak_bytes),
         )
     console.print(text)
     for result in results:
-        if result.why_not:
-            console.print(f"{result.case.strategy} on {result.case.devices}: {result.why_not}")
+        if result.failure:
+            console.print(f"{result.case.strategy} on {result.case.devices}: {result.failure}")
 
 
-def _with_range(result: Result) -> str:
+def _median_and_range(result: Result) -> str:
     times = sorted(1000 * run.step_seconds for run in result.runs)
-    around = f" ({times[0]:.1f} to {times[-1]:.1f})" if len(times) > 1 else ""
-    return f"{1000 * result.step_seconds:.1f}{around}"
+    extremes = f" ({times[0]:.1f} to {times[-1]:.1f})" if len(times) > 1 else ""
+    return f"{1000 * result.step_seconds:.1f}{extremes}"
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(results: Sequence[Result], file: Path) -> None:
-    """Write a picture: samples per second, peak memory and efficiency over devices, a line for each strategy."""
+    """Draw samples per second, peak memory and efficiency over devices into a file, one line per strategy."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels: list[tuple[str, Callable[[Result], Any]]] = [
         ("samples per second", lambda result: result.samples_per_second),
-        ("peak memory of a rank, MiB", lambda result: result.peak_bytes / 2**20),
+        ("peak memory per rank, MiB", lambda result: result.peak_bytes / 2**20),
         ("efficiency, %", lambda result: None if (e := efficiency(result, results)) is None else 100 * e),
     ]
     for axes, (title, number) in zip(figure.subplots(1, len(panels)), panels, strict=True):
@@ -71,7 +71,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
             points = [
                 (result.case.devices, value)
                 for result in results
-                if result.case.strategy == strategy and not result.why_not and (value := number(result)) is not None
+                if result.case.strategy == strategy and not result.failure and (value := number(result)) is not None
             ]
             if points:
                 axes.plot(*zip(*sorted(points), strict=True), marker="o", label=strategy)

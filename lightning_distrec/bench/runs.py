@@ -1,4 +1,4 @@
-"""One run of a recipe, as a process of its own through the console script, and what its ranks have measured."""
+"""One run of a recipe in a process of its own, through the console script, and what its ranks measured."""
 
 import contextlib
 import json
@@ -23,21 +23,8 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one run has measured, or why it has not."""
-
-    step_seconds: float = 0.0
-    """The median of the steps, each as long as on its slowest rank."""
-    samples_per_second: float | None = None
-    """Of all ranks together; None: a batch does not tell how many samples it has."""
-    peak_bytes: int = 0
-    """The most memory of any rank."""
-    why_not: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is run."""
+class BenchOptions:
+    """What is the same in all runs."""
 
     configs: tuple[str, ...]
     steps: int
@@ -45,37 +32,51 @@ class Wanted:
     timeout_seconds: float
 
 
-def run(case: Case, wanted: Wanted) -> Run:
-    """Run the recipe under one strategy: so many steps, without validation, checkpoints, loggers and callbacks."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The measurements of one run, or why there are none."""
+
+    step_seconds: float = 0.0
+    """Median of the steps; each step takes as long as on its slowest rank."""
+    samples_per_second: float | None = None
+    """Of all ranks; None: the number of samples in a batch is unknown."""
+    peak_bytes: int = 0
+    """Peak memory of the rank that uses most."""
+    failure: str = ""
+    """Why nothing was measured."""
+
+
+def run(case: Case, options: BenchOptions) -> Run:
+    """Run the recipe under one strategy without validation, checkpoints, loggers and callbacks."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_distrec.cli.main", *arguments(case, wanted, folder)],
+            [sys.executable, "-m", "lightning_distrec", *arguments(case, options, folder)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # its ranks are in it too, so that all of them can be ended
+            start_new_session=True,  # the ranks that it starts belong to the session too, so that all can be killed
         )
         try:
-            said = process.communicate(timeout=wanted.timeout_seconds)[1]
+            stderr = process.communicate(timeout=options.timeout_seconds)[1]
         except subprocess.TimeoutExpired:
-            return Run(why_not=f"it was not done after {wanted.timeout_seconds:g} s")
+            return Run(failure=f"the run did not end within {options.timeout_seconds:g} s")
         finally:
-            _end(process)
+            _kill_session(process)
         if process.returncode:
-            return Run(why_not=reason(said, process.returncode))
+            return Run(failure=failure_in(stderr, process.returncode))
         files = sorted(Path(folder).glob("*.json"))
-        return measured([json.loads(file.read_text()) for file in files], case.devices, wanted.steps)
+        return summarize([json.loads(file.read_text()) for file in files], case.devices, options.steps)
 
 
-def arguments(case: Case, wanted: Wanted, folder: str) -> list[str]:
+def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
     """Return the command line of a run, without the program."""
     measures = {"class_path": "lightning_distrec.bench.measures.Measures"}
-    options = {"folder": folder, "warmup_steps": wanted.warmup_steps}
+    measures_options = {"folder": folder, "warmup_steps": options.warmup_steps}
     trainer: dict[str, object] = {
         "strategy": case.strategy,
         "devices": case.devices,
         "num_nodes": 1,
-        "max_steps": wanted.warmup_steps + wanted.steps,
+        "max_steps": options.warmup_steps + options.steps,
         "max_epochs": -1,
         "max_time": "null",
         "limit_val_batches": 0,
@@ -85,44 +86,44 @@ def arguments(case: Case, wanted: Wanted, folder: str) -> list[str]:
         "enable_checkpointing": "false",
         "logger": "false",
         "default_root_dir": folder,
-        "callbacks": json.dumps([{**measures, "init_args": options}]),
+        "callbacks": json.dumps([{**measures, "init_args": measures_options}]),
     }
-    configs = [part for config in wanted.configs for part in ("--config", config)]
+    configs = [argument for config in options.configs for argument in ("--config", config)]
     return ["fit", *configs, *(f"--trainer.{name}={value}" for name, value in trainer.items())]
 
 
-def measured(of_ranks: Sequence[dict], devices: int, steps: int) -> Run:
-    """Return a run's numbers. of_ranks: what each rank's `Measures` has written."""
-    if len(of_ranks) != devices:
-        return Run(why_not=f"{len(of_ranks)} of {devices} ranks have measured")
-    seconds = [max(times) for times in zip(*(rank["seconds"] for rank in of_ranks), strict=False)]
+def summarize(ranks: Sequence[dict], devices: int, steps: int) -> Run:
+    """Return the measurements of a run. ranks: what the `Measures` of each rank wrote."""
+    if len(ranks) != devices:
+        return Run(failure=f"{len(ranks)} of {devices} ranks wrote measurements")
+    seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=False)]
     if not seconds:
-        return Run(why_not=f"the data ended before {steps} steps were measured")
-    samples = [
-        sum(counts) for counts in zip(*(rank["samples"] for rank in of_ranks), strict=False) if None not in counts
-    ]
+        return Run(failure=f"the data ended before {steps} steps were measured")
+    samples = [sum(counts) for counts in zip(*(rank["samples"] for rank in ranks), strict=False) if None not in counts]
     per_second = sum(samples) / len(seconds) / statistics.median(seconds) if len(samples) == len(seconds) else None
     return Run(
         step_seconds=statistics.median(seconds),
         samples_per_second=per_second,
-        peak_bytes=max(rank["peak_bytes"] for rank in of_ranks),
+        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
     )
 
 
-def reason(said: str, code: int) -> str:
-    """Return why a run failed: the error of ours that it ended with, else its last error, else its last line."""
-    errors = re.findall(r"^\W*(?:\[?rank\W*\d+\]?:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$", said, re.MULTILINE)
-    ours = [text for kind, text in errors if kind.startswith("lightning_distrec.errors.") and "RankError" not in kind]
+def failure_in(stderr: str, code: int) -> str:
+    """Return why a run failed: our error in its stderr, else the last error, else the last line."""
+    errors = re.findall(
+        r"^\W*(?:\[?rank\W*\d+\]?:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$", stderr, re.MULTILINE
+    )
+    ours = [text for name, text in errors if name.startswith("lightning_distrec.errors.") and "RankError" not in name]
     if ours:
         return str(ours[0])
     if errors:
         return f"{errors[-1][0]}: {errors[-1][1]}"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else f"it ended with exit code {code}"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"the run ended with exit code {code}"
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
-    """End what is still there of a run: of the session that it was started in."""
+def _kill_session(process: "subprocess.Popen[str]") -> None:
+    """Kill all processes of the session that a run was started in."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

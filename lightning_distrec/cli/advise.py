@@ -1,20 +1,26 @@
-"""The command `advise`: the module and data of a recipe's YAML are built, and no Trainer; nothing is trained."""
+"""The command `advise`: prints which strategy suits the module of a recipe's YAML. Nothing is trained."""
 
-import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any, TypeVar
+import json
+from typing import Any
 
 import torch
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
 from lightning_distrec.advice.advise import Advice, advise
+from lightning_distrec.advice.report import as_json, print_advice
 from lightning_distrec.callbacks.throughput import count_samples
+from lightning_distrec.cli.output import EXIT_OK, console
+from lightning_distrec.cli.recipes import (
+    MetaRecipeBuilder,
+    RecipeBuilder,
+    build_recipe,
+    count_devices,
+    full_precision_name,
+    is_on_gpu,
+)
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.strategies.estimates.estimate import Job
@@ -22,116 +28,71 @@ from lightning_distrec.strategies.estimates.step_profile import StepProfile, pro
 from lightning_distrec.units import parse_bytes
 
 
-class BuildsOnly(LightningCLI):
-    """Reads what `fit` reads, and builds the module, its data and its callbacks."""
-
-    meta = False
-    """Whether the module is built on the meta device."""
-    datamodule: LightningDataModule | None
-    settings: Any
-    """The Trainer's, as plain values."""
-
-    def before_instantiate_classes(self) -> None:
-        trainer = self.config.fit.trainer
-        self.settings = SimpleNamespace(**vars(trainer))
-        trainer.logger, trainer.strategy = False, "auto"
-
-    def instantiate_classes(self) -> None:
-        with torch.device("meta") if self.meta else nullcontext():
-            super().instantiate_classes()
-
-    def instantiate_trainer(self, **_: Any) -> Any:
-        self.settings.callbacks = self.config_init.fit.trainer.callbacks or []
-        return SimpleNamespace(fit=lambda **_: None)
+def parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = ArgumentParser(
+        prog="lightning-distrec advise",
+        description="Print which strategy suits a module, and why: estimate the memory that each strategy needs per "
+        "rank. The module is built, and runs one batch, on this machine's CPU; nothing is trained.",
+    )
+    add = parser.add_argument
+    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
+    add("--nodes", type=int | None, help="Assume this many nodes instead of the YAML's.")
+    add("--devices", type=int | None, help="Assume this many devices per node instead of the YAML's.")
+    add("--device-memory", type=str | None, help="Assume this memory per device (80GB, 24GiB), not this machine's.")
+    add("--meta", action="store_true", help="Build the module without memory; leave activations out.")
+    add("--no-batch", action="store_true", help="Read no data; leave activations out.")
+    add("--json", action="store_true", help="Print JSON with all numbers in bytes.")
+    return parser
 
 
-class BuildsOnMeta(BuildsOnly):
-    """Builds the module without memory."""
-
-    meta = True
-
-
-Builder = TypeVar("Builder", bound=BuildsOnly)
-
-
-def build(configs: Sequence[str], builder: type[Builder]) -> Builder:
-    """Return what the YAML files say, built. Raises SystemExit: LightningCLI does not understand them."""
-    arguments = [argument for config in configs for argument in ("--config", config)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")
-        return builder(
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            save_config_callback=None,
-            parser_kwargs={"default_env": True},
-            args=["fit", *arguments],
-        )
+def run(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    advice = advise_on(options)
+    if options.json:
+        print(json.dumps(as_json(advice), indent=1))
+    else:
+        print_advice(advice, console())
+    return EXIT_OK
 
 
-def advise_on(given: Namespace) -> Advice:
-    """Return the advice that the command line asks for. Raises ConfigError."""
+def advise_on(options: Namespace) -> Advice:
+    """Return the advice for the job that the options describe. Raises ConfigError."""
     for name in ("nodes", "devices"):
-        if given[name] is not None and given[name] < 1:
-            raise ConfigError(f"--{name} {given[name]}: must be at least 1.")
-    if not given.config:
-        raise ConfigError("advise: no --config is given. Name the YAML that `fit` would be given.")
-    memory = given.device_memory
+        if options[name] is not None and options[name] < 1:
+            raise ConfigError(f"--{name} {options[name]}: must be at least 1.")
+    if not options.config:
+        raise ConfigError("advise: --config is missing. Give it the YAML file that fit would get.")
+    memory = options.device_memory
     if memory is not None:
         memory = parse_bytes(memory, f"--device-memory {memory!r}")
     hide_upstream_deprecations()
-    built = build(given.config, BuildsOnMeta if given.meta else BuildsOnly)
+    built = build_recipe(options.config, MetaRecipeBuilder if options.meta else RecipeBuilder)
     settings, precision = built.settings, full_precision_name(built.settings.precision)
     device = "cuda" if is_on_gpu(settings.accelerator) else "cpu"
-    num_nodes = given.nodes or int(settings.num_nodes)
-    on_node = given.devices or count_devices(settings.devices, device)
+    num_nodes = options.nodes or int(settings.num_nodes)
+    ranks_per_node = options.devices or count_devices(settings.devices, device)
     if memory is None and device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("advise: there is no GPU here to ask for its memory. Say it: --device-memory 80GB.")
-    memory_bytes = memory_bytes_per_rank(torch.device(device), on_node, memory)
-    job = Job(num_ranks=num_nodes * on_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
-    profile = (
-        StepProfile(notes=("no batch was looked at, as asked",)) if given.no_batch else _look_at_batch(built, precision)
-    )
+        raise ConfigError("advise: this machine has no GPU to read the memory from. Set --device-memory 80GB.")
+    memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
+    job = Job(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
+    if options.no_batch:
+        profile = StepProfile(notes=("no batch was read (--no-batch)",))
+    else:
+        profile = _profile_first_batch(built, precision)
     return advise(built.model, job, settings, device, profile)
 
 
-def full_precision_name(given: Any) -> str:
-    """Return `Trainer(precision=)` as the Trainer itself would call it."""
-    short = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
-    return short.get(str(given or "32-true"), str(given or "32-true"))
-
-
-def is_on_gpu(accelerator: Any) -> bool:
-    """Return whether `Trainer(accelerator=)` stands for GPUs here."""
-    if accelerator == "auto":
-        return torch.cuda.is_available()
-    return accelerator in ("gpu", "cuda")
-
-
-def count_devices(devices: Any, device: str) -> int:
-    """Return how many devices of a node `Trainer(devices=)` stands for."""
-    if isinstance(devices, list):
-        return len(devices)
-    if str(devices).isdecimal() and int(devices):
-        return int(devices)
-    if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
-    if device == "cpu":
-        return 1
-    if not torch.cuda.is_available():
-        raise ConfigError(f"trainer.devices={devices!r}, and there is no GPU here to count. Say how many: --devices 8.")
-    return torch.cuda.device_count()
-
-
-def _look_at_batch(built: BuildsOnly, precision: str) -> StepProfile:
-    """Run a step with the first batch of training, on the host. What cannot be had is said."""
+def _profile_first_batch(built: RecipeBuilder, precision: str) -> StepProfile:
+    """Run a step with the first training batch on the CPU. Where that fails, the profile has the reason."""
     module = built.model
     try:
         batch = _first_batch(module, built.datamodule)
-        if not built.meta:
+        if not built.on_meta:
             module.configure_model()
     except Exception as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return StepProfile(notes=(f"no batch could be looked at ({why}), so activations are left out",))
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
     return profile_step(module, batch, count_samples(batch), precision)
 
 
@@ -141,5 +102,5 @@ def _first_batch(module: LightningModule, data: LightningDataModule | None) -> A
         data.setup("fit")
         return next(iter(data.train_dataloader()))
     if not is_overridden("train_dataloader", module):
-        raise ConfigError("neither a data module nor the module's own train_dataloader is there")
+        raise ConfigError("there is neither a data module nor a train_dataloader in the module")
     return next(iter(module.train_dataloader()))

@@ -1,102 +1,94 @@
-"""The console script `lightning-distrec`: fit, validate, test and predict from a YAML recipe, and our own commands."""
+"""The console script `lightning-distrec`: finds the command and runs it. Each command has a file of its own."""
 
-import json
+import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 
-from jsonargparse import Namespace
+from lightning_distrec.cli.output import EXIT_ERROR
+from lightning_distrec.errors import DistRecError, did_you_mean
 
-from lightning_distrec.cli import commands
+LIGHTNING_COMMANDS = {
+    "fit": "Train a module: fit --config FILE.yaml.",
+    "validate": "Evaluate a module on its validation data.",
+    "test": "Evaluate a module on its test data.",
+    "predict": "Run a module on its prediction data.",
+}
+"""The commands of a LightningCLI, which parses their options."""
+
+COMMANDS = {
+    "advise": "Print which strategy suits a module, and why.",
+    "plan": "Plan embedding tables for any cluster, and print whether they fit.",
+    "bench": "Measure a recipe under several strategies and numbers of devices.",
+    "doctor": "Check the ranks, machines and network links of a job.",
+    "slurm": "Write an sbatch script that runs a recipe.",
+    "export": "Convert a checkpoint into a single file.",
+    "checkpoint": "Inspect a checkpoint, or compare two.",
+}
+"""Our own commands: each is a file of this folder with the functions `parser` and `run`."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code. args: the command line, sys.argv's where None."""
+    """Run a command, and return its exit code. args: the command line; None: that of the process.
+
+    Errors that users can act on are printed in one line. Raises SystemExit: the command line asks for help or is wrong.
+    """
     args = sys.argv[1:] if args is None else list(args)
-    if _is_for_lightning(args):
-        run_lightning(args)
-        return 0
     _make_working_directory_importable()
-    return commands.run(args, {"advise": _advise, "bench": _bench, "plan": _plan})
+    if _is_for_lightning(args):
+        import_module("lightning_distrec.cli.fit").run(args)
+        return 0
+    name = _command(args)
+    # Only this command's file is imported: torchrec takes seconds to load, and most commands do not need it.
+    command = import_module(f"lightning_distrec.cli.{name}")
+    options = command.parser().parse_args(args[1:])
+    try:
+        code: int = command.run(options)
+        return code
+    except (DistRecError, OSError) as error:
+        print(f"lightning-distrec: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _is_for_lightning(args: Sequence[str]) -> bool:
-    """Whether LightningCLI is to read the command line; what nobody knows is for ours, who tell all that there is."""
+    """Return whether LightningCLI parses the command line. Unknown commands go to our parser."""
     if not args:
         return "PL_SUBCOMMAND" in os.environ
-    return args[0] in commands.OF_LIGHTNING or (args[0].startswith("-") and args[0] not in ("-h", "--help"))
+    return args[0] in LIGHTNING_COMMANDS or (args[0].startswith("-") and args[0] not in ("-h", "--help"))
 
 
-def run_lightning(args: Sequence[str]) -> None:
-    """Run a LightningCLI over any LightningModule and LightningDataModule, named in YAML by class_path.
-
-    The working directory is importable, so that `class_path: recipes.movielens_dlrm.model.ClickModel` is found where
-    the recipe is started. Every option can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS and the like).
-    """
-    from lightning.pytorch.cli import LightningCLI  # slow to load, and our own commands have no use for it
-
-    _make_working_directory_importable()
-    LightningCLI(
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        # Lightning refuses to run twice in a folder; a second run of a recipe must not surprise anyone.
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"default_env": True},
-        args=None if list(args) == sys.argv[1:] else list(args),  # Lightning warns where it is given both
+def _command(args: Sequence[str]) -> str:
+    """Return the name of our command. Raises SystemExit: there is none, or it is unknown."""
+    commands = "\n".join(f"    {name:<10}  {text}" for name, text in (LIGHTNING_COMMANDS | COMMANDS).items())
+    parser = argparse.ArgumentParser(
+        prog="lightning-distrec",
+        usage="lightning-distrec COMMAND ...",
+        description="Train recommendation models with sharded embedding tables; examine plans and checkpoints.",
+        epilog=f"commands:\n{commands}\n\nPrint the options of a command: lightning-distrec COMMAND --help.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="help", help="Print this help.")
+    if not args:
+        parser.print_help(sys.stderr)
+        raise SystemExit(EXIT_ERROR)
+    if args[0] in ("-h", "--help"):
+        parser.print_help()
+        raise SystemExit(0)
+    if args[0] not in COMMANDS:
+        near = did_you_mean(args[0], [*LIGHTNING_COMMANDS, *COMMANDS])
+        parser.error(f"unknown command '{args[0]}'{near} List all commands: lightning-distrec --help.")
+    return args[0]
 
 
 def _make_working_directory_importable() -> None:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-
-
-def _advise(given: Namespace) -> int:
-    from lightning_distrec.advice.report import as_json, print_advice
-    from lightning_distrec.cli.advise import advise_on
-
-    advice = advise_on(given)
-    if given.json:
-        print(json.dumps(as_json(advice), indent=1))
-    else:
-        print_advice(advice, commands.console())
-    return commands.SAME
-
-
-def _bench(given: Namespace) -> int:
-    from lightning_distrec.bench.report import NO_PICTURE, can_draw, draw, print_results
-    from lightning_distrec.bench.rounds import as_json
-    from lightning_distrec.cli.bench import bench
-
-    with commands.leaving_when_asked():  # so that no run outlives this process
-        results = bench(given, lambda said: print(said, file=sys.stderr, flush=True))
-    print_results(results, given.steps, commands.console())
-    folder = Path(given.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
-    has_numbers = any(not result.why_not for result in results)
-    if not has_numbers:
-        return commands.DIFFERENT
-    if can_draw():
-        draw(results, folder / "results.png")
-    else:
-        print(f"lightning-distrec: {NO_PICTURE}", file=sys.stderr)
-    return commands.SAME
-
-
-def _plan(given: Namespace) -> int:
-    from lightning_distrec.advice.dry_run_report import as_json, print_dry_run
-    from lightning_distrec.cli.plan import plan_ahead
-
-    found = plan_ahead(given)
-    if given.json:
-        print(json.dumps(as_json(found), indent=1))
-    else:
-        print_dry_run(found, commands.console())
-    if found.facts is None and (given.html or given.save_plan):
-        print("lightning-distrec: there is no plan, so that no file was written.", file=sys.stderr)
-    return commands.SAME if found.fits else commands.DIFFERENT
+    """Let `class_path: recipes.movielens_dlrm.model.ClickModel` be found from the folder that the command runs in."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
 
 
 if __name__ == "__main__":

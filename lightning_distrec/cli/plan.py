@@ -1,18 +1,28 @@
 """The command `plan`: a dry run of a recipe's YAML. Its module is built without memory, and nothing is trained."""
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
 from lightning_distrec.advice.dry_module import dry_module, place_of
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.cli.advise import BuildsOnMeta, build, count_devices, full_precision_name, is_on_gpu
+from lightning_distrec.advice.dry_run_report import as_json, print_dry_run
+from lightning_distrec.cli.output import EXIT_NEGATIVE, EXIT_OK, console
+from lightning_distrec.cli.recipes import (
+    MetaRecipeBuilder,
+    build_recipe,
+    count_devices,
+    full_precision_name,
+    is_on_gpu,
+)
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plan_report.page import write_page
@@ -24,8 +34,47 @@ from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import parse_bandwidth, parse_bytes
 
 
-class BuildsWithStrategy(BuildsOnMeta):
-    """Builds the strategy too, where it is one whose options count, and no data."""
+def parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = ArgumentParser(
+        prog="lightning-distrec plan",
+        description="Plan the embedding tables of a module for any cluster, without running on it. Print whether they "
+        "fit, what each rank stores, computes and sends, the largest batch, and the minimum number of nodes. The "
+        "module is built without memory; no data is read and nothing is trained. Exit codes: 0: the tables fit; 1: "
+        "they do not; 2: the recipe or an option is wrong.",
+    )
+    add = parser.add_argument
+    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
+    add("--nodes", type=int | None, help="Plan for this many nodes instead of the YAML's.")
+    add("--devices", type=int | None, help="Plan for this many devices per node instead of the YAML's.")
+    add("--device-memory", type=str | None, help="Plan for this memory per rank (80GB, 24GiB) instead of the YAML's.")
+    add("--host-memory", type=str | None, help="Let GPUs read tables from this much host memory per node.")
+    add("--accelerator", type=Literal["cuda", "cpu"] | None, help="Plan for this accelerator instead of the YAML's.")
+    add("--bandwidth", type=str, action="append", help="Set a bandwidth, such as cross_node=25GB/s; repeat for others.")
+    add("--reserve", type=str | None, help="Reserve memory for everything but tables: 15%, 4GB or measure.")
+    add("--batch-size", type=int | None, help="Plan for this many samples per rank and step instead of the YAML's.")
+    add("--plan-file", type=str | None, help="Examine this plan.json instead of searching for a plan.")
+    add("--html", type=str | None, help="Write the plan as a page to this file.")
+    add("--save-plan", type=str | None, help="Write the plan to this file, for planning.plan_file.")
+    add("--quick", action="store_true", help="Skip the search for the largest batch and the minimum number of nodes.")
+    add("--json", action="store_true", help="Print JSON with all numbers of all ranks.")
+    return parser
+
+
+def run(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    found = plan_ahead(options)
+    if options.json:
+        print(json.dumps(as_json(found), indent=1))
+    else:
+        print_dry_run(found, console())
+    if found.facts is None and (options.html or options.save_plan):
+        print("lightning-distrec: there is no plan, so no file was written.", file=sys.stderr)
+    return EXIT_OK if found.fits else EXIT_NEGATIVE
+
+
+class PlanRecipeBuilder(MetaRecipeBuilder):
+    """Builds the strategy too, if the YAML gives it options, and no data."""
 
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
@@ -120,7 +169,7 @@ def _bandwidths(given: Sequence[str]) -> dict[str, Bandwidth]:
 
 def _built(configs: Sequence[str]) -> Any:
     try:
-        return build(configs, BuildsWithStrategy)
+        return build_recipe(configs, PlanRecipeBuilder)
     except Exception as error:
         cause = error  # of what jsonargparse makes of it, which tells all that a value might have been
         while isinstance(cause.__cause__, Exception) and not place_of(cause):

@@ -61,7 +61,7 @@ def batch_script(wanted: Wanted) -> str:
         "open-mode": "append",
     }
     asked = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value != "")
-    program = shlex.join([sys.executable, "-m", "lightning_distrec.cli.main"])
+    program = shlex.join([sys.executable, "-m", "lightning_distrec"])
     return f"""#!/bin/bash
 {asked}
 #SBATCH --requeue

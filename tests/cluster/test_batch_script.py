@@ -28,9 +28,9 @@ def _write(*arguments: str, folder: Path) -> int:
 @pytest.mark.slow
 def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.sh"
-    sizes = ("--nodes=2", "--ranks_per_node=1", "--gpus=false", "--cpus_per_rank=2", "--time=10")
+    sizes = ("--nodes=2", "--ranks-per-node=1", "--gpus=false", "--cpus-per-rank=2", "--time=10")
     assert _write(*sizes, f"--out={out}", folder=tmp_path) == 0
-    assert capsys.readouterr().out == f"Written: {out}. Submit it with: sbatch {out}\n"
+    assert capsys.readouterr().out == f"Wrote {out}. Submit it with: sbatch {out}\n"
     job = slurm.sbatch(out.read_text(), env={"OMP_NUM_THREADS": "1"})
     assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     printed = slurm.output(job)
@@ -41,7 +41,7 @@ def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path, capsys: pytest
 
 
 def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _write("--nodes=64", "--ranks_per_node=8", "--partition=a", "--account=b", folder=tmp_path) == 0
+    assert _write("--nodes=64", "--ranks-per-node=8", "--partition=a", "--account=b", folder=tmp_path) == 0
     script = capsys.readouterr().out
     for line in ("nodes=64", "ntasks-per-node=8", "gpus-per-node=8", "partition=a", "account=b", "signal=USR1@120"):
         assert f"#SBATCH --{line}\n" in script
@@ -51,9 +51,9 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nodes=0", "--ranks_per_node=1"], "nodes is 0, and must be at least 1"),
-        (["--nodes=1", "--ranks_per_node=1", "--time=tomorrow"], "time is 'tomorrow', which Slurm does not know"),
-        (["--nodes=1", "--ranks_per_node=1", "--config=none.yaml"], "there is no file none.yaml"),
+        (["--nodes=0", "--ranks-per-node=1"], "nodes is 0, and must be at least 1"),
+        (["--nodes=1", "--ranks-per-node=1", "--time=tomorrow"], "time is 'tomorrow', which Slurm does not know"),
+        (["--nodes=1", "--ranks-per-node=1", "--config=none.yaml"], "there is no file none.yaml"),
     ],
 )
 def test_what_slurm_would_not_take_is_told(

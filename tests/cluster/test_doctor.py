@@ -13,7 +13,7 @@ from lightning_distrec.cluster.doctor import Findings, Link, Rank
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
 
-DOCTOR = [sys.executable, "-m", "lightning_distrec.cli.main", "doctor"]
+DOCTOR = [sys.executable, "-m", "lightning_distrec", "doctor"]
 
 
 def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:

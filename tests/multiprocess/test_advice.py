@@ -86,7 +86,7 @@ def _advice(kind: str, optimizer: str, **job: Any) -> Advice:
 
 
 def _row(advice: Advice, strategy: str) -> Estimate:
-    return next(row for row in advice.rows if row.strategy == strategy)
+    return next(row for row in advice.estimates if row.strategy == strategy)
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +117,8 @@ def test_a_rank_sends_what_is_reckoned(case: str, counted: list[dict[str, Any]])
     )
 
 
-def test_bags_that_are_cut_by_rows_send_rows_once_for_each_rank(counted: list[dict[str, Any]]) -> None:
+def test_row_wise_bags_send_rows_once_for_each_rank(counted: list[dict[str, Any]]) -> None:
     advice, case = _advice("WithBags", "Adagrad"), "WithBags Adagrad torchrec_sharded"
     for kind in ("rows", "row gradients"):
         assert _sent(case, counted)[kind] == NUM_RANKS * _row(advice, "torchrec_sharded").sent[kind]
-    assert any("cut by rows send as many times more as there are ranks" in said for said in advice.said)
+    assert any("for row-wise tables with pooling, multiply by the number of ranks" in note for note in advice.notes)

@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.verify import verify
-from lightning_distrec.cli.commands import SAME, run
+from lightning_distrec.cli.main import main
+from lightning_distrec.cli.output import EXIT_OK
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.shard_tables import sharded_tables_of
@@ -111,7 +112,7 @@ def test_the_plan_in_a_checkpoint_is_listed_verified_and_told(
     marker = json.loads((path / "complete.json").read_text())
     assert marker["files"]["plan.json"] == (path / "plan.json").stat().st_size
     assert verify(path) == []
-    assert run(["checkpoint", "inspect", str(path)]) == SAME
+    assert main(["checkpoint", "inspect", str(path)]) == EXIT_OK
     assert f"plan       plan.json, for planning={{'plan_file': '{path}'}}" in capsys.readouterr().out
     content = (path / "plan.json").read_text()
     (path / "plan.json").write_text(content.replace('"rank": 0', '"rank": 1', 1))

@@ -1,4 +1,4 @@
-"""Which strategy is advised, and why; what is assumed is said, and the module is left as it was."""
+"""Which strategy is advised, and why; what is assumed is noted, and the module stays as it was."""
 
 import threading
 from types import SimpleNamespace
@@ -26,23 +26,24 @@ def of(module: Any, profile: StepProfile | None = None, settings: Any = SETTINGS
 
 
 def row(advice: Advice, strategy: str) -> Estimate:
-    return next(row for row in advice.rows if row.strategy == strategy)
+    return next(row for row in advice.estimates if row.strategy == strategy)
 
 
 def test_a_module_that_fits_trains_by_ddp() -> None:
     advice = of(Wide())
     assert advice.chosen == "ddp_tuned"
-    assert advice.reason == "all of the module, 49.2 MiB, is within 80% of a rank's 953.7 MiB"
-    assert [row.strategy for row in advice.rows] == ["ddp_tuned", "fsdp_tuned"]
+    assert advice.reason == "the replicated module needs 49.2 MiB, which is within 80% of a rank's 953.7 MiB"
+    assert [row.strategy for row in advice.estimates] == ["ddp_tuned", "fsdp_tuned"]
 
 
-def test_a_module_that_does_not_is_cut_by_fsdp() -> None:
+def test_a_module_that_does_not_fit_is_sharded_by_fsdp() -> None:
     advice = of(Wide(), memory_bytes=60 * 10**6)
     assert advice.chosen == "fsdp_tuned"
     assert advice.reason == (
-        "the whole module, 49.2 MiB, takes more than 80% of a rank's 57.2 MiB; cut over 4 ranks it takes 20.9 MiB"
+        "the replicated module needs 49.2 MiB, more than 80% of a rank's 57.2 MiB; sharded over 4 ranks it needs 20.9 "
+        "MiB"
     )
-    assert of(Wide(), memory_bytes=10**6).reason.endswith("which is more than that too: use more ranks")
+    assert of(Wide(), memory_bytes=10**6).reason.endswith("which is too much as well: use more ranks")
 
 
 def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
@@ -51,26 +52,26 @@ def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
         assert advice.chosen == "torchrec_sharded"
         assert "table" in advice.reason
     assert advice.reason == (
-        "2 tables, bags.many of 120,000 rows among them, take 100% of the parameters and their optimizer state, and "
-        "every rank keeps a part of them"
+        "2 tables, including bags.many of 120,000 rows, take 100% of the memory of parameters and optimizer state, "
+        "which is sharded over the ranks"
     )
     assert of(WithTable(), memory_bytes=10**6).reason == (
-        "table users of 120,000 rows takes 100% of the parameters and their optimizer state, and every rank keeps a "
-        "part of it, although it needs more than 80% of a rank's 976.6 KiB: use more ranks"
+        "table users of 120,000 rows takes 100% of the memory of parameters and optimizer state, which is sharded over "
+        "the ranks, although a rank needs more than 80% of a rank's 976.6 KiB: use more ranks"
     )
 
 
-def test_layers_beside_tables_are_cut_where_they_do_not_fit() -> None:
+def test_layers_other_than_tables_are_sharded_where_they_do_not_fit() -> None:
     module = WithTable()
     module.more = nn.Linear(1000, 1000)
     assert of(module).chosen == "torchrec_sharded"
     advice = of(module, memory_bytes=25 * 10**6)
     assert advice.chosen == "torchrec_sharded with dense: fsdp"
-    assert "; with the other layers on every rank that makes " in advice.reason
+    assert "; with the other layers replicated, a rank needs " in advice.reason
     assert row(advice, "torchrec_sharded").total > 20 * 10**6 >= row(advice, advice.chosen).total
 
 
-def test_tables_beside_larger_layers_do_not_decide() -> None:
+def test_tables_that_are_less_than_half_of_the_module_do_not_decide() -> None:
     module = WithTable()
     module.more = nn.Linear(2000, 2000)
     advice = of(module)
@@ -92,9 +93,9 @@ class HasItsOwn(Wide):
         return {"optimizer": Unheard(self.parameters())}
 
 
-def test_an_unknown_optimizer_is_taken_for_adam_and_it_is_said() -> None:
+def test_an_unknown_optimizer_is_assumed_to_be_adam() -> None:
     advice = of(HasItsOwn())
-    assert "the state of Unheard is unknown: 2 tensors are assumed for each parameter" in advice.said
+    assert "the state of Unheard is unknown: 2 tensors are assumed for each parameter" in advice.notes
     assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
 
 
@@ -109,10 +110,10 @@ class AsksTheTrainer(Advised):
         return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
 
 
-def test_optimizers_that_need_a_trainer_are_taken_for_adam_and_it_is_said() -> None:
+def test_optimizers_that_need_a_trainer_are_assumed_to_be_adam() -> None:
     advice = of(AsksTheTrainer())
     assert row(advice, "ddp_tuned").memory["optimizer state"] == 2 * 10100 * 4
-    assert any(said.startswith("configure_optimizers failed on a copy of the module") for said in advice.said)
+    assert any(note.startswith("configure_optimizers failed on a copy of the module") for note in advice.notes)
 
 
 def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
@@ -121,10 +122,10 @@ def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
     module.configure_optimizers = None  # calling it would fail
     advice = of(module)
     assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
-    assert advice.said[0].startswith("the module cannot be copied and configured without a Trainer (TypeError: cannot")
+    assert advice.notes[0].startswith("the module cannot be copied and configured without a Trainer (TypeError: cannot")
 
 
-def test_tables_may_be_sharded_beside_layers_that_are_cut() -> None:
+def test_tables_may_be_sharded_together_with_other_layers() -> None:
     sizes = measure_module(WithTable(), SETTINGS, "cpu", Conversion())
     job = Job(num_ranks=4, num_nodes=1, memory_bytes=10**9)
     *_, alone, hybrid = estimate_strategies(sizes, job, StepProfile(batch_size=8))
@@ -150,18 +151,18 @@ def test_the_module_is_left_as_it_was() -> None:
 def test_a_module_on_the_meta_device_has_the_same_needs() -> None:
     with torch.device("meta"):
         there = WithTable()
-    assert of(there).rows == of(WithTable()).rows
+    assert of(there).estimates == of(WithTable()).estimates
     assert "meta device" in profile_step(there, batches(0, 1)[0], 16, "32-true").notes[0]
 
 
-def test_what_a_strategy_refuses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     module = WithTable("SGD")
     module.users.sparse = True
     advice = of(module)
     assert row(advice, "fsdp_tuned").refused.startswith("'users' has sparse gradients")
-    assert "the sparse gradient of users.weight is left out of memory, and of what ddp_tuned sends" in advice.said
+    assert "the sparse gradient of users.weight is left out of memory, and of what ddp_tuned sends" in advice.notes
     print_advice(advice, Console(width=160))
-    assert "fsdp_tuned refuses it: 'users' has sparse gradients" in capsys.readouterr().out
+    assert "fsdp_tuned refuses the module: 'users' has sparse gradients" in capsys.readouterr().out
     advice = of(WithTable("Adafactor"))
     assert "Adafactor is not known to give the same numbers on a part" in row(advice, "torchrec_sharded").refused
     assert advice.chosen == "ddp_tuned"
@@ -201,7 +202,7 @@ def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
     memory = row(of(module, profile), "ddp_tuned").memory
     assert memory["activations"] == profile.activation_bytes
     assert "activations" not in row(of(module), "ddp_tuned").memory
-    assert "activations are left out: no batch was looked at" in of(module).said
+    assert "activations are left out: no batch was run" in of(module).notes
 
 
 def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_says_why() -> None:
@@ -215,7 +216,9 @@ def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_says_why
 def test_lookups_are_taken_from_the_batch_size_where_no_step_was_run() -> None:
     advice = of(WithBags(), StepProfile(batch_size=8))
     assert row(advice, "torchrec_sharded").sent["rows"] == 8 * (16 + 16 + 8) * 4 * 3 / 4
-    assert any(said.startswith("8 samples are taken to look up one id of every feature each") for said in advice.said)
+    assert any(
+        note.startswith("8 samples are assumed to look up one id of every feature each") for note in advice.notes
+    )
     assert row(of(WithBags()), "torchrec_sharded").sent is None
 
 

@@ -1,4 +1,4 @@
-"""`lightning-distrec advise`: what it prints, what it says where something is wrong, and that nothing is trained."""
+"""`lightning-distrec advise`: what it prints, its errors, and that nothing is trained."""
 
 import json
 import os
@@ -50,15 +50,15 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return of
 
 
-def test_it_prints_what_each_strategy_needs_and_why_one_is_taken(run: Run, tmp_path: Path) -> None:
+def test_it_prints_what_each_strategy_needs_and_why_one_is_chosen(run: Run, tmp_path: Path) -> None:
     code, text, _ = run("WithBags", IDS, "--device-memory", "2GB")
     assert code == 0
-    assert text.splitlines()[0].strip() == "2 ranks on 1 node, 1.9 GiB each, precision 32-true: memory of a rank"
+    assert text.splitlines()[0].strip() == "2 ranks on 1 node, 1.9 GiB each, precision 32-true: memory per rank"
     assert [line.split()[1] for line in text.splitlines() if "tuned" in line and "│" in line] == [
         "ddp_tuned",
         "fsdp_tuned",
     ]
-    assert "strategy: torchrec_sharded, because 2 tables, bags.many of 120,000 rows among them" in text
+    assert "strategy: torchrec_sharded, because 2 tables, including bags.many of 120,000 rows" in text
     assert "activations are left out" not in text
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"], "something was written"
 
@@ -82,10 +82,10 @@ def test_the_settings_of_the_yaml_count(run: Run) -> None:
     assert half["precision"] == "bf16-true"
 
 
-def test_without_a_batch_activations_are_left_out_and_it_is_said(run: Run) -> None:
-    assert "no batch was looked at, as asked" in " ".join(run("Wide", IDS, "--no-batch")[1].split())
+def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
+    assert "no batch was read (--no-batch)" in " ".join(run("Wide", IDS, "--no-batch")[1].split())
     assert (
-        "no batch could be looked at (FileNotFoundError: films.csv)"
+        "the first batch could not be read (FileNotFoundError: films.csv)"
         in run("Wide", "tests.unit.test_advise_command.NoData", "--json")[1]
     )
     assert "the module is on the meta device" in run("Wide", IDS, "--meta", "--json")[1]
@@ -97,8 +97,8 @@ def test_without_a_batch_activations_are_left_out_and_it_is_said(run: Run) -> No
         (("--devices", "0"), {}, "--devices 0: must be at least 1."),
         (("--nodes", "-1"), {}, "--nodes -1: must be at least 1."),
         (("--device-memory", "80QB"), {}, "--device-memory '80QB': the unit 'QB' is not known; did you mean"),
-        ((), {"accelerator": "gpu", "devices": -1}, "there is no GPU here to count. Say how many: --devices 8."),
-        ((), {"accelerator": "gpu", "devices": 4}, "there is no GPU here to ask for its memory. Say it: --device-mem"),
+        ((), {"accelerator": "gpu", "devices": -1}, "there is no GPU on this machine to count. Set --devices 8."),
+        ((), {"accelerator": "gpu", "devices": 4}, "this machine has no GPU to read the memory from. Set --device-mem"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(
@@ -113,11 +113,11 @@ def test_what_cannot_be_is_said_in_one_line(
 
 def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["advise"]) == 2
-    assert "no --config is given. Name the YAML that `fit` would be given." in capsys.readouterr().err
+    assert "advise: --config is missing. Give it the YAML file that fit would get." in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_recipe_is_advised_upon_from_the_console() -> None:
+def test_the_recipe_gets_advice_from_the_console() -> None:
     done = subprocess.run(
         [os.path.join(os.path.dirname(sys.executable), "lightning-distrec"), "advise", "--config"]
         + ["recipes/next_character/cpu.yaml", "--config", "recipes/strategies/torchrec_sharded.yaml"],
@@ -129,4 +129,4 @@ def test_the_recipe_is_advised_upon_from_the_console() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "strategy: ddp_tuned, because all of the module, " in done.stdout
+    assert "strategy: ddp_tuned, because the replicated module needs " in done.stdout

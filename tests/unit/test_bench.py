@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from lightning_distrec.bench import runs
-from lightning_distrec.bench.report import NO_PICTURE, draw, print_results
+from lightning_distrec.bench.report import NO_MATPLOTLIB, draw, print_results
 from lightning_distrec.bench.rounds import Result, as_json, efficiency, run_rounds
-from lightning_distrec.bench.runs import Case, Run, Wanted, arguments, measured, reason
+from lightning_distrec.bench.runs import BenchOptions, Case, Run, arguments, failure_in, summarize
 from lightning_distrec.cli import bench as command
 from lightning_distrec.cli import main as cli
 
-WANTED = Wanted(configs=("a.yaml", "b.yaml"), steps=30, warmup_steps=5, timeout_seconds=60.0)
+OPTIONS = BenchOptions(configs=("a.yaml", "b.yaml"), steps=30, warmup_steps=5, timeout_seconds=60.0)
 ONE, TWO, REFUSED = Case("ddp_tuned", 1), Case("ddp_tuned", 2), Case("fsdp_tuned", 2)
 
 
@@ -28,22 +28,22 @@ def made() -> list[Result]:
     return [
         Result(ONE, [of(ONE, 10, 1000), of(ONE, 30, 900), of(ONE, 12, 950)]),
         Result(TWO, [of(TWO, 14, 1500), of(TWO, 15, 1425), of(TWO, 13, 1400)]),
-        Result(REFUSED, [Run(why_not="'users' has sparse gradients")]),
+        Result(REFUSED, [Run(failure="'users' has sparse gradients")]),
     ]
 
 
 def test_cases_take_turns_and_one_that_fails_is_not_run_again() -> None:
     order: list[Case] = []
 
-    def once(case: Case, wanted: Wanted) -> Run:
+    def once(case: Case, options: BenchOptions) -> Run:
         order.append(case)
-        return Run(why_not="no") if case is REFUSED else of(case, 1)
+        return Run(failure="no") if case is REFUSED else of(case, 1)
 
-    told: list[str] = []
-    results = run_rounds([ONE, REFUSED, TWO], WANTED, 2, told.append, once)
+    logged: list[str] = []
+    results = run_rounds([ONE, REFUSED, TWO], OPTIONS, 2, logged.append, once)
     assert order == [ONE, REFUSED, TWO, ONE, TWO]
-    assert [result.why_not for result in results] == ["", "no", ""]
-    assert "  not measured: no" in told
+    assert [result.failure for result in results] == ["", "no", ""]
+    assert "  not measured: no" in logged
 
 
 def test_numbers_are_medians_over_rounds_and_efficiency_is_per_device() -> None:
@@ -54,8 +54,8 @@ def test_numbers_are_medians_over_rounds_and_efficiency_is_per_device() -> None:
     assert efficiency(refused, results) is None
     assert efficiency(one, [one, refused]) is None, "there is nothing to compare with"
     found = as_json(results)
-    assert found[0]["step_ms_of_rounds"] == [10, 30, 12]
-    assert found[2] == {"strategy": "fsdp_tuned", "devices": 2, "why_not": "'users' has sparse gradients"}
+    assert found[0]["step_ms_by_round"] == [10, 30, 12]
+    assert found[2] == {"strategy": "fsdp_tuned", "devices": 2, "failure": "'users' has sparse gradients"}
 
 
 def test_the_table_has_a_row_for_what_was_refused_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,18 +77,18 @@ def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
         {"seconds": [0.1, 0.2, 0.3], "samples": [8, 8, 8], "peak_bytes": 5},
         {"seconds": [0.2, 0.1, 0.4], "samples": [8, 8, 4], "peak_bytes": 7},
     ]
-    found = measured(ranks, 2, 3)
+    found = summarize(ranks, 2, 3)
     assert (found.step_seconds, found.peak_bytes) == (0.2, 7)
     assert found.samples_per_second == pytest.approx(44 / 3 / 0.2)
-    assert measured(ranks, 3, 3).why_not == "2 of 3 ranks have measured"
-    assert measured([{"seconds": [], "samples": [], "peak_bytes": 1}], 1, 3).why_not == (
+    assert summarize(ranks, 3, 3).failure == "2 of 3 ranks wrote measurements"
+    assert summarize([{"seconds": [], "samples": [], "peak_bytes": 1}], 1, 3).failure == (
         "the data ended before 3 steps were measured"
     )
-    assert measured([{"seconds": [1.0], "samples": [None], "peak_bytes": 1}], 1, 3).samples_per_second is None
+    assert summarize([{"seconds": [1.0], "samples": [None], "peak_bytes": 1}], 1, 3).samples_per_second is None
 
 
 def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
-    given = arguments(TWO, WANTED, "folder")
+    given = arguments(TWO, OPTIONS, "folder")
     assert given[:5] == ["fit", "--config", "a.yaml", "--config", "b.yaml"]
     for option in ("strategy=ddp_tuned", "devices=2", "max_steps=35", "logger=false", "enable_checkpointing=false"):
         assert f"--trainer.{option}" in given
@@ -112,11 +112,11 @@ def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
         ("[rank1]: lightning_distrec.errors.ConfigError: x=1\nRuntimeError: later\n", "x=1"),
         ("ValueError: first\nRuntimeError: last\n  at exit\n", "RuntimeError: last"),
         ("nothing\nlast line\n\n", "last line"),
-        ("", "it ended with exit code 7"),
+        ("", "the run ended with exit code 7"),
     ],
 )
 def test_the_reason_is_the_error_that_a_run_ended_with(said: str, why: str) -> None:
-    assert reason(said, 7) == why
+    assert failure_in(said, 7) == why
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,22 +125,22 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
     script.chmod(0o700)
     monkeypatch.setattr(runs.sys, "executable", str(script))
     began = time.monotonic()
-    hurried = Wanted(configs=(), steps=1, warmup_steps=0, timeout_seconds=0.5)
-    assert runs.run(ONE, hurried).why_not == "it was not done after 0.5 s"
+    hurried = BenchOptions(configs=(), steps=1, warmup_steps=0, timeout_seconds=0.5)
+    assert runs.run(ONE, hurried).failure == "the run did not end within 0.5 s"
     assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "no --config is given. Name the YAML that `fit` would be given."),
+        ((), "bench: --config is missing. Give it the YAML file that fit would get."),
         (("--config", "none.yaml"), "--config none.yaml: there is no such file."),
         (("--config", "a.yaml", "--steps", "0"), "--steps 0: must be at least 1."),
         (("--config", "a.yaml", "--rounds", "0"), "--rounds 0: must be at least 1."),
         (("--config", "a.yaml", "--timeout", "0"), "--timeout 0: must be above 0 seconds."),
-        (("--config", "a.yaml", "--devices", "1,x"), "--devices '1,x': numbers above 0 are needed"),
-        (("--config", "a.yaml", "--strategies", "ddp_tuend"), "'ddp_tuend' is not known; did you mean 'ddp_tuned'"),
-        (("--config", "a.yaml", "--strategies", ","), "--strategies ',': at least one is needed."),
+        (("--config", "a.yaml", "--devices", "1,x"), "--devices '1,x': give numbers above 0, separated by commas"),
+        (("--config", "a.yaml", "--strategies", "ddp_tuend"), "unknown strategy 'ddp_tuend'; did you mean 'ddp_tuned'"),
+        (("--config", "a.yaml", "--strategies", ","), "--strategies ',': name at least one strategy."),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(
@@ -162,7 +162,7 @@ def test_without_matplotlib_all_but_the_picture_is_there(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert cli.main(["bench", "--config", "a.yaml"]) == 0
-    assert NO_PICTURE in capsys.readouterr().err
+    assert NO_MATPLOTLIB in capsys.readouterr().err
     assert [path.name for path in Path("bench").iterdir()] == ["results.json"]
     monkeypatch.setattr(command, "run_rounds", lambda *_: made()[2:])
     assert cli.main(["bench", "--config", "a.yaml"]) == 1, "nothing could be measured"

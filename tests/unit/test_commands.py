@@ -1,4 +1,4 @@
-"""The console script: its help, its exit codes, and what it says where something cannot be done."""
+"""The console script: its help, its exit codes and its errors."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_distrec.cli import commands, main
+from lightning_distrec.cli import fit, main
 from tests.support.lone_rank import by_rows, write_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -47,49 +47,61 @@ def _folder(name: str, value: float = 1.0, **more: Any) -> str:
 def test_help_lists_all_commands(run: Run) -> None:
     code, text, _ = run("--help")
     assert code == 0
-    for name in (*LightningCLI.subcommands(), "advise", "bench", "export", "checkpoint"):
+    for name in (*LightningCLI.subcommands(), *main.COMMANDS):
         assert f"\n    {name} " in text, name
-    assert "Look into checkpoints: inspect, diff." in text
+    assert "Inspect a checkpoint, or compare two." in text
     assert run("-h") == (0, text, "")
     assert run() == (2, "", text)
 
 
-def test_what_lightning_can_is_named_in_full() -> None:
-    assert set(commands.OF_LIGHTNING) == set(LightningCLI.subcommands())
+def test_all_commands_of_lightning_are_listed() -> None:
+    assert set(main.LIGHTNING_COMMANDS) == set(LightningCLI.subcommands())
 
 
 @pytest.mark.parametrize(
     "command",
-    [("advise",), ("bench",), ("export",), ("checkpoint",), ("checkpoint", "inspect"), ("checkpoint", "diff")],
+    [
+        *((name,) for name in main.COMMANDS),
+        ("checkpoint", "inspect"),
+        ("checkpoint", "diff"),
+    ],
 )
-def test_each_command_has_help_in_plain_words(run: Run, command: tuple[str, ...]) -> None:
+def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
     code, text, _ = run(*command, "--help")
-    wanted = {
-        "advise": ("--device-memory", "Say which strategy suits a model, and why", "nothing is trained."),
-        "bench": ("--strategies", "Exit code 1: nothing could be measured."),
-        "export": ("--overwrite", "Replace OUT if it is there.", "*.ckpt: a Lightning checkpoint"),
-        "checkpoint": ("inspect", "diff", "Show in what two checkpoints differ."),
-        "inspect": ("--json", "--all", "Exit code 2: it is not."),
-        "diff": ("--values", "--json", "Exit code 0: in nothing; 1: in something"),
+    expected = {
+        "advise": ("--device-memory", "Print which strategy suits a module, and why", "nothing is trained."),
+        "bench": ("--strategies", "Exit code 1: no case could be measured."),
+        "export": ("--overwrite", "Replace OUT if it exists.", "*.ckpt: a Lightning checkpoint"),
+        "checkpoint": ("inspect", "diff", "Print the differences between two checkpoints."),
+        "inspect": ("--json", "--all", "2: incomplete, damaged or unreadable."),
+        "diff": ("--values", "--json", "Exit codes: 0: none; 1: some"),
+        "slurm": ("--ranks-per-node RANKS_PER_NODE", "--signal-seconds", "Write an sbatch script"),
+        "doctor": ("--timeout", "Check the ranks, machines and network links"),
+        "plan": ("--batch-size", "--save-plan", "Exit codes: 0: the tables fit; 1: they do not;"),
     }
     assert code == 0
-    assert all(part in " ".join(text.split()) for part in wanted[command[-1]])
+    assert text.startswith(f"usage: lightning-distrec {command[0]} ")
+    for part in expected[command[-1]]:
+        assert part in " ".join(text.split())
+    assert not [word for word in text.split() if word.startswith("--") and "_" in word], "options have hyphens"
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
-        (("exprot", "a", "b"), "invalid choice: 'exprot' (choose from 'fit', 'validate', 'test', 'predict'"),
+        (("exprot", "a", "b"), "unknown command 'exprot'; did you mean 'export' or 'checkpoint'? List all commands:"),
+        (("pre",), "unknown command 'pre'; did you mean 'predict'?"),
+        (("xyz",), "unknown command 'xyz'. List all commands: lightning-distrec --help."),
         (("checkpoint", "inspct", "a"), "invalid choice: 'inspct'"),
-        (("checkpoint", "inspect"), "arguments are required: checkpoint.inspect.path"),
-        (("export", "a.ckpt"), "arguments are required: export.out"),
+        (("checkpoint", "inspect"), "arguments are required: inspect.path"),
+        (("export", "a.ckpt"), "arguments are required: out"),
         (("export", "a.ckpt", "b.pt", "--overwite"), "--overwite"),
     ],
 )
-def test_what_is_not_understood_ends_with_2_and_says_so(run: Run, args: tuple[str, ...], said: str) -> None:
+def test_a_wrong_command_line_ends_with_2_and_a_reason(run: Run, args: tuple[str, ...], message: str) -> None:
     code, out, error = run(*args)
     assert (code, out) == (2, "")
-    assert said in error
+    assert message in error
 
 
 @pytest.mark.parametrize("args", [("fit", "--help"), ("--config", "x.yaml", "fit"), ("--print_config",), ("predict",)])
@@ -97,20 +109,20 @@ def test_lightnings_commands_and_options_reach_lightning(
     run: Run, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
-    monkeypatch.setattr(main, "run_lightning", given.append)
+    monkeypatch.setattr(fit, "run", given.append)
     assert run(*args)[0] == 0
     assert given == [list(args)]
 
 
 def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(main, "run_lightning", given.append)
+    monkeypatch.setattr(fit, "run", given.append)
     monkeypatch.setenv("PL_SUBCOMMAND", "fit")
     assert run()[0] == 0
     assert given == [[]]
 
 
-def test_export_writes_the_file_once_and_again_only_when_told(run: Run) -> None:
+def test_export_replaces_a_file_only_with_overwrite(run: Run) -> None:
     _folder("a.ckpt")
     assert run("export", "a.ckpt", "out.pt") == (0, "", "")
     assert torch.load("out.pt", weights_only=True)["films.weight"].sum() == 4800
@@ -170,7 +182,7 @@ def test_diff_ends_with_0_1_or_2(run: Run) -> None:
     assert (code, json.loads(text)["values"]) == (1, {"state_dict/films.weight": 2.0})
 
 
-def test_errors_that_nobody_expected_are_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_are_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_distrec.checkpoint.tools import describe
 
     def fail(path: Path) -> None:
@@ -183,6 +195,7 @@ def test_errors_that_nobody_expected_are_not_hidden(run: Run, monkeypatch: pytes
 
 def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) -> None:
     _folder(str(tmp_path / "a.ckpt"))
+    (tmp_path / "job.yaml").write_text("")
     code = """
         import sys
         from lightning_distrec.cli.main import main
@@ -191,6 +204,7 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
             main(["export", "a.ckpt", "a.pt"]),
             main(["export", "a.pt", "b.safetensors"]),
             main(["checkpoint", "diff", "a.pt", "a.ckpt", "--values"]),
+            main(["slurm", "--config", "job.yaml", "--nodes", "2", "--ranks-per-node", "8"]),
         ]
         import torch.distributed as dist
         slow = {"torchrec", "fbgemm_gpu", "lightning.pytorch.cli"}
@@ -199,10 +213,33 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0] [] False", done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0] [] False", done.stderr
 
 
-def test_an_export_that_is_asked_to_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("args", [["--help"], ["doctor", "--help"], ["slurm", "--help"]])
+def test_help_starts_without_torchrec(args: list[str]) -> None:
+    code = """
+        import contextlib, sys
+        from lightning_distrec.cli.main import main
+        with contextlib.suppress(SystemExit):
+            main(sys.argv[1:])
+        print(sorted({"torchrec", "fbgemm_gpu", "lightning.pytorch.cli"} & set(sys.modules)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *args], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_distrec", "xyz"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "unknown command 'xyz'" in done.stderr
+
+
+def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_distrec.checkpoint.tools import contents, torch_file
 
     def ask_to_end(piece: torch.Tensor) -> memoryview:

@@ -151,7 +151,7 @@ def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_sai
     )
     assert "table 'bags.huge'" in text
     assert "Fewest nodes of 8 ranks: 2; 1 does not: table 'bags.huge'" in text
-    assert "there is no plan, so that no file was written." in error
+    assert "there is no plan, so no file was written." in error
     assert not Path("plan.html").exists()
 
 

@@ -9,7 +9,8 @@ import torch
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.save import take_snapshot, write
 from lightning_distrec.checkpoint.tools.verify import verify
-from lightning_distrec.cli.commands import SAME, TROUBLE, run
+from lightning_distrec.cli.main import main
+from lightning_distrec.cli.output import EXIT_ERROR, EXIT_OK
 from lightning_distrec.errors import CheckpointError
 from tests.support.lone_rank import LoneRank, by_rows, write_folder
 
@@ -40,13 +41,13 @@ def test_a_changed_number_of_a_table_is_named_and_loading_does_not_see_it(folder
     _flip(tensors, at)
     assert verify(folder) == [f"'state_dict/table' in {tensors.name}"]
     assert not torch.equal(load(folder, 0, 1).checkpoint["state_dict"]["table"].read(), before)
-    assert run(["checkpoint", "inspect", str(folder), "--verify"]) == TROUBLE
+    assert main(["checkpoint", "inspect", str(folder), "--verify"]) == EXIT_ERROR
 
 
 def test_a_plain_file_is_verified_too(tmp_path: Path) -> None:
     state = {"layer": torch.rand(50)}
     torch.save(state, tmp_path / "a.pt")
-    assert run(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--verify"]) == SAME
+    assert main(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--verify"]) == EXIT_OK
     _flip(tmp_path / "a.pt", (tmp_path / "a.pt").read_bytes().index(state["layer"].numpy().tobytes()) + 20)
     assert verify(tmp_path / "a.pt") == ["a.pt"]
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

@@ -1,0 +1,95 @@
+"""The commands `checkpoint inspect` and `checkpoint diff`."""
+
+import json
+import sys
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_distrec.cli.output import EXIT_ERROR, EXIT_NEGATIVE, EXIT_OK, console
+
+
+def parser() -> ArgumentParser:
+    """Return the parser of both commands."""
+    parser = ArgumentParser(
+        prog="lightning-distrec checkpoint",
+        description="Inspect a checkpoint, or compare two: folders, and single files of torch or safetensors.",
+    )
+    commands = parser.add_subcommands(title="commands", metavar="COMMAND")
+    inspect, diff = _inspect_parser(), _diff_parser()
+    commands.add_subcommand("inspect", inspect, help="Print what a checkpoint contains.")
+    commands.add_subcommand("diff", diff, help="Print the differences between two checkpoints.")
+    inspect.prog, diff.prog = "lightning-distrec checkpoint inspect", "lightning-distrec checkpoint diff"
+    return parser
+
+
+def run(options: Namespace) -> int:
+    """Run `inspect` or `diff` and return its exit code."""
+    command = {"inspect": _inspect, "diff": _diff}[options.subcommand]
+    return command(options[options.subcommand])
+
+
+def _inspect_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Print what a checkpoint contains, which version wrote it, and whether it is complete. "
+        "Exit codes: 0: complete; 2: incomplete, damaged or unreadable."
+    )
+    parser.add_argument(
+        "path", type=str, help="Inspect this checkpoint: a folder, or a .ckpt, .pt or .safetensors file."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON with all tensors.")
+    parser.add_argument("--all", action="store_true", help="List all tensors instead of the largest ones.")
+    parser.add_argument("--verify", action="store_true", help="Read all files and compare them with their checksums.")
+    return parser
+
+
+def _diff_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Print the differences between two checkpoints. Exit codes: 0: none; 1: some; 2: one of them is "
+        "unreadable."
+    )
+    parser.add_argument("a", type=str, help="Compare this checkpoint: a folder, or a .ckpt, .pt or .safetensors file.")
+    parser.add_argument("b", type=str, help="Compare it with this one, which may have another format.")
+    parser.add_argument("--values", action="store_true", help="Compare the values of all tensors too.")
+    parser.add_argument("--json", action="store_true", help="Print JSON with all differences.")
+    return parser
+
+
+# What is imported below loads torch, which --help need not wait for.
+
+
+def _inspect(options: Namespace) -> int:
+    from lightning_distrec.checkpoint.tools.describe import describe, print_description
+
+    description = describe(Path(options.path))
+    if options.json:
+        print(json.dumps(description.as_json(), indent=1))
+    else:
+        print_description(description, console(), options.all)
+    if description.problem is not None:
+        print(f"lightning-distrec: {description.problem}", file=sys.stderr)
+        return EXIT_ERROR
+    return _verify(Path(options.path)) if options.verify else EXIT_OK
+
+
+def _verify(path: Path) -> int:
+    from lightning_distrec.checkpoint.tools.verify import verify
+
+    changed = verify(path)
+    for name in changed:
+        print(f"lightning-distrec: {path}: {name} does not match its checksum.", file=sys.stderr)
+    if not changed:
+        print("All bytes match their checksums.", file=sys.stderr)
+    return EXIT_ERROR if changed else EXIT_OK
+
+
+def _diff(options: Namespace) -> int:
+    from lightning_distrec.checkpoint.tools.compare import compare, print_comparison
+
+    # Namespace has a method `values`, which hides the option of this name.
+    comparison = compare(Path(options.a), Path(options.b), values=options["values"])
+    if options.json:
+        print(json.dumps(comparison.as_json(), indent=1))
+    else:
+        print_comparison(comparison, console())
+    return EXIT_OK if comparison.is_same else EXIT_NEGATIVE
