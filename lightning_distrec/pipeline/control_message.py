@@ -1,90 +1,67 @@
-"""What the ranks tell each other about every step: one small message, sent early and read later.
+"""The control message: what ranks tell each other about every step, in one small all-reduce, sent early and read later.
 
-It says whether every rank has the batch that comes after the next, whether that batch's ids are in range and can travel
-ahead, and whether all is well in the step that goes on.
+It carries whether every rank has the batch after the next one, whether that batch's ids are in range and can be sent
+ahead, and whether the step that is running has failed on any rank.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from lightning_distrec.errors import ProvenanceError, RankError
 from lightning_distrec.pipeline.even_batches import HAS_BATCH
+from lightning_distrec.ranks import MinReduction, Ranks
 
-WELL = 2**31
-"""No rank has trouble; a rank that has says rank * 2 + kind."""
+NO_FAILURE = 2**31
+"""No rank has failed; a rank that has sends rank * 2 + kind."""
 BROKEN_PROVENANCE, FAILED_STEP = 0, 1
-
-
-class PendingMin(Protocol):
-    """Numbers that all ranks are agreeing on."""
-
-    def wait(self) -> list[int]:
-        """Return the agreed numbers."""
-
-    def wait_up_to(self, seconds: float) -> None:
-        """Wait for the other ranks for some time; whether they came is not told."""
-
-
-class Ranks(Protocol):
-    """What the pipeline needs of the ranks' consensus."""
-
-    rank: int
-    num_ranks: int
-
-    def start_all_reduce_min(self, *values: int) -> PendingMin:
-        """Collective. Begin to agree on the smallest of all ranks, for each of the values."""
-
-    def all_gather(self, value: object) -> list[object]:
-        """Collective. Return every rank's value."""
 
 
 @dataclass(frozen=True)
 class BatchStatus:
-    """What one rank says, and, of all ranks together, what was agreed."""
+    """The status of one batch: of one rank as sent, of all ranks as received. The minimum over ranks combines them."""
 
     state: int = HAS_BATCH
-    """Of the batch that is spoken of: what the loader gave."""
+    """What the loader gave: FAILED, ENDED or HAS_BATCH."""
     ready: bool = False
-    """Its lookups are prepared, to be sent ahead."""
+    """Whether its lookups are prepared, so that their ids can be sent ahead."""
     ids_in_range: bool = True
     sizes: tuple[tuple[int, int], ...] = ()
-    """For each of its lookups the least and the most examples of any rank; one rank's own number is both."""
-    trouble: int = WELL
+    """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both are this rank's."""
+    failure: int = NO_FAILURE
 
 
 class ControlMessage:
-    """Collective. One message of all ranks on its way; all say as many sizes."""
+    """Collective. One message of all ranks in flight. All ranks send the same number of sizes."""
 
-    def __init__(self, ranks: Ranks, mine: BatchStatus) -> None:
-        self._rank = ranks.rank
-        self._mine = mine
-        flags = (mine.state, int(mine.ready), int(mine.ids_in_range), mine.trouble)
-        leasts = [least for least, _ in mine.sizes]
-        mosts = [-most for _, most in mine.sizes]
-        self._agreement: PendingMin | None = ranks.start_all_reduce_min(*flags, *leasts, *mosts)
-        self._said = mine
+    def __init__(self, ranks: Ranks, own: BatchStatus) -> None:
+        self._own = own
+        flags = (own.state, int(own.ready), int(own.ids_in_range), own.failure)
+        # The reduction takes minima: a maximum is the negative of the minimum of negatives.
+        mins = [smallest for smallest, _ in own.sizes]
+        negated_maxs = [-largest for _, largest in own.sizes]
+        self._reduction: MinReduction | None = ranks.start_all_reduce_min(*flags, *mins, *negated_maxs)
+        self._agreed = own
 
     def read(self) -> BatchStatus:
-        """Return what was agreed; waits for the other ranks the first time."""
-        if self._agreement is not None:
-            state, ready, in_range, trouble, *sizes = self._agreement.wait()
-            self._agreement = None
+        """Return the status over all ranks; waits for them the first time."""
+        if self._reduction is not None:
+            state, ready, in_range, failure, *sizes = self._reduction.wait()
+            self._reduction = None
             half = len(sizes) // 2
-            pairs = tuple((least, -most) for least, most in zip(sizes[:half], sizes[half:], strict=True))
-            self._said = BatchStatus(state, bool(ready), bool(in_range), pairs, trouble)
-        return self._said
+            pairs = tuple((smallest, -negated) for smallest, negated in zip(sizes[:half], sizes[half:], strict=True))
+            self._agreed = BatchStatus(state, bool(ready), bool(in_range), pairs, failure)
+        return self._agreed
 
     def wait_up_to(self, seconds: float) -> None:
-        """Wait for the other ranks to have heard this one, but no longer."""
-        if self._agreement is not None:
-            self._agreement.wait_up_to(seconds)
+        """Wait for the other ranks for at most `seconds`, whether they arrive or not."""
+        if self._reduction is not None:
+            self._reduction.wait_up_to(seconds)
 
-    def raise_trouble(self) -> None:
-        """Raise on the ranks that are well what another rank has; the other one raises by itself."""
-        trouble = self.read().trouble
-        if trouble == WELL or self._mine.trouble != WELL:
+    def raise_failure(self) -> None:
+        """Raise an error that names the rank that failed; that rank itself raises its own exception instead."""
+        failure = self.read().failure
+        if failure == NO_FAILURE or self._own.failure != NO_FAILURE:
             return
-        rank, kind = divmod(trouble, 2)
+        rank, kind = divmod(failure, 2)
         if kind == BROKEN_PROVENANCE:
             raise ProvenanceError(
                 f"rank {rank}: a sharded table was called with another input than in the first step; that rank's own "

@@ -1,39 +1,28 @@
-"""All ranks stop after the last batch that all of them have.
+"""Stops all ranks after the last batch that every rank has.
 
-A rank that still has a batch when another has none would wait in the tables' exchange for ever. Sized loaders agree on
-their lengths once; others agree before every batch.
+A rank that still has a batch when another has none would wait in the tables' exchange forever. Ranks compare the
+lengths of sized loaders once, and the states of other loaders before every batch.
 """
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader
 
 from lightning_distrec.errors import ConfigError, DataError
+from lightning_distrec.ranks import Ranks
 
 UnevenInputs = Literal["stop", "error"]
 UNEVEN_INPUTS: tuple[str, ...] = ("stop", "error")
 
 FAILED, ENDED, HAS_BATCH = 0, 1, 2
-"""What a loader gives when it is asked for a batch, the least first."""
-
-
-class Ranks(Protocol):
-    """What this file needs of the ranks' consensus."""
-
-    num_ranks: int
-
-    def all_reduce_min(self, value: int) -> int:
-        """Collective. Return the smallest value of all ranks."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's value."""
+"""What a loader gives when it is asked for a batch; the minimum over ranks decides."""
 
 
 def check_uneven_inputs(value: str) -> None:
-    """Raise ConfigError where `value` is no way to treat ranks with unequal numbers of batches."""
+    """Raise ConfigError unless `value` is a known way to treat ranks with unequal numbers of batches."""
     if value not in UNEVEN_INPUTS:
         raise ConfigError(f"uneven_inputs={value!r} is not known. Use one of {', '.join(UNEVEN_INPUTS)}.")
 
@@ -45,34 +34,43 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     """
     if ranks.num_ranks == 1:
         return loader
-    # The length of anything else may be an estimate: it is passed on, and not relied on.
-    trusted = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
-    answers = ranks.all_gather((sized_len(loader), trusted))
-    lengths = [length for length, _ in answers]
-    if any(length is None for length in lengths):
+    lengths, are_exact = gathered_lengths(loader, ranks)
+    if None in lengths:
         return EvenLoader(loader, ranks, EndPolicy(ranks, mode, warn))
-    if not all(is_trusted for _, is_trusted in answers):
-        return SizedEvenLoader(loader, ranks, EndPolicy(ranks, mode, warn), min(lengths))
-    if len(set(lengths)) == 1:
+    sizes = [length for length in lengths if length is not None]
+    if not are_exact:
+        return SizedEvenLoader(loader, ranks, EndPolicy(ranks, mode, warn), min(sizes))
+    if len(set(sizes)) == 1:
         return loader
-    said = f"the ranks have {', '.join(map(str, lengths))} batches of {type(loader).__name__}"
+    found = f"the ranks have {', '.join(map(str, sizes))} batches of {type(loader).__name__}"
     if mode == "error":
-        raise DataError(f"{said}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
-    if min(lengths) == 0:
-        raise DataError(f"{said}: none that all of them have. Give every rank at least one batch.")
-    warn(f"{said}; all stop after {min(lengths)} (uneven_inputs='stop').")
-    return ShortenedLoader(loader, min(lengths))
+        raise DataError(f"{found}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+    if min(sizes) == 0:
+        raise DataError(f"{found}: none that all of them have. Give every rank at least one batch.")
+    warn(f"{found}; all stop after {min(sizes)} (uneven_inputs='stop').")
+    return ShortenedLoader(loader, min(sizes))
+
+
+def gathered_lengths(loader: Any, ranks: Ranks) -> tuple[list[int | None], bool]:
+    """Collective. Return the length of every rank's loader, None where it has none, and whether all are exact.
+
+    That of anything but a DataLoader over a map-style dataset may be an estimate.
+    """
+    is_exact = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
+    gathered = ranks.all_gather((sized_len(loader), is_exact))
+    return [length for length, _ in gathered], all(exact for _, exact in gathered)
 
 
 class Wrapper:
-    """A loader that passes on what it does not do itself: samplers, datasets, state for resuming."""
+    """A loader around another one, which has all other attributes: sampler, dataset, state for resuming."""
 
     _own: tuple[str, ...] = ("ranks", "end", "agrees", "length")
     """Attributes of the wrappers; all others are the loader's."""
 
     def __init__(self, loader: Any) -> None:
+        # Past our own __setattr__, which would hand the attributes on to the loader.
         object.__setattr__(self, "_loader", loader)
-        # Python 3.12 and newer see that a loader has a state by attributes that are there, not by __getattr__.
+        # isinstance checks of Lightning's Protocol of stateful loaders pass over __getattr__ since Python 3.12.
         for name in ("state_dict", "load_state_dict"):
             if hasattr(loader, name):
                 object.__setattr__(self, name, getattr(loader, name))
@@ -104,9 +102,9 @@ class ShortenedLoader(Wrapper):
 
 
 class EndPolicy:
-    """What becomes of ranks whose batches end, or whose loader fails, at different places.
+    """What happens where the ranks' batches end at different places, or a rank's loader fails.
 
-    warn: says, where ranks have more, that they stop.
+    mode: whether ranks that have more stop, or all raise. warn: called where they stop.
     """
 
     def __init__(self, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> None:
@@ -114,8 +112,8 @@ class EndPolicy:
         self._mode = mode
         self._warn = warn
 
-    def together(self, count: int, state: int, failure: Exception | None) -> None:
-        """Collective, once not every rank has another batch. Return where all have ended after `count` batches.
+    def apply(self, count: int, state: int, failure: Exception | None) -> None:
+        """Collective. End the epoch after `count` batches, once not every rank has another one.
 
         Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
         differ and mode is "error", or a rank has none.
@@ -123,18 +121,18 @@ class EndPolicy:
         states = self._ranks.all_gather((state, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
-        for rank, (other, said) in enumerate(states):
+        for rank, (other, reported) in enumerate(states):
             if other == FAILED:
-                raise DataError(f"the dataloader of rank {rank} failed at batch {count}: {said}")
+                raise DataError(f"the dataloader of rank {rank} failed at batch {count}: {reported}")
         longer = [rank for rank, (other, _) in enumerate(states) if other == HAS_BATCH]
         if not longer:
             return
-        said = f"after {count} batches ranks {longer} have more, the others none"
+        found = f"after {count} batches ranks {longer} have more, the others none"
         if self._mode == "error":
-            raise DataError(f"{said}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+            raise DataError(f"{found}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
         if count == 0:
-            raise DataError(f"{said}: there is no batch that all ranks have. Give every rank at least one batch.")
-        self._warn(f"{said}; all stop here (uneven_inputs='stop').")
+            raise DataError(f"{found}: there is no batch that all ranks have. Give every rank at least one batch.")
+        self._warn(f"{found}; all stop here (uneven_inputs='stop').")
 
 
 class EvenLoader(Wrapper):
@@ -149,11 +147,11 @@ class EvenLoader(Wrapper):
         self.ranks = ranks
         self.end = end
         self.agrees = True
-        """Whether iterators that begin now agree; false where whoever fetches the batches does."""
+        """Whether iterators that begin now agree on their end; false where the fetcher of the batches does it."""
 
     def __iter__(self) -> Iterator[Any]:
         """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy` does."""
-        batches = _started(self._loader)
+        batches = iterate(self._loader)
         return self._agreed(batches) if self.agrees else batches
 
     def _agreed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -161,14 +159,14 @@ class EvenLoader(Wrapper):
         while True:
             state, batch, failure = next_of(batches)
             if self.ranks.all_reduce_min(state) < HAS_BATCH:
-                self.end.together(count, state, failure)
+                self.end.apply(count, state, failure)
                 return
             count += 1
             yield batch
 
 
 class SizedEvenLoader(EvenLoader):
-    """The same over loaders that say how long they are, though it may not be exact; `length` is the least of them."""
+    """The same over loaders with a length that may not be exact; `length` is the minimum over ranks."""
 
     def __init__(self, loader: Any, ranks: Ranks, end: EndPolicy, length: int) -> None:
         super().__init__(loader, ranks, end)
@@ -178,8 +176,8 @@ class SizedEvenLoader(EvenLoader):
         return self.length
 
 
-def _started(loader: Any) -> Iterator[Any]:
-    """Iterate over `loader`; a loader that fails to start fails at the first batch, where all ranks hear of it."""
+def iterate(loader: Any) -> Iterator[Any]:
+    """Iterate over `loader`; one that fails to start fails at the first batch, where all ranks are told."""
     yield from loader
 
 

@@ -1,41 +1,25 @@
-"""Ranks whose batches are over go on with the others, which they let know of it.
+"""Lets ranks whose batches have ended go on with the others.
 
-A rank is handed its last batch again while another still has one of its own, and the loader says for each batch whose
-are their own: what is made of the others is for whoever runs the steps.
+A rank gets its last batch again while another rank still has a batch of its own, and the loader tells for each batch
+which ranks have one of their own. What becomes of the repeated ones is up to the code that runs the steps.
 """
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
-
-from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
-from torch.utils.data import DataLoader
+from typing import Any
 
 from lightning_distrec.errors import DataError
-from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, Wrapper, next_of
-
-
-class Waits(Protocol):
-    """An agreement under way."""
-
-    def wait(self) -> list[int]:
-        """Return what was agreed on."""
-
-
-class Ranks(Protocol):
-    """What this file needs of the ranks' consensus."""
-
-    rank: int
-    num_ranks: int
-
-    def start_all_reduce_min(self, *values: int) -> Waits:
-        """Collective. Begin to agree on the smallest of all ranks, for each of `values`."""
-
-    def all_reduce_min(self, value: int) -> int:
-        """Collective. Return the smallest value of all ranks."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's value."""
+from lightning_distrec.pipeline.even_batches import (
+    ENDED,
+    FAILED,
+    HAS_BATCH,
+    EndPolicy,
+    Wrapper,
+    gathered_lengths,
+    iterate,
+    next_of,
+)
+from lightning_distrec.ranks import Ranks
 
 
 def join_loader(loader: Any, ranks: Ranks) -> Any:
@@ -45,19 +29,17 @@ def join_loader(loader: Any, ranks: Ranks) -> Any:
     """
     if ranks.num_ranks == 1:
         return loader
-    # The length of anything else may be an estimate.
-    trusted = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
-    answers = ranks.all_gather((sized_len(loader), trusted))
-    lengths = [length for length, _ in answers]
-    if any(length is None for length in lengths):
+    lengths, are_exact = gathered_lengths(loader, ranks)
+    if None in lengths:
         return JoinedLoader(loader, ranks)
-    if not all(is_trusted for _, is_trusted in answers):
-        return SizedJoinedLoader(loader, ranks, lengths)
-    if len(set(lengths)) == 1:
+    sizes = [length for length in lengths if length is not None]
+    if not are_exact:
+        return SizedJoinedLoader(loader, ranks, sizes)
+    if len(set(sizes)) == 1:
         return loader
-    if min(lengths) == 0:
-        raise _no_batch(f"the ranks have {', '.join(map(str, lengths))} batches of {type(loader).__name__}")
-    return CountedJoinedLoader(loader, ranks, lengths)
+    if min(sizes) == 0:
+        raise _no_batch(f"the ranks have {', '.join(map(str, sizes))} batches of {type(loader).__name__}")
+    return CountedJoinedLoader(loader, ranks, sizes)
 
 
 class JoinedLoader(Wrapper):
@@ -69,14 +51,14 @@ class JoinedLoader(Wrapper):
         super().__init__(loader)
         self.ranks = ranks
         self.own_batches: deque[list[bool]] = deque()
-        """For each batch that was handed on, the oldest first: which ranks have one of their own."""
+        """For each batch that was yielded, the oldest first: which ranks have one of their own."""
 
     def __iter__(self) -> Iterator[Any]:
         self.own_batches = deque()
         return self._batches(self.own_batches)
 
     def _batches(self, own_batches: deque[list[bool]]) -> Iterator[Any]:
-        batches = _started(self._loader)
+        batches = iterate(self._loader)
         state, last, failure, count = HAS_BATCH, None, None, 0
         while True:
             if state == HAS_BATCH:
@@ -93,15 +75,15 @@ class JoinedLoader(Wrapper):
 
     def _states(self, state: int, failure: Exception | None, count: int) -> list[int]:
         """Collective. Return the state of every rank's loader. Raises DataError on every rank: one of them failed."""
-        mine = [state if rank == self.ranks.rank else HAS_BATCH for rank in range(self.ranks.num_ranks)]
-        states = list(self.ranks.start_all_reduce_min(*mine).wait())
+        own = [state if rank == self.ranks.rank else HAS_BATCH for rank in range(self.ranks.num_ranks)]
+        states = list(self.ranks.start_all_reduce_min(*own).wait())
         if FAILED in states:
-            EndPolicy(self.ranks, "stop", _say_nothing).together(count, state, failure)
+            EndPolicy(self.ranks, "stop", _no_warning).apply(count, state, failure)
         return states
 
 
 class SizedJoinedLoader(JoinedLoader):
-    """The same over loaders that say how long they are, though it may not be exact."""
+    """The same over loaders with a length that may not be exact."""
 
     def __init__(self, loader: Any, ranks: Ranks, lengths: list[int]) -> None:
         super().__init__(loader, ranks)
@@ -112,7 +94,7 @@ class SizedJoinedLoader(JoinedLoader):
 
 
 class CountedJoinedLoader(SizedJoinedLoader):
-    """The same over loaders of known lengths; nothing is left to agree on."""
+    """The same over loaders of exact lengths, which need no collective."""
 
     def _states(self, state: int, failure: Exception | None, count: int) -> list[int]:
         if failure is not None:
@@ -120,14 +102,9 @@ class CountedJoinedLoader(SizedJoinedLoader):
         return [HAS_BATCH if count < length else ENDED for length in self.lengths]
 
 
-def _no_batch(said: str) -> DataError:
-    return DataError(f"{said}; uneven_inputs='join' needs a first one of all. Give every rank at least one batch.")
+def _no_batch(found: str) -> DataError:
+    return DataError(f"{found}; uneven_inputs='join' needs a first one of all. Give every rank at least one batch.")
 
 
-def _started(loader: Any) -> Iterator[Any]:
-    """Iterate over `loader`; a loader that fails to start fails at the first batch, where all ranks hear of it."""
-    yield from loader
-
-
-def _say_nothing(message: str) -> None:
+def _no_warning(message: str) -> None:
     pass

@@ -1,11 +1,11 @@
-"""What stands in the module tree while tables are sharded: the user's modules, with shards for weights.
+"""Proxies: what stands in the module tree while tables are sharded, with this rank's shards for weights.
 
 Everything that walks the tree (optimizers, weight averages, state_dict, DDP) finds the names that it would find
-unsharded, and leaves that are this rank's parts. torchrec's sharded modules, which do the work, are not in the tree.
+unsharded, and leaves that are this rank's shards. torchrec's sharded modules, which hold the kernels, are not in it.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,52 +20,77 @@ FEATURE = "ids"
 """The one feature of a plain embedding's collection."""
 
 
+class Lookup(Protocol):
+    """What a proxy calls: sharding/lookup/sharded_lookup.py has it."""
+
+    def __call__(self, features: KeyedJaggedTensor) -> Any:
+        """Collective. Return what the unsharded collection returns for `features`."""
+
+
+class PrefetchedLookups(Protocol):
+    """Lookups that were started before the user's step calls them: pipeline/sparse_pipeline.py has it."""
+
+    def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
+        """Collective. Return what a call of the proxy of `path` looks up, or None: it was not prefetched."""
+
+
 class ShardedProxy(nn.Module):
     """What all kinds have in common: attributes of the original, weights of the shards, no weight to read."""
 
-    sharded: ShardedModule
+    path: str
+    """Of the collection or embedding in the LightningModule."""
+    lookup: Lookup
+    """Set with every run; it stays after the run's end."""
+    prefetched: PrefetchedLookups | None
+    """While a run with a sparse pipeline goes on."""
     keys: dict[str, str]
-    """Name of a weight in the unsharded module's state_dict -> its name in that of `sharded`."""
+    """Name of a weight in the unsharded module's state_dict -> its name in that of torchrec's module."""
+    sharded_state_dict: Callable[[], Mapping[str, Any]]
+    """That of torchrec's module."""
     load: Callable[[str, Tensor], str]
-    """Loads a table, by its name in the state_dict of `sharded`; returns what is wrong, or ""."""
-    foreseen: Callable[[tuple[Any, ...]], Any]
-    """Returns what was looked up ahead for the arguments of a call, or None."""
+    """Loads a table, by its name in the state_dict of torchrec's module; returns what is wrong, or ""."""
 
-    def take_place(self, original: nn.Module, sharded: ShardedModule, keys: dict[str, str], load: Any) -> None:
-        """Become what is called in the place of `original`."""
+    def replace(
+        self, original: nn.Module, path: str, sharded: ShardedModule, keys: dict[str, str], load: Callable[..., str]
+    ) -> None:
+        """Initialize the proxy of `original`."""
+        # Not the constructor of its class, which would build a table. Attributes are copied past nn.Module's
+        # __setattr__, since the user's own may be anything; nn.Module's registries (parameters, children) are not.
         nn.Module.__init__(self)
         ours = set(vars(self))
         self.__dict__.update({name: value for name, value in vars(original).items() if name not in ours})
         self.training = original.training
         share_hooks(original, self)
-        # Past nn.Module, so that it is no child.
-        self.__dict__ |= {"sharded": sharded, "keys": keys, "load": load, "foreseen": _nothing_foreseen}
+        # Only the bound method of torchrec's module is kept: the module itself would become a child, and its
+        # parameters would be found by optimizers and DDP.
+        self.path, self.keys, self.load, self.sharded_state_dict = path, keys, load, sharded.state_dict
+        self.prefetched = None
 
     def features(self, *args: Any) -> Any:
         """Return the KeyedJaggedTensor that a call with these arguments looks up."""
         return args[0]
 
-    def answer(self, looked_up: Any, *args: Any) -> Any:
-        """Return what a call with these arguments returns, of what torchrec looked up for them."""
+    def output(self, looked_up: Any, *args: Any) -> Any:
+        """Return what a call with these arguments returns, given what was looked up for them."""
         return looked_up
 
     def _call(self, *args: Any) -> Any:
-        looked_up = self.foreseen(args)
+        looked_up = None if self.prefetched is None else self.prefetched.take(self.path, args)
         if looked_up is None:
-            looked_up = self.sharded(self.features(*args))
-        return self.answer(looked_up, *args)
+            looked_up = self.lookup(self.features(*args))
+        return self.output(looked_up, *args)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return the whole tables, as ShardedTensors, under the names that they have unsharded."""
+        """Return the tables as ShardedTensors, under the names that they have unsharded."""
         destination = {} if destination is None else destination
-        state = self.sharded.state_dict()
+        state = self.sharded_state_dict()
         destination.update({f"{prefix}{key}": state[name] for key, name in self.keys.items()})
         return destination
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
     ) -> None:
-        """Take this rank's parts out of whole tables, or out of what `state_dict` returned."""
+        """Load this rank's shards from unsharded tables, or from what `state_dict` returned."""
         *_unexpected, errors = others
         for key, name in self.keys.items():
             if f"{prefix}{key}" not in state_dict:
@@ -78,7 +103,7 @@ class ShardedProxy(nn.Module):
 
 
 class _WithoutRows(nn.Module):
-    """What a deep copy of a module has in the place of sharded tables, whose rows cannot be copied from one rank."""
+    """What a deep copy of a module has in place of a proxy: one rank cannot copy rows that other ranks hold."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         raise ShardingError(
@@ -94,14 +119,14 @@ class _NoWeightToRead(nn.Module):
         if name == "weight":
             raise ShardedWeightError(
                 "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up; "
-                "to get the whole table, call trainer.save_checkpoint on every rank. An nn.Embedding whose weight is "
-                "used otherwise (for tied output weights, say) can stay whole: set convert_embeddings to 'none', or to "
-                "the list of those to shard."
+                "to get the unsharded table, call trainer.save_checkpoint on every rank. An nn.Embedding whose weight "
+                "is used otherwise (for tied output weights, say) must not be sharded: set convert_embeddings to "
+                "'none', or to the list of those to shard."
             )
         return super().__getattr__(name)
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """The stand-in around it loads its weight."""
+        """Do nothing: the proxy around it loads its weight."""
 
 
 class ShardedBagCollection(ShardedProxy, EmbeddingBagCollection):
@@ -120,7 +145,18 @@ class ShardedCollection(ShardedProxy, EmbeddingCollection):
         return self._call(features)  # type: ignore[no-any-return]
 
 
-class ShardedEmbedding(ShardedProxy, _NoWeightToRead, nn.Embedding):
+class _PlainProxy(ShardedProxy, _NoWeightToRead):
+    """A proxy of an nn.Embedding or nn.EmbeddingBag."""
+
+    weight_dtype: torch.dtype
+    """Of the unsharded weight."""
+
+    def _in_weight_dtype(self, looked_up: Tensor) -> Tensor:
+        # The Trainer's precision decides about float32.
+        return looked_up if self.weight_dtype == torch.float32 else looked_up.to(self.weight_dtype)
+
+
+class ShardedEmbedding(_PlainProxy, nn.Embedding):
     """Called as nn.Embedding; the rows come from the ranks that hold them."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -133,15 +169,15 @@ class ShardedEmbedding(ShardedProxy, _NoWeightToRead, nn.Embedding):
         lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
         return KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
 
-    def answer(self, looked_up: dict[str, JaggedTensor], input: Tensor) -> Tensor:
+    def output(self, looked_up: dict[str, JaggedTensor], input: Tensor) -> Tensor:
         """Return the rows in the shape of the ids."""
         rows = looked_up[FEATURE].values()
         if self.padding_idx is not None:  # its row is looked up and does not learn
             rows = torch.where((input.flatten() == self.padding_idx).unsqueeze(1), rows.detach(), rows)
-        return _in_type_of(self, rows.view(*input.shape, self.embedding_dim))
+        return self._in_weight_dtype(rows.view(*input.shape, self.embedding_dim))
 
 
-class ShardedEmbeddingBag(ShardedProxy, _NoWeightToRead, nn.EmbeddingBag):
+class ShardedEmbeddingBag(_PlainProxy, nn.EmbeddingBag):
     """Called as nn.EmbeddingBag; the bags come from the ranks that hold their rows."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -174,9 +210,9 @@ class ShardedEmbeddingBag(ShardedProxy, _NoWeightToRead, nn.EmbeddingBag):
             keys=[FEATURE], values=ids, lengths=lengths, weights=None if weights is None else weights.float()
         )
 
-    def answer(self, looked_up: KeyedTensor, *_: Tensor | None) -> Tensor:
+    def output(self, looked_up: KeyedTensor, *_: Tensor | None) -> Tensor:
         """Return the bags, (num_bags, dim)."""
-        return _in_type_of(self, looked_up.values())
+        return self._in_weight_dtype(looked_up.values())
 
     def _lengths(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         if input.dim() == 2:
@@ -196,19 +232,10 @@ class ShardedEmbeddingBag(ShardedProxy, _NoWeightToRead, nn.EmbeddingBag):
         return lengths
 
 
-def _nothing_foreseen(_: tuple[Any, ...]) -> None:
-    return None
-
-
 def _as_ids(input: Tensor) -> Tensor:
     if input.dtype not in (torch.int32, torch.int64):
         raise ShardingError(f"an embedding was called with ids of {input.dtype}; they must be int64 or int32.")
     return input.long()
-
-
-def _in_type_of(module: nn.Module, looked_up: Tensor) -> Tensor:
-    """Return what was looked up in the type of the unsharded weight; float32 is left to the Trainer's precision."""
-    return looked_up if module.weight_dtype == torch.float32 else looked_up.to(module.weight_dtype)  # type: ignore[arg-type]
 
 
 KINDS: dict[type[nn.Module], type[ShardedProxy]] = {
@@ -219,34 +246,36 @@ KINDS: dict[type[nn.Module], type[ShardedProxy]] = {
 }
 
 
-def stand_in(
+def make_proxy(
     original: nn.Module,
+    path: str,
     sharded: ShardedModule,
     keys: dict[str, str],
     shards: Mapping[str, list[nn.Parameter]],
     load: Callable[[str, Tensor], str],
 ) -> ShardedProxy:
-    """Return the module that is called as `original` was and looks up in `sharded`.
+    """Return the module that is called as `original` was; its `lookup` is still to be set.
 
+    path: where `original` is in the LightningModule.
     keys: name of a weight in the state_dict of `original` -> its name in that of `sharded`.
     load: loads one table, by its name in the state_dict of `sharded`; returns what is wrong, or "".
-    shards: name of a weight -> this rank's parts, which are registered as "weight", "weight_1", ...
+    shards: name of a weight -> this rank's shards, which are registered as "weight", "weight_1", ...
     """
     kind = KINDS[type(original)]
     module = kind.__new__(kind)
-    module.take_place(original, sharded, keys, load)
-    if isinstance(original, (nn.Embedding, nn.EmbeddingBag)):
-        module.__dict__["weight_dtype"] = original.weight.dtype
-    for key, parts in shards.items():
-        _register(module, key, parts)
+    module.replace(original, path, sharded, keys, load)
+    if isinstance(module, _PlainProxy):
+        module.weight_dtype = original.weight.dtype  # type: ignore[assignment, union-attr]
+    for key, of_table in shards.items():
+        _register(module, key, of_table)
     return module
 
 
-def _register(module: nn.Module, key: str, parts: list[nn.Parameter]) -> None:
+def _register(module: nn.Module, key: str, shards: list[nn.Parameter]) -> None:
     *path, weight = key.split(".")  # "weight", or "embedding_bags.<table>.weight"
     for depth, name in enumerate(path):
         if name not in dict(module.named_children()):
             module.add_module(name, nn.ModuleDict() if depth == 0 else _NoWeightToRead())
         module = module.get_submodule(name)
-    for i, part in enumerate(parts):
-        module.register_parameter(weight if i == 0 else f"{weight}_{i}", part)
+    for i, shard in enumerate(shards):
+        module.register_parameter(weight if i == 0 else f"{weight}_{i}", shard)

@@ -30,7 +30,7 @@ from lightning_distrec.sharding.initial_weights import (
     sharded_weights,
     spread,
 )
-from lightning_distrec.sharding.proxies import ShardedProxy, stand_in
+from lightning_distrec.sharding.proxies import ShardedProxy, make_proxy
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients, local_shards_of
 from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
@@ -57,6 +57,8 @@ class ShardedTables:
         """Full name of a table -> this rank's part of it; one empty shard where it has none."""
         self.kernels: list[tuple[Any, list[LocalShard]]] = []
         """FBGEMM's kernels on this rank, each with the shards in its memory."""
+        self.known_keys: dict[str, list[str]] = {}
+        """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
         self._root = ref(root)  # the registry below is keyed by it, weakly
 
     def tables_of(self, path: str) -> list[Table]:
@@ -229,8 +231,6 @@ class ShardedTables:
         pieces = {name: ps for name, ps in self.pieces().items() if name in kept}
         if any(p.tensor is not None and p.tensor.is_cuda for ps in pieces.values() for p in ps):
             pieces = {name: [_on_host(piece) for piece in ps] for name, ps in pieces.items()}
-            for module in self.sharded.values():
-                module.__dict__.pop("forward", None)
             self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
             _by_module.pop(self._module(), None)
         return pieces
@@ -280,7 +280,7 @@ def shard_tables(
         kernels = [(kernel, local_shards_of(kernel)) for kernel in fbgemm_kernels(module)]
         result.kernels += kernels
         result.shards |= _by_table(module, mine, [shard for _, shards in kernels for shard in shards])
-        result.proxies[path] = _stand_in(module, mine, result.shards)
+        result.proxies[path] = _proxy(module, mine, result.shards)
     for name, pieces in result.pieces().items():
         _note_places(result.shards[name], pieces)
     for module in sharded.values():
@@ -377,11 +377,12 @@ def _note_places(shards: list[LocalShard], pieces: list[TableShard]) -> None:
             shard.row, shard.column = piece.row, piece.column
 
 
-def _stand_in(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]]) -> ShardedProxy:
-    prefix = f"{tables[0].collection}."
+def _proxy(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]]) -> ShardedProxy:
+    path = tables[0].collection
+    prefix = f"{path}."
     keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
     weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}
-    return stand_in(tables[0].original, sharded, keys, weights, partial(_load, sharded))
+    return make_proxy(tables[0].original, path, sharded, keys, weights, partial(_load, sharded))
 
 
 def _chunks_of(pieces: list[TableShard]) -> list[Chunk]:

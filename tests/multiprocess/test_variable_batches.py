@@ -56,7 +56,7 @@ def test_variable_batches_look_up_what_the_unsharded_tables_would(cut: str, pool
     ("cut", "optimizer", "pooling", "said"),
     [
         ("data_parallel", (torch.optim.Adam, {}), "sum", "because it is data_parallel"),
-        ("row_wise", (torch.optim.SGD, {"lr": 1.0}), "mean", "a mean-pooled table of it is cut by rows"),
+        ("row_wise", (torch.optim.SGD, {"lr": 1.0}), "mean", "a mean-pooled table of it is sharded by rows"),
     ],
 )
 def test_variable_batches_that_the_kernels_get_wrong_are_told(

@@ -13,19 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec.pipeline.learning import Recorded
-from lightning_distrec.pipeline.provenance import (
-    Call,
-    Constant,
-    Jagged,
-    Leaves,
-    Part,
-    Roots,
-    are_unwritten,
-    is_foreseen,
-    name_of,
-    stamps,
-    tensors_in,
+from lightning_distrec.pipeline.learning import RecordedCall
+from lightning_distrec.pipeline.provenance import BatchObjects, tensors_in
+from lightning_distrec.pipeline.same_input import are_unwritten, is_same_input, versions
+from lightning_distrec.pipeline.sources import (
+    BatchRoots,
+    ConstantSource,
+    JaggedSource,
+    LookupCall,
+    PathSource,
+    path_text,
 )
 
 Pair = namedtuple("Pair", "left right")
@@ -93,7 +90,7 @@ def _batch(size: int, seed: int) -> dict[str, Any]:
 
 
 def _source(batch: Any, argument: Any, of: Any = None) -> Any:
-    return Leaves(Roots(batch)).source_of(argument, of)
+    return BatchObjects(BatchRoots(batch)).source_of(argument, of)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -180,19 +177,19 @@ def test_what_is_part_of_the_batch_is_found_in_batches_of_any_size(name: str, si
     batch, other = _batch(5, 10), _batch(size, 20)
     source = _source(batch, FOUND[name](batch))
     assert not isinstance(source, str), source
-    assert _same(source.get(Roots(batch)), FOUND[name](batch))
-    found, wanted = source.get(Roots(other)), FOUND[name](other)
+    assert _same(source.get(BatchRoots(batch)), FOUND[name](batch))
+    found, wanted = source.get(BatchRoots(other)), FOUND[name](other)
     assert _same(found, wanted)
-    assert is_foreseen(wanted, found)
+    assert is_same_input(wanted, found)
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_another_batch_is_not_taken_for_this_one(name: str) -> None:
     batch, other = _batch(5, 10), _batch(5, 20)
     source = _source(batch, FOUND[name](batch))
-    if isinstance(source, Constant):
+    if isinstance(source, ConstantSource):
         return
-    assert not is_foreseen(FOUND[name](other), source.get(Roots(batch)))
+    assert not is_same_input(FOUND[name](other), source.get(BatchRoots(batch)))
 
 
 def _written(write: Callable[[dict[str, Any]], Any], read: Expression) -> Expression:
@@ -253,8 +250,8 @@ REFUSED: dict[str, tuple[Expression, str]] = {
 def test_what_is_computed_in_the_step_is_refused_with_the_reason(name: str) -> None:
     expression, reason = REFUSED[name]
     batch = _batch(5, 10)
-    leaves = Leaves(Roots(batch))
-    source = leaves.source_of(expression(batch))
+    objects = BatchObjects(BatchRoots(batch))
+    source = objects.source_of(expression(batch))
     assert isinstance(source, str), source
     assert reason in source
 
@@ -263,7 +260,7 @@ def test_what_is_computed_in_the_step_is_refused_with_the_reason(name: str) -> N
     "ids", [torch.arange(6), torch.ones(6, dtype=torch.long), torch.full((6,), 3)], ids=["arange", "ones", "threes"]
 )
 def test_ids_that_look_like_lengths_or_offsets_are_refused_with_the_reason(ids: Tensor) -> None:
-    recorded = Recorded("positions", (ids,), Leaves(Roots(_batch(5, 10))))
+    recorded = RecordedCall("positions", (ids,), BatchObjects(BatchRoots(_batch(5, 10))))
     assert "no part of the batch" in recorded.reason
     assert recorded.call is None
 
@@ -277,13 +274,13 @@ def test_a_call_with_several_arguments_is_built_from_another_batch(offsets: str,
         return batch["values"], batch["offsets"], batch["weights"]
 
     batch, other = _batch(5, 10), _batch(size, 20)
-    recorded = Recorded("bags", arguments(batch), Leaves(Roots(batch)))
+    recorded = RecordedCall("bags", arguments(batch), BatchObjects(BatchRoots(batch)))
     assert recorded.reason == ""
-    assert isinstance(recorded.call, Call)
-    found = recorded.call.get(Roots(other))
+    assert isinstance(recorded.call, LookupCall)
+    found = recorded.call.get(BatchRoots(other))
     assert len(found) == 3
     for one, wanted in zip(found, arguments(other), strict=True):
-        assert is_foreseen(wanted, one)
+        assert is_same_input(wanted, one)
         assert (one is None) == (wanted is None)
 
 
@@ -298,8 +295,8 @@ def test_lengths_of_the_batch_are_preferred_to_those_that_only_look_regular() ->
 
     batch, other = one_each(5), _batch(5, 20)
     source = _source(batch, expression(batch))
-    assert isinstance(source, Jagged)
-    assert _same(source.get(Roots(other)), expression(other))
+    assert isinstance(source, JaggedSource)
+    assert _same(source.get(BatchRoots(other)), expression(other))
 
 
 def test_columns_counted_from_the_end_are_not_taken_for_others_where_the_number_of_columns_changes() -> None:
@@ -309,10 +306,10 @@ def test_columns_counted_from_the_end_are_not_taken_for_others_where_the_number_
         if isinstance(source, str):
             continue
         try:
-            found = source.get(Roots(wider))
+            found = source.get(BatchRoots(wider))
         except Exception:
             continue  # this batch is looked up as it is called
-        assert is_foreseen(expression(wider["x"]), found)
+        assert is_same_input(expression(wider["x"]), found)
 
 
 def test_a_batch_in_which_a_view_cannot_be_made_raises_instead_of_giving_another_one() -> None:
@@ -324,9 +321,9 @@ def test_a_batch_in_which_a_view_cannot_be_made_raises_instead_of_giving_another
     ]:
         source = _source(batch, expression(batch["x"]))
         with pytest.raises((IndexError, RuntimeError, ValueError)):
-            source.get(Roots({"x": other}))
+            source.get(BatchRoots({"x": other}))
     with pytest.raises((KeyError, AttributeError, TypeError)):
-        source.get(Roots({"z": other}))
+        source.get(BatchRoots({"z": other}))
 
 
 def test_two_entries_that_are_one_tensor_in_the_first_batch_are_told_apart_later() -> None:
@@ -336,10 +333,10 @@ def test_two_entries_that_are_one_tensor_in_the_first_batch_are_told_apart_later
     if isinstance(source, str):
         return  # looked up as it is called
     try:
-        found = source.get(Roots(other))
+        found = source.get(BatchRoots(other))
     except Exception:
         return  # this batch is looked up as it is called
-    assert is_foreseen(other["right"], found)
+    assert is_same_input(other["right"], found)
 
 
 def test_two_entries_that_are_one_tensor_in_every_batch_are_found() -> None:
@@ -349,41 +346,41 @@ def test_two_entries_that_are_one_tensor_in_every_batch_are_found() -> None:
 
     first, other = batch(1), batch(2)
     source = _source(first, first["right"])
-    assert is_foreseen(other["right"], source.get(Roots(other)))
+    assert is_same_input(other["right"], source.get(BatchRoots(other)))
 
 
 def test_what_the_module_declares_is_found_beside_the_batch() -> None:
     declared = {"hashed": _ids(5, 1)}
-    leaves = Leaves(Roots(_batch(5, 10), declared))
-    source = leaves.source_of(declared["hashed"])
-    assert isinstance(source, Part)
-    assert name_of(source.path) == "sparse_inputs(batch)['hashed']"
+    objects = BatchObjects(BatchRoots(_batch(5, 10), declared))
+    source = objects.source_of(declared["hashed"])
+    assert isinstance(source, PathSource)
+    assert path_text(source.path) == "sparse_inputs(batch)['hashed']"
     later = {"hashed": _ids(4, 2)}
-    assert source.get(Roots(_batch(4, 20), later)) is later["hashed"]
+    assert source.get(BatchRoots(_batch(4, 20), later)) is later["hashed"]
 
 
 def test_paths_are_named_as_user_code_writes_them() -> None:
     batch = _batch(5, 10)
-    leaves = Leaves(Roots(batch))
+    objects = BatchObjects(BatchRoots(batch))
     for expression, name in [
         (FOUND["dict"], "batch['y']"),
         (FOUND["attribute of an attribute"], "batch['nested'][0]['deep'][1][1].inner.ids"),
         (FOUND["dict in a dataclass"], "batch['example'].more['extra']"),
     ]:
-        source = leaves.source_of(expression(batch))
-        assert isinstance(source, Part)
-        assert name_of(source.path) == name
+        source = objects.source_of(expression(batch))
+        assert isinstance(source, PathSource)
+        assert path_text(source.path) == name
 
 
 def test_containers_that_hold_themselves_are_walked_once() -> None:
     batch: dict[str, Any] = {"ids": _ids(5, 1)}
     batch["self"] = batch
-    assert [tensor is batch["ids"] for tensor in tensors_in(Roots(batch))] == [True]
+    assert [tensor is batch["ids"] for tensor in tensors_in(BatchRoots(batch))] == [True]
 
 
 def test_tensors_in_finds_each_tensor_of_a_batch_once() -> None:
     batch = _batch(5, 10)
-    found = tensors_in(Roots(batch))
+    found = tensors_in(BatchRoots(batch))
     wanted = [expression(batch) for name, expression in FOUND.items() if name in WHOLE]
     for tensor in wanted:
         assert sum(tensor is other for other in found) == 1
@@ -401,7 +398,7 @@ def test_writes_in_place_after_the_stamp_are_noticed() -> None:
         lambda b: b["weights"].mul_(2),
     ):
         batch = _batch(5, 10)
-        stamped = stamps(
+        stamped = versions(
             batch["kjt"], batch["x"][:, 1], None, 3, _jagged(batch, lengths=batch["lengths"], weights=batch["weights"])
         )
         assert are_unwritten(stamped)
@@ -415,10 +412,10 @@ def test_writes_in_place_in_inference_mode_are_noticed() -> None:
     """Evaluation runs in inference mode on GPUs, where batches that are collated by this process have no versions."""
     with torch.inference_mode():
         batch = {"ids": _ids(5, 1)}
-        leaves = Leaves(Roots(batch))
-        stamped = stamps(batch["ids"])
+        objects = BatchObjects(BatchRoots(batch))
+        stamped = versions(batch["ids"])
         batch["ids"].remainder_(7)
-        noticed = isinstance(leaves.source_of(batch["ids"]), str) and not are_unwritten(stamped)
+        noticed = isinstance(objects.source_of(batch["ids"]), str) and not are_unwritten(stamped)
     # A first step that cannot tell must not say that the ids are part of the batch as it was fetched.
     assert noticed
 
@@ -426,8 +423,8 @@ def test_writes_in_place_in_inference_mode_are_noticed() -> None:
 def test_what_is_foreseen_is_told_from_what_is_not() -> None:
     batch, other = _batch(5, 10), _batch(5, 20)
     features = _jagged(batch, lengths=batch["lengths"], weights=batch["weights"])
-    assert is_foreseen(_jagged(batch, lengths=batch["lengths"], weights=batch["weights"]), features)
-    assert is_foreseen(_jagged(batch, lengths=batch["lengths"], weights=batch["weights"].clone()), features)
+    assert is_same_input(_jagged(batch, lengths=batch["lengths"], weights=batch["weights"]), features)
+    assert is_same_input(_jagged(batch, lengths=batch["lengths"], weights=batch["weights"].clone()), features)
     wrong: list[tuple[Any, Any]] = [
         (KeyedJaggedTensor(["b", "a"], batch["values"], batch["weights"], batch["lengths"]), features),
         (_jagged(batch, lengths=batch["lengths"]), features),
@@ -447,9 +444,9 @@ def test_what_is_foreseen_is_told_from_what_is_not() -> None:
         ("a", "b"),
     ]
     for given_, foreseen in wrong:
-        assert not is_foreseen(given_, foreseen)
-    assert is_foreseen(3, 3)
-    assert is_foreseen(None, None)
+        assert not is_same_input(given_, foreseen)
+    assert is_same_input(3, 3)
+    assert is_same_input(None, None)
 
 
 # -- drawn at random
@@ -538,6 +535,6 @@ def test_random_views_of_random_batches_are_built_alike_from_other_batches(
     source = _source(batch, _view(leaf, view))
     assert not isinstance(source, str), source
     wanted = _view(_follow(other, steps), view)
-    found = source.get(Roots(other))
+    found = source.get(BatchRoots(other))
     assert _same(found, wanted)
-    assert is_foreseen(wanted, found)
+    assert is_same_input(wanted, found)

@@ -1,17 +1,18 @@
-"""Looks at ids before they travel: an id outside of its table must not become another row's lookup.
+"""Checks ids before they are sent: an id outside of its table must not look up another row.
 
-FBGEMM checks bounds in its kernels, but by then a row-wise cut has already folded an id that is too large into some
-rank's block, and what the kernel sees is a valid row of the wrong id. So the check runs on the rank that has the
-batch, and the ranks agree on the result while the ids travel.
+FBGEMM checks bounds in its kernels, but by then row-wise sharding has already mapped an id that is too large to some
+rank's shard, and the kernel sees a valid row of the wrong id. So the check runs on the rank that has the batch, and the
+ranks agree on the result during the exchange of ids.
 """
 
 import warnings
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError, IdsError
+from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.tables import Table
 
@@ -19,26 +20,8 @@ CheckIds = Literal["error", "warn", "ignore"]
 CHECK_IDS: tuple[str, ...] = ("error", "warn", "ignore")
 
 
-class Ranks(Protocol):
-    """What this file needs of the ranks' consensus."""
-
-    rank: int
-
-    def with_flags(self, *values: int) -> tuple[int, ...]:
-        """Return `values` followed by this rank's flags, to be sent to all ranks."""
-
-    def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
-        """Return each rank's values without the flags."""
-
-    def start_all_reduce_min(self, *values: int) -> Any:
-        """Collective. Begin to agree on the smallest of all ranks, for each of the values."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's value."""
-
-
 def check_check_ids(value: str) -> None:
-    """Raise ConfigError where `value` is no way to treat ids that are out of range."""
+    """Raise ConfigError unless `value` is a known way to treat ids that are out of range."""
     if value not in CHECK_IDS:
         raise ConfigError(f"check_ids={value!r} is not known. Use one of {', '.join(CHECK_IDS)}.")
 
@@ -46,9 +29,8 @@ def check_check_ids(value: str) -> None:
 class IdsCheck:
     """The check of one collection's ids.
 
-    tables: the collection's tables. mode: "error" raises on every rank; "warn" says so once and looks up row 0 in
-    place of the id, as FBGEMM does; "ignore" looks up row 0 and says nothing.
-    ranks: the ranks' consensus.
+    tables: the collection's tables. mode: "error" raises on every rank; "warn" warns once and looks up row 0 in
+    place of the id, as FBGEMM does; "ignore" looks up row 0 without a warning.
     A feature that several tables look up must be in range of the smallest of them.
     """
 
@@ -63,8 +45,8 @@ class IdsCheck:
                 if smallest is None or table.config.num_embeddings < smallest.config.num_embeddings:
                     self._table_of_feature[feature] = table
 
-    def look(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, str | None]:
-        """Return the features to look up, every id in range, and what all ranks are to raise."""
+    def check(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, str | None]:
+        """Return the features with every id in range, and the error for all ranks to raise, if any."""
         bad = self._out_of_range(features)
         if bad is None:
             return features, None
@@ -74,30 +56,30 @@ class IdsCheck:
             return features, problem
         if self._mode == "warn" and not self._warned:
             self._warned = True
-            # Not by rank zero alone: this rank has the ids.
-            warnings.warn(f"{problem} Row 0 is looked up in their place. Said once.", stacklevel=2)
+            # Not on rank zero only: this rank has the ids.
+            warnings.warn(f"{problem} Row 0 is looked up in their place. This is reported once.", stacklevel=2)
         return features, None
 
     def agree(self, problem: str | None, examples: int) -> tuple[int, int]:
-        """Collective. Return the least and the most examples of any rank.
+        """Collective. Return the minimum and maximum number of examples over ranks.
 
         Raises IdsError on every rank where the ids of any rank are out of range.
         """
-        fine, least, most = self._ranks.start_all_reduce_min(int(problem is None), examples, -examples).wait()
-        if not fine:
+        in_range, smallest, negated = self._ranks.start_all_reduce_min(int(problem is None), examples, -examples).wait()
+        if not in_range:
             self._raise(problem)
-        return least, -most
+        return smallest, -negated
 
-    def say(self, problem: str | None, examples: int) -> tuple[int, ...]:
-        """Return what this rank tells the others with the exchange of ids, for `hear`."""
+    def values_to_send(self, problem: str | None, examples: int) -> tuple[int, ...]:
+        """Return what this rank sends along with its ids, for `agree_on`."""
         return self._ranks.with_flags(int(problem is None), examples)
 
-    def hear(self, said: list[list[int]] | None, problem: str | None, examples: int) -> tuple[int, int]:
-        """As `agree`, of what all ranks have said; None: they have not, and do so now."""
-        if said is None:
+    def agree_on(self, gathered: list[list[int]] | None, problem: str | None, examples: int) -> tuple[int, int]:
+        """Return as `agree` does, given every rank's values; None: nothing was exchanged, and ranks agree now."""
+        if gathered is None:
             return self.agree(problem, examples)
-        values = self._ranks.take_flags(said)
-        if not all(fine for fine, _ in values):
+        values = self._ranks.take_flags(gathered)
+        if not all(in_range for in_range, _ in values):
             self._raise(problem)
         return min(number for _, number in values), max(number for _, number in values)
 
@@ -111,8 +93,8 @@ class IdsCheck:
             return None
         keys = features.keys()
         limits = [self._table_of_feature[key].config.num_embeddings for key in keys]
-        least, most = torch.stack(torch.aminmax(values)).tolist()
-        if least >= 0 and most < min(limits):
+        smallest, largest = torch.stack(torch.aminmax(values)).tolist()
+        if smallest >= 0 and largest < min(limits):
             return None
         counts = torch.tensor(features.length_per_key(), device=values.device)
         limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(counts, output_size=values.numel())

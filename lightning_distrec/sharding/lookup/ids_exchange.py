@@ -1,7 +1,7 @@
-"""The ids of several lookups travel together: one exchange of sizes for all, then the ids.
+"""Exchanges the ids of several lookups at once: one exchange of sizes for all of them, then one of ids.
 
-torchrec's train pipelines exchange so (torchrec/distributed/train_pipeline), and its parts are used here. The sizes
-travel until `send`, the ids until `arrive`.
+torchrec's train pipelines do the same (torchrec/distributed/train_pipeline), and its classes are used here. The sizes
+are in flight until `send_ids`, the ids until `wait`.
 """
 
 import time
@@ -16,57 +16,57 @@ from lightning_distrec.sharding.lookup.request import LookupRequest
 
 
 class IdsExchange:
-    """Collective. Begin to exchange the sizes of these lookups' ids.
+    """Collective. Start to exchange the sizes of these lookups' ids.
 
     requests: prepared, with `sizes` known where they count; alike on all ranks.
-    say: what this rank tells the others beside; `send` returns what all have said.
-    stream: where a GPU does this, beside the computation, and did prepare the requests; None on a CPU.
-    group: the process group to use; None: that of the tables, on which all that ranks do must be in one order.
+    values: numbers that this rank sends along; `send_ids` returns those of all ranks.
+    stream: on which a GPU does this, and prepared the requests, during the computation; None on a CPU.
+    group: the process group to use; None: that of the tables, on which all collectives must be in one order.
     """
 
     def __init__(
         self,
         requests: list[LookupRequest],
-        say: tuple[int, ...] = (),
+        values: tuple[int, ...] = (),
         stream: torch.cuda.Stream | None = None,
         group: object = None,
     ) -> None:
         self._requests = requests
         self._stream = stream
         self._begin = time.perf_counter()
-        with self._aside(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
+        with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
             splits = []
             for request in requests:
                 lookup = request.lookup
                 lookup.pad(request)
                 request.context = lookup.sharded.create_context()
                 with defer_ids_exchange(lookup.sharded, group):
-                    splits.append(lookup.sharded.input_dist(request.context, request.sent))
-            self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests], say)
-        self._said: list[list[int]] | None = None
+                    splits.append(lookup.sharded.input_dist(request.context, request.padded_features))
+            self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests], values)
+        self._gathered: list[list[int]] | None = None
         self._ids: list[Callable[[], object]] = []
 
-    def send(self) -> list[list[int]] | None:
-        """Collective. Wait for the sizes, and let the ids travel; when called again it does not.
+    def send_ids(self) -> list[list[int]] | None:
+        """Collective. Wait for the sizes, and send the ids, the first time it is called.
 
-        Return what each rank has said; None where nothing is exchanged, as every rank has all rows.
+        Returns each rank's values; None where nothing is exchanged, because every rank has all rows.
         """
         if self._sizes is not None:
             sizes, self._sizes = self._sizes, None
-            with self._aside(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
-                awaitables, self._said = sizes.wait()
+            with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
+                awaitables, self._gathered = sizes.wait()
                 self._ids = [awaitable.wait for awaitable in awaitables]
-        return self._said
+        return self._gathered
 
-    def arrive(self) -> None:
-        """Wait for the ids of all lookups; they are in `LookupRequest.ids` then. Does nothing when called again."""
-        self.send()
+    def wait(self) -> None:
+        """Wait for the ids of all lookups, and put them into `LookupRequest.ids`, the first time it is called."""
+        self.send_ids()
         waits, self._ids = self._ids, []
         if not waits:
             return
         spans.emit(spans.INPUT_DIST, self._begin, time.perf_counter())
         with spans.span(spans.WAIT_INPUT_DIST):
-            with self._aside(), torch.no_grad():
+            with self._on_stream(), torch.no_grad():
                 for request, wait in zip(self._requests, waits, strict=True):
                     request.ids = wait()
             if self._stream is not None:
@@ -76,7 +76,7 @@ class IdsExchange:
                     record_stream(request.ids, request.context, now)
 
     def drop(self) -> None:
-        """Wait for what this rank has sent, without sending more: other ranks may not come."""
+        """Wait for what this rank has sent, without sending more: other ranks may not take part."""
         if self._sizes is not None:
             self._sizes.drop()
             self._sizes = None
@@ -84,5 +84,5 @@ class IdsExchange:
         for wait in waits:
             wait()
 
-    def _aside(self) -> AbstractContextManager[object]:
+    def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

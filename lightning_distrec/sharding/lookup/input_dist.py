@@ -1,7 +1,7 @@
-"""What user code calls a sharded collection with, made into what torchrec takes, or refused.
+"""What user code calls a sharded collection with, made into what torchrec's input dist takes, or refused.
 
 torchrec's sharded modules remember the keys of their first call, use weights that the unsharded collection would
-ignore, and leave out what they cannot do; here each call is brought into one form.
+ignore, and ignore what they do not support; here each call is brought into one form.
 """
 
 from collections.abc import Mapping
@@ -19,27 +19,28 @@ class InputDist:
     """The features of one collection's calls.
 
     tables: the collection's tables, in its order.
-    dense_copies: full names of those that are data_parallel. summed_means: outputs that arrive as sums over ranks and
-    are to become means. known_keys: the features in the order in which torchrec got them so far, if it did.
+    replicated: full names of those that are data_parallel. summed_means: outputs that arrive as sums over ranks and
+    are to become means.
+    known_keys: collection -> the features in the order of its first call, which adds it. torchrec's module remembers
+    that order for its life, which may be longer than one run.
     """
 
     def __init__(
         self,
         tables: list[Table],
-        dense_copies: list[str],
+        replicated: list[str],
         summed_means: Mapping[str, str],
-        known_keys: list[str] | None,
+        known_keys: dict[str, list[str]],
     ) -> None:
         self._path = tables[0].collection
         self._features = feature_names(tables)
-        self._dense_copies = dense_copies
+        self._replicated = replicated
         self._summed_means = summed_means
         self._needs_weights = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
         self._keeps_weights = self._needs_weights or tables[0].plain is not None or not tables[0].pooled
-        self.keys = known_keys
-        """The features in the order in which torchrec gets them; None before the first call."""
+        self._known_keys = known_keys
 
-    def bring_in(self, features: Any) -> KeyedJaggedTensor:
+    def prepare(self, features: Any) -> KeyedJaggedTensor:
         """Return the features with the weights that count, in the order that torchrec knows.
 
         Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing or need a gradient, or
@@ -55,7 +56,7 @@ class InputDist:
         weights = features.weights_or_none()
         if weights is not None and weights.requires_grad:
             raise ShardingError(
-                f"'{self._path}' was called with ids whose weights need a gradient, which does not travel back across "
+                f"'{self._path}' was called with ids whose weights need a gradient, which is not sent back across "
                 "ranks. Detach the weights, or multiply the looked up vectors instead."
             )
         if weights is None and self._needs_weights:
@@ -69,7 +70,8 @@ class InputDist:
         if features.variable_stride_per_key():
             self._refuse_unequal_sizes(features.values().device)
         keys = features.keys()
-        if keys == self.keys:
+        known = self._known_keys.get(self._path)
+        if keys == known:
             return features
         missing = [name for name in self._features if name not in keys]
         if missing:
@@ -77,18 +79,19 @@ class InputDist:
                 f"'{self._path}' needs the features {missing}, but was called with {keys}. "
                 "Give the KeyedJaggedTensor all features of the collection; empty bags are fine."
             )
-        if self.keys is None:
-            self.keys = list(keys) if set(keys) == set(self._features) else self._features
-        return features if keys == self.keys else features.permute([keys.index(name) for name in self.keys])
+        if known is None:
+            known = list(keys) if set(keys) == set(self._features) else self._features
+            self._known_keys[self._path] = known
+        return features if keys == known else features.permute([keys.index(name) for name in known])
 
     def _refuse_unequal_sizes(self, device: torch.device) -> None:
-        if self._dense_copies and device.type == "cpu":
+        if self._replicated and device.type == "cpu":
             raise ShardingError(
                 f"'{self._path}' was called with unequal batch sizes per feature, which FBGEMM on CPU cannot "
-                f"look up in table '{self._dense_copies[0]}', because it is data_parallel. Cut it otherwise."
+                f"look up in table '{self._replicated[0]}', because it is data_parallel. Set another sharding type."
             )
         if self._summed_means:
             raise ShardingError(
-                f"'{self._path}' was called with unequal batch sizes per feature, and a mean-pooled table of it is cut "
-                "by rows. Set sharding_types=['table_wise', 'column_wise'] for its mean-pooled tables."
+                f"'{self._path}' was called with unequal batch sizes per feature, and a mean-pooled table of it is "
+                "sharded by rows. Set sharding_types=['table_wise', 'column_wise'] for its mean-pooled tables."
             )

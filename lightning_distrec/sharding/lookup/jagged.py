@@ -1,4 +1,4 @@
-"""A KeyedJaggedTensor like another one, with something changed."""
+"""Copies of a KeyedJaggedTensor with something changed: ids, weights, padding."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
 
 
 def contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return `features` with its tensors in one piece each, as exchanges want them."""
+    """Return `features` with contiguous tensors, as exchanges want them."""
     weights = features.weights_or_none()
     if features.values().is_contiguous() and (weights is None or weights.is_contiguous()):
         return features
@@ -40,13 +40,13 @@ def _like(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> K
 
 @dataclass(frozen=True)
 class Padding:
-    """Empty bags at the end of a batch, so that all ranks have as many."""
+    """Empty bags at the end of a batch, so that all ranks have the same number."""
 
     examples: int
     """Without the padding."""
     padded: int
 
-    def put_on(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def pad(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return `features`, of one batch size, with empty bags up to `padded` examples."""
         lengths = features.lengths().view(len(features.keys()), self.examples)
         return KeyedJaggedTensor(
@@ -57,12 +57,12 @@ class Padding:
             stride=self.padded,
         )
 
-    def take_off_rows(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    def unpad_rows(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Return `rows`, one for each id, without the empty bags of the padding."""
         return {
             name: JaggedTensor(values=of.values(), lengths=of.lengths()[: self.examples]) for name, of in rows.items()
         }
 
-    def take_off(self, bags: KeyedTensor) -> KeyedTensor:
+    def unpad(self, bags: KeyedTensor) -> KeyedTensor:
         """Return `bags` without those of the padding."""
         return KeyedTensor(bags.keys(), bags.length_per_key(), bags.values()[: self.examples])

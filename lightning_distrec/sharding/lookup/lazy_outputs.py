@@ -1,7 +1,7 @@
-"""Looked up rows that are still on their way, as the types that the unsharded collection returns.
+"""Lazy outputs: what a lookup returns at once, in the unsharded types. Values are awaited on first access.
 
-The exchange of rows is most of the traffic. It goes on while the user's code computes something else, until that code
-first touches the rows; only then is it waited for.
+The exchange of rows is most of the traffic. It continues while the user's code computes something else, until that code
+accesses the rows.
 """
 
 import time
@@ -18,11 +18,10 @@ from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, KEYED_TENSO
 
 
 class LazyOutput:
-    """What a lookup returns once its rows are here.
+    """The rows of one lookup.
 
-    wait: waits for the exchange and returns the rows, in the unsharded order and types. It runs once, on the first
-    touch, in the grad mode of the lookup, whatever the mode of the touch: rows that are first touched under no_grad may
-    get a gradient later.
+    wait: waits for the exchange and returns the rows, in the unsharded order and types. It runs once, on first access,
+    in the grad mode of the lookup: rows that are first accessed under no_grad may get a gradient later.
     """
 
     def __init__(self, wait: Callable[[], Any]) -> None:
@@ -33,7 +32,7 @@ class LazyOutput:
 
     @torch.compiler.disable
     def get(self) -> Any:
-        """Return the rows, waiting for them if they are not here."""
+        """Return the rows; waits for them the first time."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
             spans.emit(spans.OUTPUT_DIST, self._begin, time.perf_counter())
@@ -43,70 +42,76 @@ class LazyOutput:
 
 
 class LazyKeyedTensor(KeyedTensor):
-    """A KeyedTensor whose values arrive when they are first touched; then it is an ordinary KeyedTensor.
+    """A KeyedTensor that becomes an ordinary one when its values are first accessed.
 
-    arrival: of the Bags. Who asks for them by key gets them as they came, without a copy to put them side by side.
+    output: of PooledEmbeddings. Access by key returns a table's columns without concatenating all of them.
     """
 
-    def __init__(self, keys: list[str], length_per_key: list[int], arrival: LazyOutput) -> None:
+    def __init__(self, keys: list[str], length_per_key: list[int], output: LazyOutput) -> None:
         super().__init__(keys, length_per_key, None)  # type: ignore[arg-type]
-        self.__dict__["arrival"] = arrival
+        self.output = output
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the bags of one key, (batch_size, width)."""
-        column: Tensor = self.__dict__["arrival"].get().columns[key]
+        """Return the embeddings of one key, (batch_size, width)."""
+        column: Tensor = self.output.get().columns[key]
         return column
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the bags by key."""
-        return dict(self.__dict__["arrival"].get().columns)
+        """Return the embeddings by key."""
+        return dict(self.output.get().columns)
 
 
-def _arrived_values(arriving: LazyKeyedTensor) -> Tensor:
-    values: Tensor = arriving.__dict__["arrival"].get().values
-    arriving.__class__ = KeyedTensor  # type: ignore[assignment]
-    del arriving.__dict__["arrival"]
-    arriving.__dict__[KEYED_TENSOR_VALUES] = values
+# KeyedTensor keeps its values in one attribute, which its methods read. A property of that name in the subclass sees
+# the first read of any method. It then makes the object a plain KeyedTensor: the property is gone, so that later reads
+# cost nothing, and what asks for the exact type (torch.compile, pytrees) finds it.
+def _access_values(lazy: LazyKeyedTensor) -> Tensor:
+    values: Tensor = lazy.output.get().values
+    lazy.__class__ = KeyedTensor  # type: ignore[assignment]
+    del lazy.output
+    setattr(lazy, KEYED_TENSOR_VALUES, values)
     return values
 
 
-def _no_values_yet(arriving: LazyKeyedTensor, _: Any) -> None:
-    """KeyedTensor's constructor sets what there is not yet."""
+def _ignore_values(lazy: LazyKeyedTensor, _: Any) -> None:
+    """Let KeyedTensor's constructor set values that do not exist yet."""
 
 
-setattr(LazyKeyedTensor, KEYED_TENSOR_VALUES, property(_arrived_values, _no_values_yet))
+setattr(LazyKeyedTensor, KEYED_TENSOR_VALUES, property(_access_values, _ignore_values))
 
 
 class LazyJaggedTensor(JaggedTensor):
-    """One output of an EmbeddingCollection; all of them arrive when one is first touched.
+    """One output of an EmbeddingCollection, a JaggedTensor that becomes an ordinary one on first access.
 
-    arrival: of all outputs by name.
+    output: of all outputs by name, which arrive at once.
     """
 
-    def __init__(self, name: str, arrival: LazyOutput) -> None:
-        self.__dict__ |= {"name": name, "arrival": arrival}  # not JaggedTensor's constructor, which looks at the parts
+    def __init__(self, name: str, output: LazyOutput) -> None:
+        # Not JaggedTensor's constructor, which reads the values.
+        self.name = name
+        self.output = output
 
-    def arrive(self) -> None:
+    def materialize(self) -> None:
         """Become an ordinary JaggedTensor."""
-        rows: JaggedTensor = self.__dict__["arrival"].get()[self.__dict__["name"]]
+        rows: JaggedTensor = self.output.get()[self.name]
+        # As above: a plain object of the exact type, with all attributes that torchrec made, and none of ours.
         self.__class__ = JaggedTensor  # type: ignore[assignment]
         self.__dict__.clear()
         self.__dict__.update(vars(rows))
 
 
-def _arrived_part(name: str) -> property:
-    def part(arriving: LazyJaggedTensor) -> Any:
-        arriving.arrive()
-        return arriving.__dict__[name]
+def _access_field(name: str) -> property:
+    def access(lazy: LazyJaggedTensor) -> Any:
+        lazy.materialize()
+        return vars(lazy)[name]
 
-    return property(part)
+    return property(access)
 
 
 for _name in JAGGED_TENSOR_FIELDS:
-    setattr(LazyJaggedTensor, _name, _arrived_part(_name))
+    setattr(LazyJaggedTensor, _name, _access_field(_name))
 
 register_container(
     LazyKeyedTensor,
-    lambda arriving: ([arriving.values()], (arriving.keys(), arriving.length_per_key())),
+    lambda lazy: ([lazy.values()], (lazy.keys(), lazy.length_per_key())),
     lambda values, context: KeyedTensor(*context, next(iter(values))),
 )

@@ -9,16 +9,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_distrec.sharding.data_parallel_tables import ZeroGradient
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
+from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import Table, output_names
-
-CUT_BY_ROWS = ("row_wise", "table_row_wise")
 
 
 @dataclass(frozen=True)
 class TableUse:
-    """What a lookup needs to know of a table's place and update."""
+    """What a lookup needs to know of a table's sharding and update."""
 
-    cut: str
+    sharding_type: str
     learns: Callable[[], bool]
     """Whether the table's weight needs a gradient now."""
     adds_up: bool
@@ -28,7 +27,7 @@ class TableUse:
 class OutputDist:
     """The outputs of one collection.
 
-    tables: the collection's tables, in its order. uses: name of a table -> how it is cut and updated.
+    tables: the collection's tables, in its order. uses: name of a table -> how it is sharded and updated.
     output_dtype: the type of what is returned; None for the kernels' own.
     """
 
@@ -41,28 +40,30 @@ class OutputDist:
         """Output -> name of its table."""
         self.summed_means = _summed_means(tables, uses) if tables[0].pooled else {}
         """Output -> feature, of those that arrive as sums over ranks and are to become means."""
-        self._whole = _outputs_of(tables, lambda table: uses[table.name].cut == "data_parallel")
+        self._replicated = _outputs_of(tables, lambda table: uses[table.name].sharding_type == "data_parallel")
         self._output_dtype = output_dtype
 
     def jagged(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
-        """Return `rows` in the unsharded order; no gradient goes back into frozen outputs."""
+        """Return `rows` in the unsharded order; no gradient flows back into frozen outputs."""
         if not frozen and self._output_dtype is None:
             return {name: rows[name] for name in self.names}
         return {
-            name: _with_values(rows[name], self._typed(self._held_still(name, values) if name in frozen else values))
+            name: _with_values(rows[name], self._typed(self._frozen(name, values) if name in frozen else values))
             for name in self.names
             for values in [rows[name].values()]
         }
 
-    def bags(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str], order: BackwardOrder) -> "Bags":
-        """Return `rows` as the unsharded collection has them, whatever the cuts."""
+    def pooled(
+        self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str], order: BackwardOrder
+    ) -> "PooledEmbeddings":
+        """Return `rows` as the unsharded collection has them, whatever the sharding types."""
         if rows.keys() == self.names and not self.summed_means and not frozen:
             with order.of(lambda: [values]):
                 values = self._typed(rows.values())
-            return Bags(self.names, self.widths, order, values=values)
+            return PooledEmbeddings(self.names, self.widths, order, values=values)
         with order.of(lambda: list(columns.values())):
             columns = self._columns(rows, features, frozen)
-        return Bags(self.names, self.widths, order, columns=columns)
+        return PooledEmbeddings(self.names, self.widths, order, columns=columns)
 
     def _columns(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> dict[str, torch.Tensor]:
         columns = dict(zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True))
@@ -71,23 +72,24 @@ class OutputDist:
             for name, feature in self.summed_means.items():
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
         # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
-        columns |= {name: self._held_still(name, columns[name]) for name in frozen}
+        columns |= {name: self._frozen(name, columns[name]) for name in frozen}
         return {name: self._typed(columns[name]) for name in self.names}
 
-    def _held_still(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if name in self._whole:
-            held: torch.Tensor = ZeroGradient.apply(values)
-            return held
+    def _frozen(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if name in self._replicated:
+            # Not detached: the table's own DDP waits for a gradient in every step.
+            with_zero_gradient: torch.Tensor = ZeroGradient.apply(values)
+            return with_zero_gradient
         return values.detach()
 
     def _typed(self, values: torch.Tensor) -> torch.Tensor:
         return values if self._output_dtype is None else values.to(self._output_dtype)
 
 
-class Bags:
-    """Bags by output, and all of them side by side; each is made of the other when it is first asked for.
+class PooledEmbeddings:
+    """Pooled embeddings by output, and all of them concatenated; each is made of the other on first access.
 
-    Sharding groups columns by their cut, so that side by side costs a copy, there and back.
+    torchrec groups columns by sharding type, so that concatenating costs a copy, in forward and in backward.
     order: of backward. columns: output -> (batch_size, width), in order. values: (batch_size, sum(widths)).
     """
 
@@ -104,7 +106,7 @@ class Bags:
 
     @property
     def values(self) -> torch.Tensor:
-        """All of them side by side, in the unsharded order."""
+        """All of them concatenated, in the unsharded order."""
         if self._values is None:
             with self._order.of(lambda: [values]):
                 values = torch.cat(list(self.columns.values()), dim=1)
@@ -113,7 +115,7 @@ class Bags:
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """Each by itself."""
+        """Output -> its columns."""
         if self._columns is None:
             with self._order.of(lambda: list(columns)):
                 columns = self.values.split(self._widths, dim=1)
@@ -123,7 +125,7 @@ class Bags:
 
 def _summed_means(tables: list[Table], uses: Mapping[str, TableUse]) -> dict[str, str]:
     def summed(table: Table) -> bool:
-        return table.config.pooling == PoolingType.MEAN and uses[table.name].cut in CUT_BY_ROWS
+        return table.config.pooling == PoolingType.MEAN and uses[table.name].sharding_type in ROW_TYPES
 
     return _outputs_of(tables, summed)
 
@@ -136,8 +138,8 @@ def _tables_of_outputs(tables: list[Table]) -> dict[str, str]:
 def _outputs_of(tables: list[Table], chosen: Callable[[Table], bool]) -> dict[str, str]:
     """Return output -> feature for the tables that are chosen."""
     outputs = iter(output_names(tables))
-    pairs = [(table, feature, next(outputs)) for table in tables for feature in table.config.feature_names]
-    return {output: feature for table, feature, output in pairs if chosen(table)}
+    triples = [(table, feature, next(outputs)) for table in tables for feature in table.config.feature_names]
+    return {output: feature for table, feature, output in triples if chosen(table)}
 
 
 def _with_values(jagged: JaggedTensor, values: torch.Tensor) -> JaggedTensor:

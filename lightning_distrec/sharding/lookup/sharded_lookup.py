@@ -1,10 +1,10 @@
-"""What a sharded collection does when the user's code calls it, in steps that can be taken ahead of the call.
+"""What a sharded collection does when the user's code calls it, in steps that can be taken before the call.
 
-prepare   the features get the form that torchrec knows, and their ids are checked; nothing leaves the rank
-send      the ids travel to the ranks that have their rows (exchange.py sends those of several lookups together)
-look up   rows are looked up and travel back, with the learning rate of this step; they are waited for when touched
+prepare    the features get the form that torchrec takes, and their ids are checked; nothing leaves the rank
+exchange   the ids are sent to the ranks that have their rows (ids_exchange.py sends those of several lookups at once)
+look up    rows are looked up and sent back, with the learning rate of this step; they are awaited on first access
 
-In place of torchrec's forward: what comes back has the types, keys and column order of the unsharded collection.
+It does the work of torchrec's forward, and returns the types, keys and column order of the unsharded collection.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +28,9 @@ from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.input_dist import InputDist
 from lightning_distrec.sharding.lookup.jagged import Padding
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor, LazyOutput
-from lightning_distrec.sharding.lookup.output_dist import CUT_BY_ROWS, Bags, OutputDist, TableUse
+from lightning_distrec.sharding.lookup.output_dist import OutputDist, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
+from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import Table
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
@@ -40,12 +41,15 @@ class ShardedLookup:
 
     sharded: torchrec's sharded module.
     tables: the collection's tables, in its order.
-    uses: name of a table -> how it is cut and updated.
-    check_ids: looks at the ids before they leave the rank.
+    uses: name of a table -> how it is sharded and updated.
+    known_keys: collection -> the features in the order that torchrec's module knows; the first call adds it.
+    check_ids: checks the ids before they leave the rank.
     before_forward: called before every forward that may be followed by a backward.
     output_dtype: the type of what is returned; None for the kernels' own.
-    note_use: told, before a lookup of an EmbeddingCollection, where the names of tables that get gradients will be.
-    compare_examples: told this rank's number of examples, and the least and most of all ranks; None: not compared.
+    compare_examples: called with this rank's number of examples, and the minimum and maximum over ranks; None: ranks
+    are not compared.
+    note_used_tables: called before a lookup of an EmbeddingCollection with the set that its backward fills with the
+    names of the tables that get gradients.
     """
 
     def __init__(
@@ -53,172 +57,164 @@ class ShardedLookup:
         sharded: ShardedModule,
         tables: list[Table],
         uses: Mapping[str, TableUse],
+        known_keys: dict[str, list[str]],
         check_ids: IdsCheck,
         before_forward: Callable[[], None],
         output_dtype: torch.dtype | None = None,
         compare_examples: Callable[[int, int, int], None] | None = None,
-        note_looked_up_tables: Callable[[set[str] | None], None] | None = None,
+        note_used_tables: Callable[[set[str] | None], None] | None = None,
     ) -> None:
         self.sharded = sharded
         self.path = tables[0].collection
+        self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
+        """Called when the rows of a lookup have arrived; the sparse pipeline sets it for the time of its run."""
         self._pooled = tables[0].pooled
         self._uses = uses
-        self._outgoing = OutputDist(tables, uses, output_dtype)
-        copies = [table.full_name for table in tables if uses[table.name].cut == "data_parallel"]
-        # torchrec remembers the keys of the first call for the life of its module, which may be longer than ours.
-        before = sharded.__dict__.get("forward")
-        known_keys = before.keys if isinstance(before, ShardedLookup) else None
-        self._incoming = InputDist(tables, copies, self._outgoing.summed_means, known_keys)
+        self._output_dist = OutputDist(tables, uses, output_dtype)
+        replicated = [table.full_name for table in tables if uses[table.name].sharding_type == "data_parallel"]
+        self._input_dist = InputDist(tables, replicated, self._output_dist.summed_means, known_keys)
         # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
-        self._equal_batches = (
-            self._pooled and dist.get_backend() == "gloo" and any(use.cut in CUT_BY_ROWS for use in uses.values())
-        )
-        # The ids of an nn.Embedding may have any shape: they do not tell the number of examples.
+        by_rows = any(use.sharding_type in ROW_TYPES for use in uses.values())
+        self._needs_equal_batches = self._pooled and by_rows and dist.get_backend() == "gloo"
+        # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
         self._compare_examples = None if isinstance(tables[0].plain, torch.nn.Embedding) else compare_examples
-        self._note_use = None if self._pooled else note_looked_up_tables
-        self._once = [table.full_name for table in tables if not uses[table.name].adds_up]
-        self._arrived: set[object] = set()
-        self._arrivals: list[LazyOutput] = []
-        self.rows_arrived: Callable[[LookupRequest], None] | None = None
-        """Told when the rows of a lookup are here."""
+        self._note_used_tables = None if self._pooled else note_used_tables
+        self._updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
+        self._lookups_with_gradient: set[object] = set()
+        self._lazy_outputs: list[LazyOutput] = []
         self._check_ids = check_ids
         self._before_forward = before_forward
         self._kernels = fbgemm_kernels(sharded)
         if self._pooled:
             disable_mean_pooling_divisor(sharded)
 
-    @property
-    def keys(self) -> list[str] | None:
-        """The features in the order in which torchrec gets them; None before the first call."""
-        return self._incoming.keys
-
     @torch.compiler.disable
     def __call__(self, features: KeyedJaggedTensor) -> LookedUp:
         """Collective. Look up `features`; returns what the unsharded collection would have returned.
 
         Raises ShardingError: a feature is missing, ids have weights that need a gradient, or features have unequal
-        batch sizes where a mean-pooled table is cut by rows. Raises IdsError on every rank: an id on one rank is out
-        of its table's range.
+        batch sizes where a mean-pooled table is sharded by rows. Raises IdsError on every rank: an id on one rank is
+        out of its table's range.
         """
         request = self.prepare(features)
-        if self._equal_batches:  # sizes must be known before ids travel
-            request.sizes = self._check_ids.agree(request.problem, request.examples)
-        exchange = IdsExchange([request], self._check_ids.say(request.problem, request.examples))
-        said = exchange.send()
+        if self._needs_equal_batches:  # sizes must be known before ids are sent
+            request.sizes = self._check_ids.agree(request.problem, request.num_examples)
+        exchange = IdsExchange([request], self._check_ids.values_to_send(request.problem, request.num_examples))
+        gathered = exchange.send_ids()
         try:
-            if not self._equal_batches:
-                request.sizes = self._check_ids.hear(said, request.problem, request.examples)
+            if not self._needs_equal_batches:
+                request.sizes = self._check_ids.agree_on(gathered, request.problem, request.num_examples)
         except IdsError:
             exchange.drop()
             raise
-        exchange.arrive()
-        self.note(request)
+        exchange.wait()
+        self.note_call(request)
         return self.look_up(request)
 
     def prepare(self, features: Any) -> LookupRequest:
         """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""
-        features = self._incoming.bring_in(features)
-        features, problem = self._check_ids.look(features)
+        features, problem = self._check_ids.check(self._input_dist.prepare(features))
         return LookupRequest(self, features, problem)
 
     def pad(self, request: LookupRequest) -> None:
-        """Make this rank's batch as large as the largest where it must be; `request.sizes` is known where it counts."""
+        """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""
         if not self._pooled:
             # torchrec cannot reshape the rows of no examples.
             if not request.features.variable_stride_per_key() and request.features.stride() == 0:
                 request.padding = Padding(0, 1)
-        elif self._equal_batches and request.sizes is not None and request.sizes[0] != request.sizes[1]:
+        elif self._needs_equal_batches and request.sizes is not None and request.sizes[0] != request.sizes[1]:
             request.padding = Padding(request.features.stride(), request.sizes[1])
 
-    def note(self, request: LookupRequest) -> None:
+    def note_call(self, request: LookupRequest) -> None:
         """The user's code makes this lookup now."""
         # In any grad mode: a reentrant checkpoint looks up without gradients first.
         if self._compare_examples is not None and request.sizes is not None:
-            self._compare_examples(request.examples, *request.sizes)
+            self._compare_examples(request.num_examples, *request.sizes)
 
     def look_up(self, request: LookupRequest) -> LookedUp:
-        """Collective. Look the ids that have arrived up and send the rows back; what is returned waits for them."""
+        """Collective. Look up the ids that have arrived and send the rows back; returns lazy outputs."""
         frozen = self._frozen()
         used: set[str] = set()
         with self._gradients(frozen):
-            if self._note_use is not None:
-                self._note_use(used)
+            if self._note_used_tables is not None:
+                self._note_used_tables(used)
             exchange = self.sharded.compute_and_output_dist(request.context, request.ids)
-            arrival = LazyOutput(partial(self._arrive, request, exchange, frozen, used, BackwardOrder()))
-        self._arrivals.append(arrival)
+            output = LazyOutput(partial(self._wait_for_rows, request, exchange, frozen, used, BackwardOrder()))
+        self._lazy_outputs.append(output)
         if self._pooled:
-            return LazyKeyedTensor(self._outgoing.names, self._outgoing.widths, arrival)
-        return {name: LazyJaggedTensor(name, arrival) for name in self._outgoing.names}
+            return LazyKeyedTensor(self._output_dist.names, self._output_dist.widths, output)
+        return {name: LazyJaggedTensor(name, output) for name in self._output_dist.names}
 
     def state(self) -> Any:
-        """Return what a lookup depends on beside its ids, rows and learning rates."""
-        # Inside of a checkpoint, what a lookup saves must be saved inside too.
+        """Return what a lookup depends on besides its ids, rows and learning rates."""
+        # Inside of an activation checkpoint, what a lookup saves for backward must be saved inside too.
         return frozenset(self._frozen()), torch.is_grad_enabled(), saved_tensors_are_hooked()
 
     def forget_gradients(self) -> None:
-        """The gradients that have come so far are used up."""
-        self._arrived.clear()
+        """Note that an optimizer has used the gradients that have come so far."""
+        self._lookups_with_gradient.clear()
 
     def begin_step(self) -> None:
-        """Forget the step before; the exchange of rows that nobody touched must not outlive it."""
-        self._arrived.clear()
-        arrivals, self._arrivals = self._arrivals, []
-        for arrival in arrivals:
-            arrival.get()
+        """Forget the step before; an exchange of rows that nobody accessed must not outlive it."""
+        self._lookups_with_gradient.clear()
+        outputs, self._lazy_outputs = self._lazy_outputs, []
+        for output in outputs:
+            output.get()
 
-    def _arrive(
+    def _wait_for_rows(
         self, request: LookupRequest, exchange: Any, frozen: set[str], used: set[str], order: BackwardOrder
-    ) -> Bags | dict[str, JaggedTensor]:
+    ) -> PooledEmbeddings | dict[str, JaggedTensor]:
         outputs: list[Tensor] = []
         with order.of(lambda: outputs):
             rows = exchange.wait()
-            if self.rows_arrived is not None:
-                self.rows_arrived(request)
+            if self.on_rows_arrived is not None:
+                self.on_rows_arrived(request)
             if request.padding is not None:
-                rows = request.padding.take_off(rows) if self._pooled else request.padding.take_off_rows(rows)
+                rows = request.padding.unpad(rows) if self._pooled else request.padding.unpad_rows(rows)
             if self._pooled:
                 outputs.append(rows.values())
             else:
-                jagged = self._outgoing.jagged(rows, frozen)
+                jagged = self._output_dist.jagged(rows, frozen)
                 outputs += [of.values() for of in jagged.values()]
-        self._watch(outputs)
+        self._refuse_second_gradient(outputs)
         if self._pooled:
-            return self._outgoing.bags(rows, request.features, frozen, order)
+            return self._output_dist.pooled(rows, request.features, frozen, order)
         for name, of in jagged.items():
             if of.values().requires_grad:
-                of.values().register_hook(partial(_add, used, self._outgoing.table_of[name]))
+                of.values().register_hook(partial(_add, used, self._output_dist.table_of[name]))
         return jagged
 
-    def _watch(self, outputs: list[Tensor]) -> None:
-        """Notice when gradients come back to more than one lookup of a step, where their updates do not add up."""
-        if not self._once or not any(output.requires_grad for output in outputs):
+    def _refuse_second_gradient(self, outputs: list[Tensor]) -> None:
+        """Raise in backward where gradients reach two lookups of a step, and two updates are not one with their sum."""
+        if not self._updated_per_lookup or not any(output.requires_grad for output in outputs):
             return
-        call = object()
+        lookup = object()
 
-        def arrived(gradient: Tensor) -> None:
-            self._arrived.add(call)
-            if len(self._arrived) > 1:
+        def gradient_arrived(gradient: Tensor) -> None:
+            self._lookups_with_gradient.add(lookup)
+            if len(self._lookups_with_gradient) > 1:
                 raise OptimizerError(
-                    f"gradients came to more than one lookup of '{self.path}' in a step, and table '{self._once[0]}' "
-                    "is updated inside of backward, once for each lookup, which is not one update with their sum. Set "
-                    "embedding_update='sparse' ('dense' for RowWiseAdagrad), or look all ids up at once."
+                    f"gradients came to more than one lookup of '{self.path}' in a step, and table "
+                    f"'{self._updated_per_lookup[0]}' is updated inside of backward, once for each lookup, which is "
+                    "not one update with their sum. Set embedding_update='sparse' ('dense' for RowWiseAdagrad), or "
+                    "look all ids up at once."
                 )
 
         for output in outputs:
             if output.requires_grad:
-                output.register_hook(arrived)
+                output.register_hook(gradient_arrived)
 
     def _frozen(self) -> set[str]:
-        """Return the outputs of the tables that do not learn now."""
+        """Return the outputs of the tables that are frozen now."""
         tables = {name for name, use in self._uses.items() if not use.learns()}
         if not tables:
             return tables
-        return {output for output, table in self._outgoing.table_of.items() if table in tables}
+        return {output for output, table in self._output_dist.table_of.items() if table in tables}
 
     @contextmanager
     def _gradients(self, frozen: set[str]) -> Iterator[None]:
         """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
-        if not torch.is_grad_enabled() or len(frozen) == len(self._outgoing.names):
+        if not torch.is_grad_enabled() or len(frozen) == len(self._output_dist.names):
             with torch.no_grad(), preserve_fbgemm_iterations(self._kernels):
                 yield
             return

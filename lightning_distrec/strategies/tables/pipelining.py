@@ -1,7 +1,13 @@
-"""Joins the pipeline with the tables and with Lightning's loops, for the time of one run."""
+"""Connects the sparse pipeline with the tables and with Lightning's loops, for the time of one run.
+
+A batch's way: PrefetchFetcher draws it and calls `Pipelining._make_ready`; the strategy unpacks it with `take` and runs
+the user's step inside of `step`; the step calls a ShardedProxy, which asks `SparsePipeline.take` for what was looked up
+ahead, and else its ShardedLookup; the lookup reports arrived rows to `SparsePipeline.rows_arrived`.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +22,14 @@ from lightning_distrec.errors import ShardingError
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
-from lightning_distrec.pipeline.provenance import Leaves, Roots
+from lightning_distrec.pipeline.provenance import BatchObjects
+from lightning_distrec.pipeline.sources import BatchRoots
 from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 from lightning_distrec.pipeline.streams import Streams
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
-from lightning_distrec.sharding.proxies import ShardedProxy
+from lightning_distrec.sharding.proxies import PrefetchedLookups, ShardedProxy
 from lightning_distrec.strategies.tables.table_setup import TableSetup
 
 KINDS = {
@@ -34,21 +41,20 @@ KINDS = {
 }
 
 
-class PrefetchableTable:
-    """A sharded collection or embedding whose calls can be foreseen.
+@dataclass
+class RowChanges:
+    """Counts what may have changed rows: optimizer steps and backward passes."""
 
-    changes: counts what may have changed rows.
-    """
+    count: int = 0
+
+
+class PrefetchableTable:
+    """A sharded collection or embedding whose calls can be prefetched."""
 
     def __init__(
-        self,
-        stand_in: ShardedProxy,
-        lookup: ShardedLookup,
-        tables: TableSetup,
-        streams: Streams,
-        changes: Callable[[], int],
+        self, proxy: ShardedProxy, lookup: ShardedLookup, tables: TableSetup, streams: Streams, changes: RowChanges
     ) -> None:
-        self._stand_in = stand_in
+        self._proxy = proxy
         self._lookup = lookup
         self._streams = streams
         self._changes = changes
@@ -56,45 +62,45 @@ class PrefetchableTable:
         self._weights = [shard.weight for name in names for shard in tables.shards.shards[name]]
         self._written: list[int | None] = []
         self._changed = 0
-        # Of the groups, not of the kernels, which some ranks do not have.
-        self._owners = [param_group for name in names if (param_group := tables.updates[name].param_group) is not None]
+        # Learning rates are read from the param groups, not from the kernels, which some ranks do not have.
+        self._param_groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
         self.early = all(tables.updates[name].kind != "fused_lazy" for name in names)
 
     def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""
         with self._streams.exchanging(), torch.no_grad():
-            return self._lookup.prepare(self._stand_in.features(*arguments))
+            return self._lookup.prepare(self._proxy.features(*arguments))
 
-    def note(self, request: LookupRequest) -> None:
-        """The call is made now."""
-        self._lookup.note(request)
+    def note_call(self, request: LookupRequest) -> None:
+        """The user's code makes this call now."""
+        self._lookup.note_call(request)
 
     def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look up ids that have arrived."""
         return self._lookup.look_up(request)
 
     def state(self) -> Any:
-        """Return what changes when rows may have, alike on all ranks: grad mode, what learns, rates, updates.
+        """Return what changes when rows may have, alike on all ranks: grad mode, frozen tables, rates, updates.
 
         Raises ShardingError: rows were written to otherwise, inside of the step.
         """
-        written, changed = [version_of(weight) for weight in self._weights], self._changes()
+        written, changed = [version_of(weight) for weight in self._weights], self._changes.count
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(
-                f"rows of '{self._lookup.path}' were written to inside of the step, before they are looked up in it, "
-                "by no optimizer. Write to them in a hook before the step, or set pipeline={'depth': 1}."
+                f"rows of '{self._lookup.path}' were written to inside of the step before they are looked up in it, "
+                "and by no optimizer. Write to them in a hook before the step, or set pipeline={'depth': 1}."
             )
         self._written, self._changed = written, changed
-        return self._lookup.state(), [float(param_group.group["lr"]) for param_group in self._owners], changed
+        return self._lookup.state(), [float(group.group["lr"]) for group in self._param_groups], changed
 
     def begin_step(self) -> None:
-        """Forget how often rows were written to before."""
+        """Forget how often rows were written to in the step before."""
         self._written = []
 
 
 class Pipelining:
-    """The look-ahead of one run; `undo` takes it off."""
+    """The sparse pipeline of one run, in Lightning's loops and in the tables' proxies until `release`."""
 
     def __init__(
         self,
@@ -111,19 +117,19 @@ class Pipelining:
         self._module = module
         self._end = end
         self._move = move
-        self._changes = 0
+        self._changes = RowChanges()
         self._streams = Streams(device)
         self._fetchers: dict[str, PrefetchFetcher] = {}
         lookups = {lookup.path: lookup for lookup in tables.lookups}
-        targets = {
-            path: PrefetchableTable(stand_in, lookups[path], tables, self._streams, lambda: self._changes)
-            for path, stand_in in tables.shards.proxies.items()
+        self._tables = {
+            path: PrefetchableTable(proxy, lookups[path], tables, self._streams, self._changes)
+            for path, proxy in tables.shards.proxies.items()
         }
         group = consensus.ids_group()
         self.pipeline = SparsePipeline(
             depth,
             consensus,
-            targets,  # type: ignore[arg-type]
+            self._tables,
             lambda requests: IdsExchange(requests, stream=self._streams.ids, group=group),
             rank_zero_warn,
             ids_have_their_own_group=group is not None,
@@ -132,41 +138,44 @@ class Pipelining:
             replace_fetchers(trainer, self._fetcher),
             skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)),
         ]
-        self._tables = targets
-        self._connect(tables, lookups)
+        self._undo += [optimizer.register_step_post_hook(self._stepped).remove for optimizer in tables.optimizers]
+        self._proxies: list[tuple[ShardedProxy, PrefetchedLookups | None]] = []
+        for proxy in tables.shards.proxies.values():
+            # Another Trainer may be running around this one, whose pipeline `release` puts back.
+            self._proxies.append((proxy, proxy.prefetched))
+            proxy.prefetched = self.pipeline
+        self._lookups = tables.lookups
+        for lookup in self._lookups:
+            lookup.on_rows_arrived = self.pipeline.rows_arrived
+        self._sparse_inputs: Callable[[Any], Any] | None = getattr(module, "sparse_inputs", None)
+        if self._sparse_inputs is not None:
+            self._undo.append(self._override_sparse_inputs())
 
-    def _connect(self, tables: TableSetup, lookups: dict[str, ShardedLookup]) -> None:
-        for path, stand_in in tables.shards.proxies.items():
-            self._put(stand_in, "foreseen", lambda arguments, path=path: self.pipeline.call(path, arguments))
-            self._put(lookups[path], "rows_arrived", self.pipeline.rows_are_here)
-        for optimizer in tables.optimizers:
-            self._undo.append(optimizer.register_step_post_hook(self._stepped).remove)
-        declare = getattr(self._module, "sparse_inputs", None)
-        self._declare: Callable[[Any], Any] | None = declare
-        if declare is not None:
-            self._put(self._module, "sparse_inputs", self._declared)
-
-    def _stepped(self, *_: Any) -> None:
-        self._changes += 1
-
-    def _put(self, on: Any, name: str, value: Any) -> None:
-        before = on.__dict__.get(name)
-        on.__dict__[name] = value
+    def _override_sparse_inputs(self) -> Callable[[], None]:
+        # The user's step calls self.sparse_inputs(batch) itself. During the run an instance attribute hides that
+        # method, so that the call returns the very objects whose ids were sent when the batch was fetched.
+        # It is written past nn.Module's __setattr__, which refuses it where sparse_inputs is a submodule.
+        attributes = self._module.__dict__
+        before = attributes.get("sparse_inputs")
+        attributes["sparse_inputs"] = self._prefetched_sparse_inputs
 
         def undo() -> None:
-            del on.__dict__[name]
+            del attributes["sparse_inputs"]
             if before is not None:
-                on.__dict__[name] = before
+                attributes["sparse_inputs"] = before
 
-        self._undo.append(undo)
+        return undo
 
-    def _declared(self, batch: Any) -> Any:
-        """What the user's sparse_inputs returned for this batch ahead of its step; else call it."""
-        flight = self.pipeline.current
-        if flight is not None and batch is flight.batch:
-            return flight.roots.sparse_inputs
-        assert self._declare is not None
-        return self._declare(batch)
+    def _prefetched_sparse_inputs(self, batch: Any) -> Any:
+        """Return what the user's sparse_inputs returned when this batch was fetched; call it for other batches."""
+        current = self.pipeline.current
+        if current is not None and batch is current.batch:
+            return current.roots.sparse_inputs
+        assert self._sparse_inputs is not None
+        return self._sparse_inputs(batch)
+
+    def _stepped(self, *_: Any) -> None:
+        self._changes.count += 1
 
     def _fetcher(self, stage: RunningStage) -> PrefetchFetcher:
         kind = KINDS[stage]
@@ -175,27 +184,27 @@ class Pipelining:
         self._fetchers[kind] = PrefetchFetcher(kind, self.pipeline, self._end, self._make_ready)
         return self._fetchers[kind]
 
-    def _make_ready(self, flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
+    def _make_ready(self, in_flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
         with self._streams.copying():
             batch = self._trainer.precision_plugin.convert_input(self._streams.pinned(batch))
             batch = call_transfer_hook(self._module, batch, dataloader_idx)
-            flight.batch = self._move(batch, dataloader_idx)
-            declared = None if self._declare is None else self._declare(flight.batch)
-        flight.roots = Roots(flight.batch, declared)
-        flight.copied = self._streams.copied(flight.roots)
-        if not self.pipeline.knows(flight.kind):
-            flight.leaves = Leaves(flight.roots)
+            in_flight.batch = self._move(batch, dataloader_idx)
+            sparse_inputs = None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
+        in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
+        in_flight.copied = self._streams.copied(in_flight.roots)
+        if not self.pipeline.has_learned(in_flight.kind):
+            in_flight.objects = BatchObjects(in_flight.roots)
 
-    def take(self, handed: ReadyBatch) -> Any:
+    def take(self, ready: ReadyBatch) -> Any:
         """Return the batch for its step, which begins now."""
-        flight = self.pipeline.current
-        if flight is not None:
-            self._streams.hand_over(flight.roots, flight.copied)
-        return handed.batch
+        current = self.pipeline.current
+        if current is not None:
+            self._streams.hand_over(current.roots, current.copied)
+        return ready.batch
 
     @contextmanager
     def step(self, batch: Any, has_backward: bool) -> Iterator[None]:
-        """Collective. The user's step of `batch` runs inside of the context."""
+        """Collective. Run the user's step of `batch` inside of the context."""
         for table in self._tables.values():
             table.begin_step()
         self.pipeline.begin_step(batch)
@@ -207,17 +216,21 @@ class Pipelining:
         self.pipeline.end_step(has_backward)
 
     def before_backward(self) -> None:
-        """Collective. A backward begins."""
-        self._changes += 1
+        """Collective. Prepare for a backward that begins now."""
+        self._changes.count += 1
         self.pipeline.before_backward()
 
     def release(self, failed: bool) -> None:
-        """Take the look-ahead off; what is on its way is waited for, but after a failure."""
+        """Disconnect the pipeline. What is in flight is waited for, unless a step failed."""
         self.pipeline.failed |= failed
         for fetcher in self._fetchers.values():
             fetcher.drop()
+        for proxy, before in self._proxies:
+            proxy.prefetched = before
+        for lookup in self._lookups:
+            lookup.on_rows_arrived = None
         while self._undo:
             self._undo.pop()()
         of_training = self.pipeline.counts.get("training 0")
         if of_training is not None and not self.pipeline.failed:
-            rank_zero_info(f"torchrec_sharded: ids of {of_training} of training travelled ahead of their step.")
+            rank_zero_info(f"torchrec_sharded: prefetched the ids of {of_training} in training steps.")

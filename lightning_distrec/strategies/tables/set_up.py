@@ -149,7 +149,7 @@ def _rows_only(update: TableUpdate) -> bool:
 
 
 def _look_up(shards: ShardedTables, updates: dict[str, TableUpdate], run: TableRun) -> TableSetup:
-    """Put our lookups in the place of torchrec's forwards."""
+    """Give the proxies their lookups."""
     settings, consensus = run.settings, run.consensus
     replicas = ReplicaCheck(shards.replicated, consensus)
     weight = LossWeight(settings.loss_reduction, consensus, rank_zero_info)
@@ -181,13 +181,14 @@ def _look_up(shards: ShardedTables, updates: dict[str, TableUpdate], run: TableR
             sharded,
             tables,
             uses,
+            shards.known_keys,
             check,
             push,
             run.output_dtype,
             compare_examples,
             partial(shards.note_looked_up_tables, path),
         )
-        sharded.forward = lookup  # type: ignore[assignment]
+        shards.proxies[path].lookup = lookup
         setup.lookups.append(lookup)
     return setup
 

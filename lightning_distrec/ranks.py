@@ -1,0 +1,35 @@
+"""What a file may need of the ranks of its job, as Protocols: cluster/consensus.py has it, tests have simple ones."""
+
+from typing import Any, Protocol
+
+
+class MinReduction(Protocol):
+    """A min all-reduce in flight."""
+
+    def wait(self) -> list[int]:
+        """Return the smallest of each number."""
+
+    def wait_up_to(self, seconds: float) -> None:
+        """Wait for the other ranks for at most `seconds`, whether they arrive or not."""
+
+
+class Ranks(Protocol):
+    """The ranks of a job. Every rank calls the same method in the same order."""
+
+    rank: int
+    num_ranks: int
+
+    def start_all_reduce_min(self, *values: int) -> MinReduction:
+        """Collective. Start a min all-reduce of each of `values`."""
+
+    def all_reduce_min(self, value: int) -> int:
+        """Collective. Return the smallest `value` of all ranks."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's `value`, in rank order."""
+
+    def with_flags(self, *values: int) -> tuple[int, ...]:
+        """Return `values` followed by this rank's flags, for a caller that sends them by an exchange of its own."""
+
+    def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
+        """Return each rank's values without the flags that `with_flags` appended."""
