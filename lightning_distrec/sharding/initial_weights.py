@@ -2,24 +2,25 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 
+from lightning_distrec.chunks import Chunk
 from lightning_distrec.sharding.tables import Table
 
 CHUNK_BYTES = 64 * 2**20
-"""Most that is sent, or made and partly thrown away, at a time."""
+"""Maximum that is sent, or made and partly thrown away, at a time."""
 BLOCK_ROWS = 2**16
 """Rows that are initialised together, so that a row's first value does not depend on the plan."""
 
 
 @dataclass(frozen=True)
 class TableShard:
-    """A rectangle of a table, and where it is."""
+    """A rectangle of a table on some rank: a shard, a chunk of one, or a whole unsharded table."""
 
     rank: int
     row: int
@@ -29,25 +30,34 @@ class TableShard:
     tensor: Tensor | None = None
     """(num_rows, num_columns); None on ranks that do not hold it."""
 
+    @property
+    def rectangle(self) -> tuple[int, int, int, int]:
+        """Where it is in the table."""
+        return self.row, self.column, self.num_rows, self.num_columns
 
-def pieces_of(weight: Tensor, num_ranks: int, rank: int) -> list[TableShard]:
-    """Return all pieces of a sharded table on all ranks, `tensor` set for those of this rank.
+    def on_host(self) -> "TableShard":
+        """Return a copy in the host's memory."""
+        return replace(self, tensor=None if self.tensor is None else self.tensor.cpu())
 
-    weight: a ShardedTensor, or the plain tensor of a table that every rank holds whole.
+
+def table_shards(weight: Tensor, num_ranks: int, rank: int) -> list[TableShard]:
+    """Return all shards of a table on all ranks, `tensor` set for those of this rank.
+
+    weight: a ShardedTensor, or the plain tensor of a data-parallel table, of which every rank holds a replica.
     """
     if not isinstance(weight, ShardedTensor):
         rows, columns = weight.shape
         return [TableShard(r, 0, 0, rows, columns, weight if r == rank else None) for r in range(num_ranks)]
     local = {tuple(s.metadata.shard_offsets): s.tensor for s in weight.local_shards()}
-    pieces = []
-    for shard in weight.metadata().shards_metadata:
-        assert shard.placement is not None
-        owner = shard.placement.rank()
-        assert owner is not None
-        tensor = local[tuple(shard.shard_offsets)] if owner == rank else None
-        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-        pieces.append(TableShard(owner, row, column, rows, columns, tensor))
-    return pieces
+    shards = []
+    for metadata in weight.metadata().shards_metadata:
+        assert metadata.placement is not None
+        holder = metadata.placement.rank()
+        assert holder is not None
+        tensor = local[tuple(metadata.shard_offsets)] if holder == rank else None
+        (row, column), (rows, columns) = metadata.shard_offsets, metadata.shard_sizes
+        shards.append(TableShard(holder, row, column, rows, columns, tensor))
+    return shards
 
 
 def sharded_weights(sharded: nn.Module, tables: list[Table]) -> dict[str, Tensor]:
@@ -56,11 +66,16 @@ def sharded_weights(sharded: nn.Module, tables: list[Table]) -> dict[str, Tensor
     return {table.full_name: state[table.local_key] for table in tables}
 
 
-@torch.no_grad()
-def spread(sources: list[TableShard], targets: list[TableShard], device: torch.device) -> None:
-    """Collective. Copy the source pieces into the target pieces, of one table, whoever holds them.
+def chunks_of(shards: list[TableShard]) -> list[Chunk]:
+    """Return this rank's shards as those that a tensor in a file fills."""
+    return [Chunk((s.row, s.column), s.tensor) for s in shards if s.tensor is not None and s.tensor.numel()]
 
-    Sources that overlap must hold the same values. Nothing travels where every rank already has what it needs.
+
+@torch.no_grad()
+def redistribute(sources: list[TableShard], targets: list[TableShard], device: torch.device) -> None:
+    """Collective. Copy the source shards of one table into the target shards, whichever ranks hold them.
+
+    Sources that overlap must hold the same values. Nothing is sent where every rank already has what it needs.
     """
     if all(any(_same_place(source, target) for source in sources) for target in targets):
         for target in targets:
@@ -69,7 +84,7 @@ def spread(sources: list[TableShard], targets: list[TableShard], device: torch.d
                 assert source.tensor is not None
                 target.tensor.copy_(source.tensor)
         return
-    for source in _without_copies(sources):
+    for source in _without_replicas(sources):
         for chunk in _chunks(source):
             buffer = (
                 chunk.tensor.detach().to(device, torch.float32).contiguous()
@@ -82,18 +97,18 @@ def spread(sources: list[TableShard], targets: list[TableShard], device: torch.d
 
 
 def copy_from_full(targets: list[TableShard], tensor: Tensor) -> None:
-    """Copy a whole table that this rank holds, `tensor` (num_rows, dim), into the pieces of this rank."""
+    """Copy an unsharded table that this rank holds, `tensor` (num_rows, dim), into the shards of this rank."""
     rows, columns = tensor.shape
-    whole = TableShard(0, 0, 0, rows, columns, tensor)
+    full = TableShard(0, 0, 0, rows, columns, tensor)
     for target in targets:
-        _copy_overlap(tensor, whole, target)
+        _copy_overlap(tensor, full, target)
 
 
-def initialise(table: Table, targets: list[TableShard], seed: int) -> None:
-    """Fill this rank's pieces of a table that was built without memory, by the init function of its config.
+def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
+    """Fill this rank's shards of a table that was built without memory, by the init function of its config.
 
-    The function is called on whole blocks of BLOCK_ROWS rows, each with a generator seeded by the seed, the table and
-    the block; the rank keeps what it holds of a block. So the values do not depend on ranks or plan, for tables of one
+    The function is called on blocks of BLOCK_ROWS rows, each with a generator seeded by the seed, the table and the
+    block; the rank keeps what it holds of a block. So the values do not depend on ranks or plan, for tables of one
     block whatever the function, for larger ones where it treats all elements alike (uniform_, normal_, constant_ ...).
     """
     config = table.config
@@ -117,22 +132,22 @@ def _seed(seed: int, name: str, block: int) -> int:
 
 
 def _same_place(a: TableShard, b: TableShard) -> bool:
-    return (a.rank, a.row, a.column, a.num_rows, a.num_columns) == (b.rank, b.row, b.column, b.num_rows, b.num_columns)
+    return a.rank == b.rank and a.rectangle == b.rectangle
 
 
-def _without_copies(pieces: list[TableShard]) -> list[TableShard]:
-    seen: dict[tuple[int, int, int, int], TableShard] = {}
-    for piece in pieces:
-        seen.setdefault((piece.row, piece.column, piece.num_rows, piece.num_columns), piece)
-    return list(seen.values())
+def _without_replicas(shards: list[TableShard]) -> list[TableShard]:
+    first: dict[tuple[int, int, int, int], TableShard] = {}
+    for shard in shards:
+        first.setdefault(shard.rectangle, shard)
+    return list(first.values())
 
 
-def _chunks(piece: TableShard) -> Iterator[TableShard]:
-    rows_at_once = max(1, CHUNK_BYTES // (4 * piece.num_columns))
-    for first in range(0, piece.num_rows, rows_at_once):
-        rows = min(rows_at_once, piece.num_rows - first)
-        tensor = None if piece.tensor is None else piece.tensor[first : first + rows]
-        yield TableShard(piece.rank, piece.row + first, piece.column, rows, piece.num_columns, tensor)
+def _chunks(shard: TableShard) -> Iterator[TableShard]:
+    rows_at_once = max(1, CHUNK_BYTES // (4 * shard.num_columns))
+    for first in range(0, shard.num_rows, rows_at_once):
+        rows = min(rows_at_once, shard.num_rows - first)
+        tensor = None if shard.tensor is None else shard.tensor[first : first + rows]
+        yield TableShard(shard.rank, shard.row + first, shard.column, rows, shard.num_columns, tensor)
 
 
 def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> None:

@@ -32,7 +32,7 @@ from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, TableOptions
 from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.shard_tables import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, shard_module
@@ -275,7 +275,7 @@ class TorchRecShardedStrategy(ShardedHooks):
         self.accelerator.setup(trainer)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(module)
-        with tables.shards.apart():  # tables keep their type and their place
+        with tables.shards.removed():  # tables keep their type and their place
             self.precision_plugin.convert_module(module)
             if self._fsdp_options is None or self._mesh is None:
                 self.model_to_device()

@@ -74,7 +74,6 @@ STILL_FULL: set[str] = {
 }
 STILL_LONG: set[str] = {
     "lightning_distrec/cluster/watchdog/watchdog_process.py",
-    "lightning_distrec/sharding/shard_tables.py",
     "lightning_distrec/strategies/checkpoints/checkpointing.py",
     "lightning_distrec/strategies/checkpoints/optimizer_state.py",
     "lightning_distrec/strategies/torchrec.py",

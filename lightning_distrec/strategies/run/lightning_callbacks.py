@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_distrec._compat.lightning import average_model, set_average_model
 
 if TYPE_CHECKING:  # torchrec, which modules without tables have no use for
-    from lightning_distrec.sharding.shard_tables import ShardedTables
+    from lightning_distrec.sharding.sharded_tables import ShardedTables
 
 WholeState = Callable[[], dict[str, Any]]
 """Collective. Returns the module's state_dict, tables whole on rank 0."""

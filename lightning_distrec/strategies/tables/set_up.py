@@ -27,12 +27,8 @@ from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.output_dist import TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan, written_plan
-from lightning_distrec.sharding.shard_tables import (
-    ShardedTables,
-    refuse_foreign_shards,
-    shard_tables,
-    sharded_tables_of,
-)
+from lightning_distrec.sharding.shard_tables import shard_tables
+from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
@@ -74,7 +70,7 @@ def set_up_tables(run: TableRun) -> TableSetup | None:
         look = replace(look, demands=estimate_pooling(run, look))
         old_plan = present.plan if present is not None else {}
         made, told = plan_tables(run, look, old_plan, find_facts(run, look.tables))
-        held = present.hand_over(look.tables) if present is not None else {}
+        held = present.take_rows(look.tables) if present is not None else {}
         setup = _shard(run, look, made.plan, held)
         setup.facts = told
         setup.written_plan = _written(setup.shards, run)
@@ -151,7 +147,7 @@ def _rows_only(update: TableUpdate) -> bool:
 def _look_up(shards: ShardedTables, updates: dict[str, TableUpdate], run: TableRun) -> TableSetup:
     """Give the proxies their lookups."""
     settings, consensus = run.settings, run.consensus
-    replicas = ReplicaCheck(shards.replicated, consensus)
+    replicas = ReplicaCheck(shards.replicated_parameters, consensus)
     weight = LossWeight(settings.loss_reduction, consensus, rank_zero_info)
     setup = TableSetup(
         shards=shards, updates=updates, learning_rates=LearningRates(updates), loss_weight=weight, replicas=replicas
@@ -186,7 +182,7 @@ def _look_up(shards: ShardedTables, updates: dict[str, TableUpdate], run: TableR
             push,
             run.output_dtype,
             compare_examples,
-            partial(shards.note_looked_up_tables, path),
+            partial(shards.note_used_tables, path),
         )
         shards.proxies[path].lookup = lookup
         setup.lookups.append(lookup)

@@ -21,7 +21,7 @@ from lightning_distrec.sharding.plan_report.page import write_page, write_pictur
 from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan
-from lightning_distrec.sharding.shard_tables import ShardedTables
+from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.tables.unfreezing import Unfreezing
 
 

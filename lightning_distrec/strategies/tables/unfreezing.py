@@ -8,7 +8,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_distrec.errors import OptimizerError
 from lightning_distrec.optimizers.param_groups import param_group_of
 from lightning_distrec.optimizers.translation import ELEMENTWISE, TableUpdate, sparse_form
-from lightning_distrec.sharding.shard_tables import ShardedTables
+from lightning_distrec.sharding.sharded_tables import ShardedTables
 
 
 class Unfreezing:

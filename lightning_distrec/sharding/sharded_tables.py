@@ -1,0 +1,269 @@
+"""Tables while they are sharded: their shards, kernels and proxies, and the module that they belong to."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardedModule
+
+from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.initial_weights import (
+    TableShard,
+    chunks_of,
+    copy_from_full,
+    sharded_weights,
+    table_shards,
+)
+from lightning_distrec.sharding.proxies import ShardedProxy
+from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
+from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.tables import Table
+
+
+class ShardedTables:
+    """The tables of one module while they are sharded."""
+
+    def __init__(
+        self, root: nn.Module, tables: list[Table], plan: ShardingByTable, sharded: dict[str, ShardedModule]
+    ) -> None:
+        self.tables = tables
+        self.plan = plan
+        self.sharded = sharded
+        """Path of a collection, or of a plain embedding -> torchrec's sharded module."""
+        self.proxies: dict[str, ShardedProxy] = {}
+        """Path -> what stands there in the module tree while the tables are sharded."""
+        self.shards: dict[str, list[LocalShard]] = {}
+        """Full name of a table -> this rank's shards of it; one empty shard where it has none."""
+        self.kernels: list[tuple[Any, list[LocalShard]]] = []
+        """FBGEMM's kernels on this rank, each with the shards in its memory."""
+        self.known_keys: dict[str, list[str]] = {}
+        """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
+        self._root = ref(root)  # the registry below is keyed by it, weakly
+
+    def tables_of(self, path: str) -> list[Table]:
+        """Return the tables of the collection at `path`, in its order."""
+        return [table for table in self.tables if table.collection == path]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tables' weights by full name, as ShardedTensors (plain tensors of data-parallel tables)."""
+        return {
+            name: weight
+            for path, module in self.sharded.items()
+            for name, weight in sharded_weights(module, self.tables_of(path)).items()
+        }
+
+    def table_shards(self) -> dict[str, list[TableShard]]:
+        """Return the tables' shards on all ranks by full name."""
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        return {name: table_shards(weight, num_ranks, rank) for name, weight in self.weights().items()}
+
+    def parameters(self) -> dict[str, list[nn.Parameter]]:
+        """Return this rank's shards of every table by full name, as optimizers step on them."""
+        return {name: [shard.weight for shard in shards] for name, shards in self.shards.items()}
+
+    def keys_in_tree(self) -> dict[str, str]:
+        """Return key of a table in the root's state_dict -> its full name; a module with two names has two keys."""
+        paths = self._module().named_modules(remove_duplicate=False)
+        at = {id(module): path for path, module in self.proxies.items()}
+        return {
+            f"{path}.{table.key.removeprefix(f'{table.collection}.')}": table.full_name
+            for path, module in paths
+            if id(module) in at
+            for table in self.tables_of(at[id(module)])
+        }
+
+    def sharded_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that only this rank has."""
+        return [shard.weight for shards in self.shards.values() for shard in shards if not shard.replicated]
+
+    def replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the names and parameters of the root that are the same on all ranks: all but the shards.
+
+        Embeddings with max_norm are left out: each rank renorms the rows that it looks up, under any DDP.
+        """
+        own = {id(weight) for weight in self.sharded_parameters()}
+        for module in self._module().modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                own.add(id(module.weight))
+        return [(name, p) for name, p in self._module().named_parameters() if id(p) not in own]
+
+    def set_sparse_gradient(self, name: str, sparse: bool) -> None:
+        """Choose whether a table's gradient, where it is kept, holds the touched rows only."""
+        for shard in self.shards[name]:
+            shard.sparse = sparse
+
+    def keep_gradients(self, sparse: Mapping[str, bool]) -> None:
+        """Leave the gradients of these tables on their shards, for the user's optimizer.
+
+        All tables of a kernel are kept, or none. sparse: full name -> whether only the touched rows' are kept.
+        """
+        for name, touched_only in sparse.items():
+            self.set_sparse_gradient(name, touched_only)
+        kept = {id(shard) for name in sparse for shard in self.shards[name]}
+        for kernel, shards in self.kernels:
+            if any(id(shard) in kept for shard in shards):
+                assert all(id(shard) in kept for shard in shards)
+                give_gradients(kernel, shards)
+
+    def note_used_tables(self, path: str, used: set[str] | None) -> None:
+        """Let the lookup of the collection at `path` that begins now find which tables get gradients in `used`."""
+        for table in self.tables_of(path):
+            for shard in self.shards[table.full_name]:
+                shard.used = used
+
+    def learns(self, name: str) -> bool:
+        """Whether the table's weight needs a gradient now: freezing and unfreezing is followed at every lookup."""
+        return self.shards[name][0].weight.requires_grad
+
+    def fused_optimizers(self) -> dict[str, Any]:
+        """Return torchrec's optimizer of each fused table that has rows on this rank, by full name."""
+        found: dict[str, Any] = {}
+        for path, module in self.sharded.items():
+            names = {table.local_key: table.full_name for table in self.tables_of(path)}
+            for _, optimizer in module.fused_optimizer.optimizers:  # type: ignore[union-attr]
+                found |= {names[key]: optimizer for key in optimizer.params}
+        return found
+
+    def fill_optimizer_state(self, values: Mapping[str, float]) -> None:
+        """Start the fused optimizers' state of the given tables, by full name, from these values."""
+        optimizers = self.fused_optimizers()
+        keys = {table.full_name: table.local_key for table in self.tables}
+        for name, value in values.items():
+            if name in optimizers:
+                for state in optimizers[name].state[optimizers[name].params[keys[name]]].values():
+                    for shard in state.local_shards():
+                        shard.tensor.fill_(value)
+
+    def fused_state(self) -> dict[int, list[Tensor]]:
+        """Return id of a shard -> FBGEMM's state of its optimizer, in the kernel's memory; see `state_keys`."""
+        return {
+            id(shard): list(state)
+            for kernel, shards in self.kernels
+            for shard, state in zip(shards, kernel.split_optimizer_states(), strict=False)  # none for SGD
+        }
+
+    def load(self, name: str, weight: Any) -> None:
+        """Load this rank's shards of a table, by its full name, from `weight`: an unsharded tensor, or one in a file.
+
+        Rows that `weight` does not have stay as they are.
+        """
+        table = next(table for table in self.tables if table.full_name == name)
+        sharded = sharded_weights(self.sharded[table.collection], [table])[name]
+        shards = table_shards(sharded, dist.get_world_size(), dist.get_rank())
+        if isinstance(weight, Tensor):
+            copy_from_full(shards, weight)
+        else:
+            weight.fill(chunks_of(shards))
+
+    @contextmanager
+    def full_numel(self) -> Iterator[None]:
+        """Inside of the context `numel` of a table's parameter is that of the unsharded table."""
+        # Lightning's model summary asks each parameter for numel(): an instance attribute hides Tensor's method.
+        sized = [(table, shard) for table in self.tables for shard in self.shards[table.full_name]]
+        counted: set[str] = set()
+        for table, shard in sized:
+            size = 0 if table.full_name in counted else table.config.num_embeddings * table.config.embedding_dim
+            counted.add(table.full_name)
+            shard.weight.numel = partial(int, size)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for _, shard in sized:
+                del shard.weight.numel
+
+    def put_originals_back(self) -> None:
+        """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
+        for table in self.tables:
+            table.parameter.requires_grad_(self.learns(table.full_name))
+        for original in self._originals().values():
+            original.__dict__.pop("forward", None)  # see `put_proxies_back`
+        _replace(self._module(), {self.proxies[path]: original for path, original in self._originals().items()})
+
+    def put_proxies_back(self) -> None:
+        """Undo `put_originals_back`."""
+        for path, original in self._originals().items():
+            # User code that kept a reference to the original would look up rows that it does not hold: its forward is
+            # hidden by one that raises, on this object only.
+            original.forward = _refuse_forward(path)  # type: ignore[method-assign]
+        _replace(self._module(), {original: self.proxies[path] for path, original in self._originals().items()})
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Inside of the context the tables are not in the module tree, for what must not reach them."""
+        placeholders: dict[nn.Module, nn.Module] = {module: nn.Module() for module in self.proxies.values()}
+        _replace(self._module(), placeholders)
+        try:
+            yield
+        finally:
+            _replace(self._module(), {placeholder: module for module, placeholder in placeholders.items()})
+
+    def take_rows(self, tables: list[Table]) -> dict[str, list[TableShard]]:
+        """After `put_originals_back`: return the rows for the next sharding, by full name.
+
+        tables: those of the next sharding. Where the user has put another collection in the place of one that was
+        sharded here, it brings rows of its own, and ours are not returned.
+        On GPUs the rows wait on the host and the shards are freed, so that the device never holds two sets of them.
+        """
+        originals = set(self._originals().values())
+        kept = {table.full_name for table in tables if table.original in originals}
+        rows = {name: shards for name, shards in self.table_shards().items() if name in kept}
+        if any(s.tensor is not None and s.tensor.is_cuda for shards in rows.values() for s in shards):
+            rows = {name: [shard.on_host() for shard in shards] for name, shards in rows.items()}
+            self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
+            _by_module.pop(self._module(), None)
+        return rows
+
+    def register(self) -> None:
+        """Put the proxies into the module tree, and let `sharded_tables_of` find these tables."""
+        self.put_proxies_back()
+        _by_module[self._module()] = self
+
+    def _originals(self) -> dict[str, nn.Module]:
+        return {table.collection: table.original for table in self.tables}
+
+    def _module(self) -> nn.Module:
+        root = self._root()
+        assert root is not None
+        return root
+
+
+_by_module: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
+
+
+def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
+    """Return the tables that are sharded in `root`, by whichever strategy did it, or None."""
+    return _by_module.get(root)
+
+
+def refuse_foreign_shards(root: nn.Module) -> None:
+    """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
+    present = sharded_tables_of(root)
+    known = set(present.proxies.values()) if present is not None else set()
+    for path, module in root.named_modules():
+        if isinstance(module, (ShardedProxy, ShardedModule)) and module not in known:
+            raise ShardingError(
+                f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
+                "or load that one's checkpoint into the unsharded collections of this one."
+            )
+
+
+def _replace(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each value wherever its key is in `root`: a collection with several names keeps them all."""
+    for path, module in list(root.named_modules(remove_duplicate=False)):
+        if module in new:
+            parent, _, name = path.rpartition(".")
+            setattr(root.get_submodule(parent), name, new[module])
+
+
+def _refuse_forward(path: str) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardingError(
+            f"the unsharded collection of '{path}' was called while its tables are sharded. Call it through the module "
+            f"(self.{path}), not through a reference that was kept elsewhere, in a list for example."
+        )
+
+    return forward
