@@ -169,7 +169,7 @@ def _load(sharded: ShardedModule, name: str, value: Any) -> str:
         return ""
     if not isinstance(value, ShardedTensor):
         try:
-            value.fill(chunks_of(shards))
+            value.read_into(chunks_of(shards))
         except ValueError as error:
             return f"{error}; load a checkpoint of trainer.save_checkpoint."
         return ""
@@ -179,6 +179,6 @@ def _load(sharded: ShardedModule, name: str, value: Any) -> str:
             continue
         source = saved.get((shard.row, shard.column))
         if source is None or source.shape != shard.tensor.shape:
-            return "the table was sharded otherwise when this was saved; load a checkpoint of trainer.save_checkpoint."
+            return "the table was sharded differently when it was saved; load a checkpoint of trainer.save_checkpoint."
         shard.tensor.copy_(source)
     return ""

@@ -157,7 +157,7 @@ class ShardedTables:
         if isinstance(weight, Tensor):
             copy_from_full(shards, weight)
         else:
-            weight.fill(chunks_of(shards))
+            weight.read_into(chunks_of(shards))
 
     @contextmanager
     def full_numel(self) -> Iterator[None]:
