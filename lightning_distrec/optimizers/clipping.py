@@ -1,4 +1,4 @@
-"""One global norm over gradients that every rank has and gradients of which each rank has a part."""
+"""Clips by one global norm over replicated gradients and gradients that are sharded over the ranks."""
 
 from collections.abc import Iterable, Set
 from typing import Any
@@ -13,8 +13,8 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], sharded: Set[int] | None, m
     """Collective. Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
     parameters: those to clip, the same ones on every rank but for shards; those without a gradient are passed over.
-    sharded: ids of the parameters that only this rank has; None: no rank has such. The others are alike on all ranks
-    and count once, and of DTensors each rank has its part.
+    sharded: ids of the parameters that only this rank has; None: no rank has such. The others are replicated and
+    count once; of DTensors each rank counts its local tensor.
     The numbers are those of torch.nn.utils.clip_grad_norm_ on the unsharded parameters.
     """
     parameters = list(parameters)
@@ -45,7 +45,7 @@ ON_ALL, ON_ONE = "on all ranks", "on one rank"
 
 
 def _kinds(parameters: list[nn.Parameter], sharded: Set[int] | None) -> list[Any]:
-    """Return the ways in which parameters lie on the ranks, in the same order on every rank."""
+    """Return the ways in which parameters are placed on the ranks, in the same order on every rank."""
     of_dtensors = dict.fromkeys(_kind(p, None) for p in parameters if isinstance(p, DTensor))
     return [ON_ALL, *([] if sharded is None else [ON_ONE]), *of_dtensors]
 
@@ -57,7 +57,7 @@ def _kind(parameter: nn.Parameter, sharded: Set[int] | None) -> Any:
 
 
 def _groups(kind: Any) -> list[Any]:
-    """Return the process groups over which the squares of what lies so are to be added up."""
+    """Return the process groups over which the squares of parameters that are placed so must be summed."""
     if kind in (ON_ALL, ON_ONE):
         return [dist.group.WORLD] if kind == ON_ONE else []
     mesh, placements = kind
@@ -75,7 +75,7 @@ def _with_summed_rows(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _values(parameter: nn.Parameter) -> Tensor:
-    """Return what this rank has of a gradient, as a view."""
+    """Return the values of this rank's gradient, as a view."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor):

@@ -1,4 +1,4 @@
-"""Schedulers and callbacks write learning rates into param groups; here they reach the fused updates.
+"""Passes learning rates from the param groups, where schedulers write them, to the fused updates.
 
 FBGEMM takes the rate at forward, for the update inside of the backward that follows. torchrec pushes it in `zero_grad`
 and `step` (torchrec/distributed/batched_embedding_kernel.py), which under Lightning's closure is one step late.
@@ -13,7 +13,7 @@ from lightning_distrec.optimizers.translation import TableUpdate, exact_form, sp
 
 
 class LearningRates:
-    """Keeps the fused updates at the learning rates of their param groups."""
+    """Keeps fused updates at the learning rates of their param groups."""
 
     def __init__(self, updates: Mapping[str, TableUpdate]) -> None:
         self._groups = {
@@ -33,31 +33,32 @@ class LearningRates:
     def connect(self, fused_optimizers: Mapping[str, Any]) -> list[int]:
         """Link fused tables' kernels to their param groups; returns a handle for each kernel, for `push`.
 
-        fused_optimizers: full name of a table -> torchrec's optimizer of the kernel that holds it on this rank.
+        fused_optimizers: full name of a table -> torchrec's optimizer of the kernel that holds its shard.
         """
         handles = []
         for name, optimizer in fused_optimizers.items():
             param_group = self._updates[name].param_group
-            in_backward = self._updates[name].in_backward  # other kernels update nothing, at a rate of 0
+            in_backward = self._updates[name].in_backward  # other kernels update nothing: their rate is 0
             if param_group is not None and in_backward and id(optimizer) not in handles:
                 self._links[id(optimizer)] = (param_group, optimizer)
                 handles.append(id(optimizer))
         return handles
 
     def push(self, handles: Iterable[int]) -> None:
-        """Give the kernels the rates that their groups have now."""
+        """Give the kernels the current rates of their param groups."""
         for handle in handles:
             param_group, optimizer = self._links[handle]
             rate = float(param_group.group["lr"])
             if rate != self._pushed.get(handle):
                 optimizer.param_groups[0]["lr"] = rate
-                optimizer.step()  # passes the rate to the kernel, updates nothing
+                # torchrec's fused optimizer only passes the rate to the kernel here; it updates nothing.
+                optimizer.step()
                 self._pushed[handle] = rate
 
     def check(self) -> None:
-        """Raise OptimizerError where another hyperparameter was changed since the start, which is not followed.
+        """Raise OptimizerError where another hyperparameter was changed since the start: it would have no effect.
 
-        Every rank looks at every group, whether it holds its tables or not, so that all raise alike.
+        Every rank checks every group, whether it holds the tables or not, so that all ranks raise alike.
         """
         for name, param_group, update in self._groups.values():
             _check_unchanged(name, param_group, update)

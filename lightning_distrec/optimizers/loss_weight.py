@@ -1,41 +1,32 @@
-"""Batches of unequal size on the ranks, and a loss that is the mean over the examples of all of them.
+"""Weights losses where ranks have batches of unequal size, so that gradients are those of the mean over all examples.
 
 DDP averages the ranks' gradients, so that a rank with few examples counts as much as one with many: a mean of means. A
-run on one device has one mean over all examples. Weighing each rank's loss by its share of them makes the two equal.
+run on one device has one mean over all examples. Weighting each rank's loss by its share of them makes the two equal.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.ranks import Ranks
 
 LossReduction = Literal["mean", "sum", "rank_mean"]
 LOSS_REDUCTIONS: tuple[str, ...] = ("mean", "sum", "rank_mean")
 
 
-class Ranks(Protocol):
-    """What this file needs of the ranks' consensus."""
-
-    rank: int
-    num_ranks: int
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's value."""
-
-
 class LossWeight:
     """What this rank's loss is multiplied by before backward.
 
-    reduction: what the module's loss is over its batch. "mean": weigh ranks by their number of examples. "sum": the
+    reduction: what the module's loss is over its batch. "mean": weight ranks by their number of examples. "sum": the
     gradients are those of the sum over all ranks. "rank_mean": leave it to DDP, a mean of the ranks' means.
-    ranks: the ranks' consensus. tell: says once that batches are unequal, and what is made of it.
+    notify: called once where batches are unequal, with what is done about it.
     """
 
-    def __init__(self, reduction: LossReduction, ranks: Ranks, tell: Callable[[str], None]) -> None:
+    def __init__(self, reduction: LossReduction, ranks: Ranks, notify: Callable[[str], None]) -> None:
         self._reduction = reduction
         self._ranks = ranks
-        self._tell = tell
-        self._told = False
+        self._notify = notify
+        self._has_notified = False
         self._unequal: list[int] = []
         self._factor: float | None = None
 
@@ -49,14 +40,14 @@ class LossWeight:
         self._unequal = []
         self._factor = None
 
-    def looked_up(self, examples: int, least: int, most: int) -> None:
-        """Note the examples of a lookup: this rank's, and the least and most of all ranks."""
-        if least != most:
-            self._unequal.append(examples)
+    def add_lookup(self, num_examples: int, smallest: int, largest: int) -> None:
+        """Add the number of examples of a lookup: this rank's, and the minimum and maximum over ranks."""
+        if smallest != largest:
+            self._unequal.append(num_examples)
             self._factor = None
 
     def factor(self) -> float:
-        """Collective where batches are unequal, which every rank knows. Return what to multiply the loss by."""
+        """Collective where batches are unequal, which all ranks know. Return what to multiply the loss by."""
         if self._reduction == "sum":
             return float(self._ranks.num_ranks)
         if not self._unequal:
@@ -75,24 +66,24 @@ class LossWeight:
             for of_ranks in lookups
             for number, other in zip(of_ranks, reference, strict=True)
         )
-        if not self._told:
-            self._told = True
+        if not self._has_notified:
+            self._has_notified = True
             sizes = ", ".join(str(sorted(set(of_rank))) if not agree else str(of_rank[0]) for of_rank in unequal)
-            self._tell(_what_is_made_of(sizes, agree))
+            self._notify(_note(sizes, agree))
         return shares[0] if agree else 1.0 / self._ranks.num_ranks
 
 
-def _what_is_made_of(sizes: str, agree: bool) -> str:
+def _note(sizes: str, agree: bool) -> str:
     if agree:
         return (
             f"the ranks' batches have unequal numbers of examples ({sizes}). Each rank's loss is weighted by its "
             "share, so that gradients are those of the mean over all examples. If your loss is a sum, or a mean over "
-            "something else, set loss_reduction='sum' or 'rank_mean' (plain DDP). Said once."
+            "something else, set loss_reduction='sum' or 'rank_mean' (plain DDP). This is reported once."
         )
     return (
-        f"the ranks' batches have unequal numbers of examples, and the lookups of a step do not agree which ({sizes}). "
+        f"the ranks' batches have unequal numbers of examples, and a step's lookups disagree about them ({sizes}). "
         "Gradients are the mean of the ranks' means, as under plain DDP. Set loss_reduction='rank_mean' if that is "
-        "meant, or weigh the loss yourself. Said once."
+        "meant, or weight the loss yourself. This is reported once."
     )
 
 

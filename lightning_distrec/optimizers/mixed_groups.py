@@ -1,4 +1,4 @@
-"""Steps over param groups in which some parameters are sharded DTensors and others are plain tensors."""
+"""Steps optimizers whose param groups mix sharded DTensors and plain tensors, which torch refuses to step at once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,21 +12,22 @@ from lightning_distrec.errors import UnsupportedError
 
 @contextmanager
 def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Let a step inside of the context see param groups with parameters of one kind: torch's batched updates refuse
-    both at once. The step's closure, hooks, schedulers and checkpoints see the groups as they were made.
+    """Inside of the context let a step see each param group split into one of DTensors and one of plain tensors.
 
-    Raises UnsupportedError: the step computes something over a whole group, which would differ between its parts.
+    torch's foreach updates refuse both at once. The step's closure, hooks, schedulers and checkpoints see the groups as
+    they were made. Raises UnsupportedError: the step computes something over a group, which would differ when split.
     """
     groups: list[Any] = []
-    parts: list[list[dict[str, Any]]] = []
+    split_groups: list[list[dict[str, Any]]] = []
 
     def split() -> None:
-        parts[:] = [_parts(group) for group in optimizer.param_groups]
-        if any(len(of_group) > 1 for of_group in parts):
+        split_groups[:] = [_by_kind(group) for group in optimizer.param_groups]
+        if any(len(of_group) > 1 for of_group in split_groups):
             groups[:] = [optimizer.param_groups]
-            optimizer.param_groups = [part for of_group in parts for part in of_group]
+            optimizer.param_groups = [one_kind for of_group in split_groups for one_kind in of_group]
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Lightning computes the loss in the step's closure, so that the split has to wait for it.
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             split()
@@ -42,7 +43,7 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     def after(*_: Any) -> None:
         if groups:
             optimizer.param_groups = groups.pop()
-            _take_over(optimizer, parts)
+            _copy_changes(optimizer, split_groups)
 
     handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
     try:
@@ -54,20 +55,20 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
             optimizer.param_groups = groups.pop()
 
 
-def _take_over(optimizer: Optimizer, parts: list[list[dict[str, Any]]]) -> None:
-    """Let groups have what a step has changed in their parts."""
-    for group, of_group in zip(optimizer.param_groups, parts, strict=True):
+def _copy_changes(optimizer: Optimizer, split_groups: list[list[dict[str, Any]]]) -> None:
+    """Copy what a step has changed in split groups to the groups that they were made of."""
+    for group, of_group in zip(optimizer.param_groups, split_groups, strict=True):
         for key in [key for key in of_group[0] if key != "params"]:
-            if any(part[key] is not of_group[0][key] and part[key] != of_group[0][key] for part in of_group):
+            if any(other[key] is not of_group[0][key] and other[key] != of_group[0][key] for other in of_group):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} computes '{key}' over all parameters of a group, of which some are "
-                    "sharded and some are not, and cannot be stepped together. Give those that are not sharded an "
-                    "optimizer, or a param group, of their own."
+                    "sharded and some are not, so that they cannot be stepped at once. Give those that are not sharded "
+                    "an optimizer, or a param group, of their own."
                 )
             group[key] = of_group[0][key]
 
 
-def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
     kinds: tuple[list[Any], list[Any]] = ([], [])
     for parameter in group["params"]:
         kinds[isinstance(parameter, DTensor)].append(parameter)

@@ -13,7 +13,7 @@ from lightning_distrec.errors import OptimizerError
 
 @dataclass(frozen=True)
 class TableParamGroup:
-    """The optimizer and param group that a table belongs to."""
+    """The param group that a table is in, and its optimizer."""
 
     optimizer: optim.Optimizer
     optimizer_index: int
@@ -35,10 +35,10 @@ def param_groups_of(
     optimizers: list[optim.Optimizer],
     earlier: Mapping[str, list[nn.Parameter]],
 ) -> dict[int, TableParamGroup]:
-    """Return id of an unsharded weight -> the optimizer and group that hold it, or held its shards in an earlier fit.
+    """Return id of an unsharded weight -> the param group that has it, or had its shards in an earlier fit.
 
     parameters: full name of a table -> its unsharded weight. earlier: full name -> the shards of an earlier fit; the
-    weights are put back in their places.
+    weights are put back in their place.
     Raises OptimizerError: a table in two optimizers; an optimizer whose state for a table would be lost.
     """
     for optimizer in optimizers:
@@ -62,11 +62,11 @@ def param_groups_of(
 def _put_back(
     optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], earlier: Mapping[str, list[nn.Parameter]]
 ) -> None:
-    """Put the unsharded weights in the places of an earlier fit's shards; refuse state that cannot come along."""
+    """Put the unsharded weights in place of an earlier fit's shards; refuse state that would be lost."""
     names = {id(shard): name for name, shards in earlier.items() if name in parameters for shard in shards}
     weights = {id(parameter): name for name, parameter in parameters.items()} | names
     lost = [weights[id(p)] for p, state in optimizer.state.items() if id(p) in weights and _has_begun(state)]
-    if type(optimizer) is not optim.SGD:  # what FBGEMM kept for it in an earlier fit is in nobody's state
+    if type(optimizer) is not optim.SGD:  # what FBGEMM kept in an earlier fit is in no optimizer's state
         lost += [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     if lost:
         raise OptimizerError(
@@ -78,8 +78,8 @@ def _put_back(
     for group in optimizer.param_groups:
         kept: list[nn.Parameter] = []
         for parameter in group["params"]:
-            mine = parameters[names[id(parameter)]] if id(parameter) in names else parameter
-            kept += [] if any(mine is other for other in kept) else [mine]
+            weight = parameters[names[id(parameter)]] if id(parameter) in names else parameter
+            kept += [] if any(weight is other for other in kept) else [weight]
         group["params"] = kept
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in names]:
         del optimizer.state[parameter]
@@ -92,7 +92,7 @@ def _has_begun(state: Mapping[str, Any]) -> bool:
 
 
 def param_group_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> TableParamGroup | None:
-    """Return the optimizer and group that hold `parameter` now, or None."""
+    """Return the param group that has `parameter` now, or None."""
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
             if any(held is parameter for held in group["params"]):
@@ -122,10 +122,10 @@ def rewrite_groups(
             kept: list[int] = []
             for i, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter))
-                mine = [parameter] if name is None else shards.get(name, [])
-                replaced += mine
-                kept += [i] * len(mine)
-                fresh += mine if id(parameter) in with_state and name not in without_state else []
+                new = [parameter] if name is None else shards.get(name, [])
+                replaced += new
+                kept += [i] * len(new)
+                fresh += new if id(parameter) in with_state and name not in without_state else []
             group["params"] = replaced
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][i] for i in kept]

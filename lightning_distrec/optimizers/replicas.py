@@ -1,36 +1,26 @@
-"""Looks now and then whether what all ranks hold alike still is alike.
+"""Checks from time to time that replicated weights are still equal on all ranks.
 
-Averaged gradients and equal steps keep replicated weights equal. What breaks it is silent otherwise: a norm that user
-code takes over its own rank's gradients, shards among them, and clips by (torch.nn.utils.clip_grad_norm_), or an
-update that depends on the rank.
+Averaged gradients and equal steps keep them equal. What breaks that would go unnoticed: user code that clips by a norm
+over its own rank's gradients, shards among them (torch.nn.utils.clip_grad_norm_), or an update that depends on
+the rank.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec.errors import OptimizerError
+from lightning_distrec.ranks import Ranks
 
 TOLERANCE = 1e-5
-"""Largest difference of a weight's sum, relative to the sum of its elements' sizes; machines of one kind have 0."""
-
-
-class Ranks(Protocol):
-    """What this file needs of the ranks' consensus."""
-
-    rank: int
-    num_ranks: int
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's value."""
+"""Largest difference of a weight's sum, relative to the sum of absolute values; on identical machines it is 0."""
 
 
 class ReplicaCheck:
     """Compares replicated weights between ranks after 1, 2, 4, 8 ... steps.
 
-    replicated: returns the names and parameters that every rank holds alike. ranks: the ranks' consensus.
+    replicated: returns the names and parameters that are replicated.
     """
 
     def __init__(self, replicated: Callable[[], Iterable[tuple[str, nn.Parameter]]], ranks: Ranks) -> None:
@@ -43,14 +33,14 @@ class ReplicaCheck:
         steps, self._steps = self._steps, self._steps + 1
         if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
             return
-        mine = {name: _sums(parameter) for name, parameter in self._replicated() if not isinstance(parameter, DTensor)}
-        for rank, theirs in enumerate(self._ranks.all_gather(mine)):
+        own = {name: _sums(parameter) for name, parameter in self._replicated() if not isinstance(parameter, DTensor)}
+        for rank, theirs in enumerate(self._ranks.all_gather(own)):
             for name, (total, size) in theirs.items():
-                ours = mine.get(name, (float("nan"), 0.0))[0]
+                ours = own.get(name, (float("nan"), 0.0))[0]
                 if abs(total - ours) > TOLERANCE * size:
                     raise OptimizerError(
-                        f"'{name}' is not the same on all ranks any more after {steps} steps: its sum is {ours:.7g} on "
-                        f"rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each rank has its own part of the "
+                        f"'{name}' is no longer the same on all ranks after {steps} steps: its sum is {ours:.7g} on "
+                        f"rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each rank has its own shards of the "
                         "tables' gradients, so that a norm over them (torch.nn.utils.clip_grad_norm_) differs too: "
                         "clip with gradient_clip_val or self.clip_gradients. Other causes: updates that depend on the "
                         "rank, or loss.backward() in place of self.manual_backward."

@@ -1,4 +1,4 @@
-"""How many numbers an optimizer keeps beside a parameter, told by its class before it has stepped."""
+"""How many numbers an optimizer keeps as state of a parameter, by its class, before it has stepped."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,11 +43,11 @@ _COUNTS: dict[type[Any], Count] = {
     optim.Adafactor: _adafactor,
     RowWiseAdagrad: _one_per_row,
 }
-"""Class -> what it keeps of a parameter in this param group; a subclass is taken for the class it comes from."""
+"""Class -> what it keeps for a parameter in this param group; a subclass counts as the class it inherits from."""
 
 
 def state_numbers(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
-    """Return how many numbers `optimizer` keeps beside `parameter`, a counter aside; None: its class is not known."""
+    """Return how many numbers `optimizer` keeps for `parameter`, without its counter; None: its class is not known."""
     kind = next((kind for kind in type(optimizer).__mro__ if kind in _COUNTS), None)
     return None if kind is None else _COUNTS[kind](group, parameter)
 

@@ -1,4 +1,4 @@
-"""The user's optimizers, as configure_optimizers made them, and what each of them becomes for a table.
+"""Translates the user's optimizers, as configure_optimizers made them, into what updates each table.
 
     fused       FBGEMM updates the touched rows inside of backward; the numbers are those of the user's optimizer
     sparse      the user's own optimizer steps on the rank's shard, with a gradient of the touched rows
@@ -37,8 +37,8 @@ ELEMENTWISE: dict[type[optim.Optimizer], int] = {
     optim.Rprop: 2,
     optim.ASGD: 1,
 }
-"""Optimizers that treat every element alone, so that stepping on a shard is stepping on the table. Value: the most
-state they keep by default, in tensors of the table's size."""
+"""Optimizers that treat every element alone, so that stepping on a shard is stepping on the table. Value: the maximum
+state that they keep by default, in tensors of the table's size."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def translate(
     parameters: full name of a table -> its unsharded weight, (num_rows, dim), possibly on meta.
     modes: full name -> "auto", "fused", "sparse", "dense" or "fused_lazy".
     not_in_backward: why an update inside of backward would come too early, for example "gradient_clip_val=1.0", or "".
-    looked_up_often: tables that a step usually looks up several times, positive and negative items for example.
+    looked_up_often: tables that a step usually looks up several times, for positive and negative items for example.
     earlier: full name -> the shards of an earlier fit, which an optimizer that outlived it still holds.
     Raises OptimizerError: the table's name, the reason and the way out.
     """
@@ -127,7 +127,7 @@ NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate
 
 
 def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
-    """Return FBGEMM's form of the owner's update with the same numbers, or None and the reason why there is none."""
+    """Return FBGEMM's form of the group's update with the same numbers, or None and the reason why there is none."""
     group, kind = param_group.group, type(param_group.optimizer)
     name = kind.__name__
     if kind is optim.SGD:
@@ -155,7 +155,7 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
 
 
 def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
-    """Return the owner's update by gradients of touched rows, where it has the same numbers, or None and why not."""
+    """Return the group's update by gradients of touched rows, where it has the same numbers, or None and why not."""
     kind, name = type(param_group.optimizer), type(param_group.optimizer).__name__
     if kind is optim.SparseAdam:
         return TableUpdate("sparse", f"{name} takes sparse gradients", param_group, bytes_per_element=8.0), ""
@@ -200,7 +200,7 @@ def _update(name: str, param_group: TableParamGroup, mode: str, device_type: str
 
 
 def _for_several_lookups(update: TableUpdate) -> TableUpdate:
-    """FBGEMM updates once for each lookup; where that is not one update with their sum, let the gradients meet."""
+    """Return an update that sums the gradients of several lookups first, where FBGEMM's update of each is not that."""
     if update.adds_up or update.param_group is None:
         return update
     sparse, _ = sparse_form(update.param_group)

@@ -1,7 +1,7 @@
-"""Each parameter is updated, and its optimizer's state kept, by one rank; the others get its new value.
+"""Partitions optimizer state (ZeRO stage 1): one rank updates each parameter and sends the others its new value.
 
-After "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. The user's optimizer stays as it
-is: all of torch's pass over parameters without a gradient, so those of others are without one while it steps.
+After "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The user's optimizer stays as it is:
+torch's optimizers skip parameters without a gradient, so those of other ranks have none while it steps.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_distrec.errors import OptimizerError
 
 CHUNK_BYTES = 16 * 2**20
-"""About so much of each rank's parameters travels at a time."""
+"""About how much of each rank's parameters is sent at a time."""
 KNOWN = tuple(
     getattr(torch.optim, name)
     for name in (
@@ -30,61 +30,62 @@ KNOWN = tuple(
 
 
 class ZeroPartition:
-    """Which rank updates which parameter: the largest first, each is given to the rank that has least.
+    """Which rank updates which parameter: the largest first, each is assigned to the rank with the fewest elements.
 
     All ranks ask for the same parameters in the same order.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_elements = [0] * num_ranks
-        self._of: dict[Tensor, int] = {}
+        self._rank_of: dict[Tensor, int] = {}
 
-    def give(self, parameters: Sequence[Tensor]) -> None:
-        """Find owners for those that have none yet."""
+    def assign(self, parameters: Sequence[Tensor]) -> None:
+        """Assign ranks to those that have none yet."""
         for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-            self.of(parameter)
+            self.rank_of(parameter)
 
-    def of(self, parameter: Tensor) -> int:
+    def rank_of(self, parameter: Tensor) -> int:
         """Return the rank that updates this parameter."""
-        if parameter not in self._of:
-            least = self._num_elements.index(min(self._num_elements))
-            self._of[parameter] = least
-            self._num_elements[least] += parameter.numel()
-        return self._of[parameter]
+        if parameter not in self._rank_of:
+            smallest = self._num_elements.index(min(self._num_elements))
+            self._rank_of[parameter] = smallest
+            self._num_elements[smallest] += parameter.numel()
+        return self._rank_of[parameter]
 
 
-def refuse_to_share_out(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None:
-    """Raise OptimizerError where an optimizer's parameters cannot be shared out. sparse: weight -> name."""
+def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None:
+    """Raise OptimizerError where an optimizer's parameters cannot be partitioned. sparse: weight -> name."""
     kind = type(optimizer)
-    # A subclass may wrap its parent's method anew, for hooks.
+    # torch wraps `step` of each class once more, for its hooks and profiler.
     if inspect.unwrap(kind.step) not in [inspect.unwrap(known.step) for known in KNOWN]:
         raise OptimizerError(
             f"zero_optimizer=True: {kind.__name__} is not known to update each parameter from its own gradient alone, "
-            f"so that its parameters cannot be shared out among ranks. Use one of "
+            f"so that its state cannot be partitioned over ranks. Use one of "
             f"{', '.join(known.__name__ for known in KNOWN)}, or set zero_optimizer=False."
         )
     found = next((sparse[p] for p in _parameters(optimizer) if p in sparse), None)
     if found is not None:
         raise OptimizerError(
-            f"zero_optimizer=True: '{found}' has sparse gradients, and all of its rows would travel after every step. "
+            f"zero_optimizer=True: '{found}' has sparse gradients, and all of its rows would be sent after every step. "
             "Set sparse=False for it, use strategy='torchrec_sharded', which shards it, or set zero_optimizer=False."
         )
 
 
-def share_out(optimizer: Optimizer, owners: ZeroPartition, rank: int) -> Callable[[], None]:
-    """Let every step update on each rank the parameters that it owns, and then send them; returns an undo.
+def partition_steps(optimizer: Optimizer, partition: ZeroPartition, rank: int) -> Callable[[], None]:
+    """Let every step update on each rank the parameters assigned to it, and then broadcast them; returns an undo.
 
-    Steps are collective from then on. State that the optimizer has made for others' parameters is dropped.
+    Steps are collective from then on. State that the optimizer has made for other ranks' parameters is dropped.
     """
-    owners.give([p for p in _parameters(optimizer) if p.requires_grad])
-    for parameter in [p for p in optimizer.state if owners.of(p) != rank]:  # Adagrad's is there from the beginning
+    partition.assign([p for p in _parameters(optimizer) if p.requires_grad])
+    for parameter in [p for p in optimizer.state if partition.rank_of(p) != rank]:  # Adagrad makes it when constructed
         del optimizer.state[parameter]
     hidden: list[tuple[Tensor, Tensor | None]] = []
 
     def hide() -> None:
-        owners.give([p for p in _parameters(optimizer) if p.requires_grad])  # groups may have been added, or unfrozen
+        # Groups may have been added, or unfrozen, since the last step.
+        partition.assign([p for p in _parameters(optimizer) if p.requires_grad])
         for parameter in _parameters(optimizer):
-            if parameter.grad is not None and owners.of(parameter) != rank:
+            if parameter.grad is not None and partition.rank_of(parameter) != rank:
                 hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
@@ -95,7 +96,7 @@ def share_out(optimizer: Optimizer, owners: ZeroPartition, rank: int) -> Callabl
             return None
 
         def then_hide() -> Any:
-            result = closure()  # clips by the norm of all gradients
+            result = closure()  # it may clip by the norm of all gradients
             hide()
             return result
 
@@ -105,7 +106,7 @@ def share_out(optimizer: Optimizer, owners: ZeroPartition, rank: int) -> Callabl
         for parameter, gradient in hidden:
             parameter.grad = gradient
         hidden.clear()
-        _send([p for p in _parameters(optimizer) if p.requires_grad], owners, rank)
+        _broadcast([p for p in _parameters(optimizer) if p.requires_grad], partition, rank)
 
     handles = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
 
@@ -122,36 +123,36 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _send(parameters: list[Tensor], owners: ZeroPartition, rank: int) -> None:
-    """Collective. Give all ranks the owners' values, some of every owner's at a time, so that all links are busy."""
+def _broadcast(parameters: list[Tensor], partition: ZeroPartition, rank: int) -> None:
+    """Collective. Send every rank's parameters to all ranks, a chunk of each at a time, so that all links are busy."""
     of_rank: dict[int, list[Tensor]] = {}
     for parameter in parameters:
-        of_rank.setdefault(owners.of(parameter), []).append(parameter)
-    for together in zip_longest(*(_chunks(owner, of_rank[owner]) for owner in sorted(of_rank))):
-        travelling = []
-        for owner, chunk in filter(None, together):
-            if owner == rank:
+        of_rank.setdefault(partition.rank_of(parameter), []).append(parameter)
+    for chunks in zip_longest(*(_chunks(source, of_rank[source]) for source in sorted(of_rank))):
+        in_flight = []
+        for source, chunk in filter(None, chunks):
+            if source == rank:
                 values = torch.cat([p.detach().reshape(-1) for p in chunk])
             else:
                 values = chunk[0].new_empty(sum(p.numel() for p in chunk))
-            travelling.append((owner, chunk, values, dist.broadcast(values, owner, async_op=True)))
-        for owner, chunk, values, work in travelling:
+            in_flight.append((source, chunk, values, dist.broadcast(values, source, async_op=True)))
+        for source, chunk, values, work in in_flight:
             work.wait()
-            if owner != rank:
+            if source != rank:
                 for parameter, value in zip(chunk, values.split([p.numel() for p in chunk]), strict=True):
                     parameter.copy_(value.view(parameter.shape))
 
 
-def _chunks(owner: int, parameters: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield parameters of one type and device that travel together."""
+def _chunks(source: int, parameters: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield `source` with parameters of one type and device that are sent at once."""
     chunk: list[Tensor] = []
     num_bytes = 0
     for parameter in parameters:
         alike = not chunk or (parameter.dtype, parameter.device) == (chunk[0].dtype, chunk[0].device)
         if chunk and not (alike and num_bytes + parameter.nbytes <= CHUNK_BYTES):
-            yield owner, chunk
+            yield source, chunk
             chunk, num_bytes = [], 0
         chunk.append(parameter)
         num_bytes += parameter.nbytes
     if chunk:
-        yield owner, chunk
+        yield source, chunk

@@ -45,7 +45,7 @@ def join_loader(loader: Any, ranks: Ranks) -> Any:
 class JoinedLoader(Wrapper):
     """A loader of unknown length; the ranks agree before each batch on who has one. Iterating over it is collective."""
 
-    _own = ("ranks", "lengths", "whose")
+    _own = ("ranks", "lengths", "own_batches")
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         super().__init__(loader)

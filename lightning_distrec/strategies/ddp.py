@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
-from lightning_distrec.optimizers.zero_partition import ZeroPartition, refuse_to_share_out, share_out
+from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
 from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
 from lightning_distrec.pipeline.joined_batches import JoinedLoader, join_loader
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
@@ -145,10 +145,10 @@ class TunedDDPStrategy(DistRecStrategy):
         """Let each rank keep the optimizers' state of its own parameters. Raises OptimizerError: it cannot be."""
         sparse = sparse_weights(module)
         for optimizer in self.optimizers:
-            refuse_to_share_out(optimizer, sparse)
-        owners = ZeroPartition(self.world_size)
-        self._undo = [share_out(optimizer, owners, self.global_rank) for optimizer in self.optimizers]
-        self.share_out_state(owners.of)
+            check_partitionable(optimizer, sparse)
+        partition = ZeroPartition(self.world_size)
+        self._undo = [partition_steps(optimizer, partition, self.global_rank) for optimizer in self.optimizers]
+        self.share_out_state(partition.rank_of)
 
     @override
     def configure_ddp(self) -> None:

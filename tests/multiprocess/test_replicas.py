@@ -49,5 +49,5 @@ def test_weights_that_drift_apart_are_told_on_every_rank(
 ) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_train, 2, kind, optimizer, strategy | {"sharding_types": ["table_wise"]}, 40)
-    told = re.findall(f"^.*OptimizerError: '{weight}' is not the same on all ranks any more", str(failed.value), re.M)
+    told = re.findall(f"^.*OptimizerError: '{weight}' is no longer the same on all ranks", str(failed.value), re.M)
     assert len(told) == 2

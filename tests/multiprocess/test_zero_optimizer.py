@@ -189,7 +189,7 @@ def _refused(kind: str) -> str:
     [
         ("StepsByItself", "OfTheirOwn is not known to update each parameter from its own gradient alone"),
         ("WithLBFGS", "LBFGS is not known to update each parameter from its own gradient alone"),
-        (WithEmbedding.__name__, "'table' has sparse gradients, and all of its rows would travel after every step"),
+        (WithEmbedding.__name__, "'table' has sparse gradients, and all of its rows would be sent after every step"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_before_the_first_step(kind: str, said: str) -> None:

@@ -152,7 +152,7 @@ def _look_up(shards: ShardedTables, updates: dict[str, TableUpdate], run: TableR
     setup = TableSetup(
         shards=shards, updates=updates, learning_rates=LearningRates(updates), loss_weight=weight, replicas=replicas
     )
-    compare_examples = weight.looked_up if weight.counts_examples else None
+    compare_examples = weight.add_lookup if weight.counts_examples else None
     learning = any(update.kind != "frozen" for update in updates.values())
     if learning and weight.counts_examples and all(isinstance(t.plain, nn.Embedding) for t in shards.tables):
         rank_zero_info(
