@@ -126,19 +126,6 @@ def _cases() -> list[Case]:
     ]
 
 
-def _optimizers(measured: Measured) -> list[str]:
-    cases = [Case(name, update) for name, (_, _, updates) in OPTIMIZERS.items() for update in updates]
-    rows = [
-        [
-            *_titles(case),
-            *(measured.of(case, [f"{form}_{cut}" for cut in case.cuts.get(form, ())]) for form in text.FORMS),
-            measured.of(case, DENSE_LAYERS),
-        ]
-        for case in cases
-    ]
-    return [text.OPTIMIZERS, table(["optimizer", "update", *text.FORMS.values(), "dense layers"], rows, 2)]
-
-
 def _by_sharding_type(measured: Measured) -> str:
     """Return every table's difference, as a CSV."""
     lines = ["tables,optimizer,update,sharding type,largest difference"]
@@ -204,7 +191,6 @@ def main() -> int:
     parts = [
         text.head(table(["", "largest difference", "allowed"], summary), torch.cuda.is_available()),
         *_problems(measured),
-        *_optimizers(measured),
         *_ways(measured),
         *_precisions(measured),
         text.AVERAGES,

@@ -47,15 +47,12 @@ float32, what remains is the order of sums.
 Each process has one thread. Versions: {versions()}. **Bold**: over its limit. A dash: there is no such form."""
 
 
-OPTIMIZERS = f"""## Optimizers and updates
+WAYS = f"""## Optimizers, updates and ways to run the loop
 
-The largest difference over all sharding types. [This file]({DETAILS}) has each of them. `data_parallel` tables always
-have a dense update. Rates and `eps` are small enough not to hide an error behind a gradient that cancels to nearly
-nothing. Every weight that learns has moved by at least 1e-4."""
-
-WAYS = f"""## Ways to run the loop
-
-The largest difference of any weight. "refused" stands where a fused update is asked for and something must happen
+The largest difference of any weight: tables of bags (sum, mean and weighted), sequences, `nn.Embedding` and
+`nn.EmbeddingBag`, of all sharding types; [this file]({DETAILS}) has them one by one. Rates and `eps` are small enough
+not to hide an error behind a gradient that cancels. Every weight that learns has moved by at least 1e-4. "refused"
+stands where a fused update is asked for and something must happen
 between backward and step; `embedding_update="auto"` chooses another update there. Every way changes the unsharded run
 by more than ten times what is allowed.
 
