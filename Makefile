@@ -7,8 +7,7 @@ PYTHON ?= python3
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-install: .venv/bin/pip  ## install into .venv; TORCH=torch==X.Y.Z chooses the torch
-	@.venv/bin/python lightning_distrec/versions.py install
+install: .venv/installed  ## install into .venv; TORCH=torch==X.Y.Z chooses the torch
 
 train: install  ## train the first recipe on this machine's CPU
 	@.venv/bin/lightning-distrec fit --config recipes/movielens_dlrm/cpu.yaml
@@ -36,6 +35,37 @@ docs: install  ## build the documentation's site into site/; a broken link is an
 clean:  ## remove .venv, caches and training outputs; downloaded data stays
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info outputs lightning_logs
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+PIP = .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check --no-input
+VERSIONS = .venv/bin/python lightning_distrec/versions.py
+
+# The stamp holds the TORCH and FBGEMM that it was written with: other ones install again, none keep what is there.
+ifneq ($(strip $(TORCH) $(FBGEMM)),)
+ifneq ($(strip $(TORCH) $(FBGEMM)),$(strip $(shell cat .venv/installed 2>/dev/null)))
+.venv/installed: FORCE
+endif
+endif
+
+# The order matters. torch comes first, since the others are chosen by its version and build, and is named again, so that
+# pip keeps it. fbgemm and torchrec come last and without dependencies: torchrec's metadata ask for fbgemm-gpu even on a
+# CPU and for torchmetrics 1.0.3, which it does not need, and while it is installed pip reports both in red at each call.
+.venv/installed: .venv/bin/pip pyproject.toml lightning_distrec/versions.py
+	@set -e; rm -f $@; \
+	torch=$$($(VERSIONS) torch "$(TORCH)"); \
+	echo "Installing $$torch (TORCH=torch==X.Y.Z chooses another). A CUDA build downloads several GB."; \
+	$(PIP) uninstall -y torchrec; \
+	$(PIP) install $$torch; \
+	torch=$$($(VERSIONS) torch); matching=$$($(VERSIONS) matching "$(FBGEMM)"); \
+	echo "Installing lightning_distrec and its dependencies."; \
+	$(PIP) install --editable '.[recipes,test]' $$torch; \
+	echo "Installing $$matching."; \
+	$(PIP) uninstall -y fbgemm-gpu fbgemm-gpu-cpu; \
+	$(PIP) install --no-deps $$matching; \
+	echo $(TORCH) $(FBGEMM) > $@; \
+	echo "Installed into .venv: $$torch $$matching."
+
+.PHONY: FORCE
+FORCE:
 
 # pip comes last into a new environment, so one that was interrupted half-way is made again.
 .venv/bin/pip:

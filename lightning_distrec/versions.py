@@ -1,23 +1,18 @@
-"""Which torch, fbgemm and torchrec belong together: the table, the check, and the installer that obeys it.
+"""Which versions of torch, fbgemm and torchrec match: the table, and the check at import.
 
-The three are compiled against each other, yet nothing in their metadata keeps them in step. This file needs only the
-standard library, so that it can install everything else:
+The three are compiled against each other, but their metadata do not say so. The Makefile asks this file what to
+install; it needs only the standard library, so that it runs before anything else is there:
 
-    python lightning_distrec/versions.py install    installs what is missing into this Python, in the order that works
-    python lightning_distrec/versions.py table      prints the table as Markdown
+    python lightning_distrec/versions.py torch [torch==X.Y.Z]     prints the torch to install
+    python lightning_distrec/versions.py matching [FBGEMM]        prints the fbgemm and torchrec for the installed torch
+    python lightning_distrec/versions.py table                    prints the table as Markdown
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import importlib
-import json
-import os
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -26,10 +21,10 @@ from typing import NamedTuple
 
 
 class Triple(NamedTuple):
-    """Versions that belong together. A minor stands for all of its patch releases."""
+    """Versions that match. A minor stands for all of its patch releases."""
 
     torch: str
-    """The minor, such as "2.13"."""
+    """The minor release, "2.13" for example."""
     fbgemm: str
     """The version to install."""
     torchrec: str
@@ -44,7 +39,7 @@ TRIPLES = (
 )
 
 DEFAULT_TORCH = "2.13.0"
-"""What the installer takes where no torch is installed and none is asked for."""
+"""What `make install` takes where no torch is installed and none is requested."""
 
 FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """fbgemm with and without CUDA. Both write the folder `fbgemm_gpu`, so only one can be installed."""
@@ -52,7 +47,7 @@ FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is installed; None is 'not installed'."""
+    """Installed versions; None: not installed."""
 
     torch: str | None = None
     torch_build: str = "cpu"
@@ -92,7 +87,7 @@ def minor(version: str) -> str:
 
 
 def supported() -> str:
-    """Return the table as one line of prose."""
+    """Return the table as one line of text."""
     return ", ".join(f"torch {t.torch} with fbgemm {minor(t.fbgemm)} and torchrec {minor(t.torchrec)}" for t in TRIPLES)
 
 
@@ -103,10 +98,10 @@ def markdown_table() -> str:
 
 
 def fbgemm_for(found: Found) -> str:
-    """Return the fbgemm package that fits the torch and this machine.
+    """Return the fbgemm package for the torch and this machine.
 
-    `fbgemm-gpu` needs a CUDA build of torch and, merely to be imported, the NVIDIA driver. Where the driver is missing,
-    the one that was already chosen stays: a login node or an image may be set up for machines that have it.
+    `fbgemm-gpu` needs a CUDA build of torch and, even to be imported, the NVIDIA driver. Where the driver is missing,
+    an installed `fbgemm-gpu` stays: a login node or an image may be set up for machines that have the driver.
     """
     if found.torch_build == "cuda" and (found.has_nvidia_driver or list(found.fbgemms) == ["fbgemm-gpu"]):
         return "fbgemm-gpu"
@@ -117,10 +112,10 @@ def fbgemm_for(found: Found) -> str:
 
 
 def require_matching_versions(*, on_cuda: bool = False) -> None:
-    """Return if the installed torch, fbgemm and torchrec belong together; none of them is imported.
+    """Check that the installed torch, fbgemm and torchrec match; none of them is imported.
 
-    on_cuda: the tables will live on a CUDA device.
-    Raises VersionError: one is missing, or they do not match. It names what was found, what matches, and what to run.
+    on_cuda: the tables are to be on a CUDA device.
+    Raises VersionError: one is missing, or they do not match. It says what is installed, what matches, and what to run.
     """
     problem = problem_with(find_installed(), on_cuda=on_cuda)
     if problem is not None:
@@ -130,7 +125,7 @@ def require_matching_versions(*, on_cuda: bool = False) -> None:
 
 
 def problem_with(found: Found, *, on_cuda: bool = False) -> str | None:
-    """Return what is wrong with the installed versions and how to mend it, or None if they belong together."""
+    """Return what is wrong with the installed versions and how to fix it, or None if they match."""
     triple = triple_for(found.torch or "")
     if triple is None:
         why = f"torch must be one of: {supported()}"
@@ -142,12 +137,12 @@ def problem_with(found: Found, *, on_cuda: bool = False) -> str | None:
     fbgemm = fbgemm_for(found)
     if len(found.fbgemms) > 1:
         other = next(name for name in FBGEMM_PACKAGES if name != fbgemm)
-        why = f"both fbgemm packages write the folder fbgemm_gpu and break each other, so {other} has to go"
+        why = f"both fbgemm packages write the folder fbgemm_gpu and break each other: {other} must be removed"
     elif found.fbgemm_cuda and found.torch_build == "cpu":
-        why = "fbgemm-gpu needs a CUDA build of torch and cannot be loaded beside a CPU build"
+        why = "fbgemm-gpu needs a CUDA build of torch and cannot be loaded with a CPU build"
     elif found.fbgemm_cuda and not found.has_nvidia_driver:
         fbgemm = "fbgemm-gpu-cpu"
-        why = "fbgemm-gpu cannot be loaded without the NVIDIA driver (libnvidia-ml.so.1), which this machine has not"
+        why = "fbgemm-gpu cannot be loaded without the NVIDIA driver (libnvidia-ml.so.1), which this machine lacks"
     elif found.fbgemm_cpu and on_cuda:
         fbgemm = "fbgemm-gpu"
         why = "fbgemm-gpu-cpu has no CUDA kernels, and the tables are to be on a CUDA device"
@@ -163,23 +158,23 @@ def problem_with(found: Found, *, on_cuda: bool = False) -> str | None:
     else:
         return None
 
-    matching = f"Torch {triple.torch} goes with {fbgemm} {minor(triple.fbgemm)} and torchrec {minor(triple.torchrec)}"
-    mend = f"python -m pip install --no-deps {fbgemm}=={triple.fbgemm} torchrec=={triple.torchrec}"
+    matching = f"Torch {triple.torch} needs {fbgemm} {minor(triple.fbgemm)} and torchrec {minor(triple.torchrec)}"
+    command = f"python -m pip install --no-deps {fbgemm}=={triple.fbgemm} torchrec=={triple.torchrec}"
     if set(found.fbgemms) - {fbgemm}:
-        # The one that goes takes files of the other along, so both go before the right one comes.
-        mend = f"python -m pip uninstall -y {' '.join(found.fbgemms)} && {mend}"
-    return _problem(found, f"{why}. {matching}", mend)
+        # Uninstalling one removes files of the other, so both are uninstalled before the right one is installed.
+        command = f"python -m pip uninstall -y {' '.join(found.fbgemms)} && {command}"
+    return _problem(found, f"{why}. {matching}", command)
 
 
-def _problem(found: Found, why: str, mend: str) -> str:
-    return f"Installed: {found}. These do not work together: {why}. To mend it, run:\n\n    {mend}\n"
+def _problem(found: Found, why: str, command: str) -> str:
+    return f"Installed: {found}. These versions do not match: {why}. To fix this, run:\n\n    {command}\n"
 
 
-# ------------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------------- what is installed
 
 
 def find_installed() -> Found:
-    """Read the versions from the packages' metadata; nothing of theirs is executed."""
+    """Read the versions from the packages' metadata, without importing the packages."""
     torch = _version_of("torch")
     return Found(
         torch=torch,
@@ -192,7 +187,7 @@ def find_installed() -> Found:
 
 
 def build_of(torch_version: str, version_file: str) -> str:
-    """Return "cpu", "cuda" or "rocm", from torch's version and, where that is silent, the text of torch/version.py."""
+    """Return "cpu", "cuda" or "rocm", from torch's version or, without a suffix there, from the text of torch/version.py."""
     local = torch_version.partition("+")[2]
     for prefix, build in (("cpu", "cpu"), ("cu", "cuda"), ("rocm", "rocm")):
         if local.startswith(prefix):
@@ -222,160 +217,66 @@ def _version_of(package: str) -> str | None:
 
 def _has_nvidia_driver() -> bool:
     try:
-        ctypes.CDLL("libnvidia-ml.so.1")  # fbgemm-gpu is linked against it, so this asks just what the import will ask
+        ctypes.CDLL("libnvidia-ml.so.1")  # fbgemm-gpu is linked against it: its import needs the same
     except OSError:
         return False
     return True
 
 
-# ------------------------------------------------------------------------------------------------------- installing
-
-ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "recipes,test"
+# ------------------------------------------------------------------------------------------------- what to install
 
 
-class Step(NamedTuple):
-    """One call of pip, and what the user reads while it runs."""
+def torch_to_install(found: Found, wanted: str) -> str:
+    """Return the torch to install, as "torch==2.13.0": the wanted, else the installed, else the default one.
 
-    says: str
-    pip: tuple[str, ...]
-
-
-def plan_install(
-    found: Found, wanted_torch: str | None, wanted_fbgemm: str | None = None, *, project_is_current: bool = False
-) -> list[Step]:
-    """Return the calls of pip that lead from `found` to a matching set.
-
-    wanted_torch: "torch==2.14.0", or None where any torch of the table will do.
-    wanted_fbgemm: one of FBGEMM_PACKAGES, or None for the one that fits.
-    project_is_current: this package and its dependencies were installed from the pyproject.toml that is here now.
-    If torch is to be installed, that is the only step: the others depend on its build, so plan again after it.
-    Raises ValueError: no step leads there; the text says why and what to do.
+    wanted: "torch==X.Y.Z", or empty. Raises ValueError: it is no single version, or none of the table's.
     """
-    wanted = _parse_wanted_torch(wanted_torch)
-    if found.torch is None or wanted not in (None, found.torch, found.torch.partition("+")[0]):
-        version = wanted or DEFAULT_TORCH
-        chosen = "the one TORCH asks for" if wanted else "TORCH=torch==X.Y.Z chooses another"
-        says = f"Installing torch {version} ({chosen}). A CUDA build downloads several GB."
-        return [Step(says, ("install", f"torch=={version}"))]
-    triple = triple_for(found.torch)
-    if triple is None or found.torch_build == "rocm":
-        raise ValueError(problem_with(found))
-    fbgemm = _parse_wanted_fbgemm(wanted_fbgemm, found) or fbgemm_for(found)
-
-    steps = []
-    unwanted = sorted(set(found.fbgemms) - {fbgemm})
-    if unwanted:
-        says = f"Uninstalling {' and '.join(found.fbgemms)}: {fbgemm} is to be the only fbgemm."
-        steps.append(Step(says, ("uninstall", "-y", *found.fbgemms)))
-    if not project_is_current:
-        if found.torchrec:
-            # torchrec's metadata pins torchmetrics==1.0.3 and asks for fbgemm-gpu by name. It works without either, but
-            # while it is installed every pip call that resolves dependencies reports both as conflicts, in red.
-            steps.append(Step("Taking torchrec out while the others come in.", ("uninstall", "-y", "torchrec")))
-        says = f"Installing lightning_distrec and what it needs (extras: {EXTRAS.replace(',', ', ')})."
-        # Naming the torch that is there keeps pip from replacing it.
-        steps.append(Step(says, ("install", "-e", f".[{EXTRAS}]", f"torch=={found.torch}")))
-
-    missing = []
-    if unwanted or minor(found.fbgemms.get(fbgemm, "")) != minor(triple.fbgemm):
-        missing.append(f"{fbgemm}=={triple.fbgemm}")
-    if not project_is_current or minor(found.torchrec or "") != minor(triple.torchrec):
-        missing.append(f"torchrec=={triple.torchrec}")
-    if missing:
-        says = f"Installing {' and '.join(missing).replace('==', ' ')}, {_reason_for(fbgemm, found)}."
-        steps.append(Step(says, ("install", "--no-deps", *missing)))
-    return steps
-
-
-def install() -> int:
-    """Carry out `plan_install` on this Python; returns the exit status."""
-    wanted = os.environ.get("TORCH") or None, os.environ.get("FBGEMM") or None
-    stamp_file = Path(sys.prefix, "lightning_distrec.json")
-    while True:
-        before = find_installed()
-        try:
-            steps = plan_install(before, *wanted, project_is_current=_read(stamp_file) == _stamp(before))
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
-        for step in steps:
-            print(step.says, flush=True)
-            if _run_pip(step.pip) != 0:
-                print(f"Stopped: 'pip {' '.join(step.pip)}' failed; its reason is above.", file=sys.stderr)
-                return 1
-        importlib.invalidate_caches()
-        found = find_installed()
-        if found.torch == before.torch:
-            break  # else a new torch is there, and what goes with it is planned now
-    stamp_file.write_text(json.dumps(_stamp(found), indent=2) + "\n")
-    print(f"Installed: {found}." if steps else f"Nothing to install, all is here: {found}.")
-    return 0
-
-
-def _run_pip(arguments: Sequence[str]) -> int:
-    """Run pip, silent but for errors, and say every half minute that it is still at work; returns its exit status."""
-    silent = ("-qq", "--disable-pip-version-check", "--no-input")
-    process = subprocess.Popen([sys.executable, "-m", "pip", *arguments, *silent], cwd=ROOT)
-    start = time.monotonic()
-    while True:
-        try:
-            return process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            print(f"  still at it after {time.monotonic() - start:.0f} s", flush=True)
-
-
-def _stamp(found: Found) -> dict[str, str]:
-    """Return what the installed project depends on: while this is the same, it need not be installed again."""
-    pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    return {"root": str(ROOT), "pyproject_sha256": pyproject, "torch": found.torch or ""}
-
-
-def _read(stamp_file: Path) -> object:
-    try:
-        return json.loads(stamp_file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _parse_wanted_torch(wanted: str | None) -> str | None:
-    if wanted is None:
-        return None
+    if not wanted:
+        return f"torch=={found.torch or DEFAULT_TORCH}"
     match = re.fullmatch(r"torch==(\d+\.\d+\.\d+\S*)", wanted.strip())
     if match is None:
-        raise ValueError(f"TORCH={wanted!r} names no single version. Write it like TORCH=torch=={DEFAULT_TORCH}.")
+        raise ValueError(f"TORCH={wanted!r} names no single version. Write it as TORCH=torch=={DEFAULT_TORCH}.")
     if triple_for(match[1]) is None:
-        raise ValueError(f"TORCH={wanted!r}: nothing is known to go with it. Take one of: {supported()}.")
-    return match[1]
+        raise ValueError(f"TORCH={wanted!r} has no matching fbgemm in the table. Use one of: {supported()}.")
+    return f"torch=={match[1]}"
 
 
-def _parse_wanted_fbgemm(wanted: str | None, found: Found) -> str | None:
-    if wanted not in (None, *FBGEMM_PACKAGES):
-        raise ValueError(f"FBGEMM={wanted!r} is no fbgemm package. Take one of: {', '.join(FBGEMM_PACKAGES)}.")
-    if wanted == "fbgemm-gpu" and found.torch_build == "cpu":
+def matching(found: Found, wanted_fbgemm: str) -> list[str]:
+    """Return the fbgemm and torchrec that match the installed torch, as pip's requirements.
+
+    wanted_fbgemm: one of FBGEMM_PACKAGES, or empty for the one that `fbgemm_for` chooses.
+    Raises ValueError: torch is not one of the table's, or the wanted fbgemm does not work with it.
+    """
+    triple = triple_for(found.torch or "")
+    if triple is None or found.torch_build == "rocm":
+        raise ValueError(problem_with(found))
+    if wanted_fbgemm not in ("", *FBGEMM_PACKAGES):
+        raise ValueError(f"FBGEMM={wanted_fbgemm!r} is no fbgemm package. Use one of: {', '.join(FBGEMM_PACKAGES)}.")
+    if wanted_fbgemm == "fbgemm-gpu" and found.torch_build == "cpu":
         raise ValueError(
-            f"FBGEMM={wanted!r} cannot be loaded beside torch {found.torch}, which is a CPU build. "
-            "Install a CUDA build of torch first, or leave FBGEMM unset."
+            f"FBGEMM={wanted_fbgemm!r} cannot be loaded with torch {found.torch}, which is a CPU build. Install a CUDA "
+            "build of torch first, or leave FBGEMM unset."
         )
-    return wanted
-
-
-def _reason_for(fbgemm: str, found: Found) -> str:
-    reason = f"made for torch {found.torch}, which is a {found.torch_build.upper()} build"
-    if fbgemm == "fbgemm-gpu-cpu" and found.torch_build == "cuda" and not found.has_nvidia_driver:
-        reason += ". There is no NVIDIA driver here, so this fbgemm runs on CPU only; for GPUs set FBGEMM=fbgemm-gpu"
-    return reason
+    return [f"{wanted_fbgemm or fbgemm_for(found)}=={triple.fbgemm}", f"torchrec=={triple.torchrec}"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `install` or `table`; returns the exit status."""
-    if list(arguments) == ["table"]:
-        print(markdown_table())
-        return 0
-    if list(arguments) == ["install"]:
-        return install()
-    print(__doc__, file=sys.stderr)
-    return 2
+    """Print what the arguments ask for; returns the exit status."""
+    command, wanted = (*arguments, "", "")[:2]
+    try:
+        if command == "torch":
+            print(torch_to_install(find_installed(), wanted))
+        elif command == "matching":
+            print(*matching(find_installed(), wanted))
+        elif command == "table":
+            print(markdown_table())
+        else:
+            print(__doc__, file=sys.stderr)
+            return 2
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ STILL_LONG: set[str] = {
     "lightning_distrec/strategies/checkpoints/checkpointing.py",
     "lightning_distrec/strategies/checkpoints/optimizer_state.py",
     "lightning_distrec/strategies/torchrec.py",
-    "lightning_distrec/versions.py",
 }
 """Folders and files to be parted."""
 
