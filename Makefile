@@ -50,8 +50,7 @@ endif
 # pip keeps it. fbgemm and torchrec come last and without dependencies: torchrec's metadata ask for fbgemm-gpu even on a
 # CPU and for torchmetrics 1.0.3, which it does not need, and while it is installed pip reports both in red at each call.
 .venv/installed: .venv/bin/pip pyproject.toml lightning_distrec/versions.py
-	@set -e; rm -f $@; \
-	torch=$$($(VERSIONS) torch "$(TORCH)"); \
+	@set -e; torch=$$($(VERSIONS) torch "$(TORCH)"); rm -f $@; \
 	echo "Installing $$torch (TORCH=torch==X.Y.Z chooses another). A CUDA build downloads several GB."; \
 	$(PIP) uninstall -y torchrec; \
 	$(PIP) install $$torch; \

@@ -187,7 +187,7 @@ def find_installed() -> Found:
 
 
 def build_of(torch_version: str, version_file: str) -> str:
-    """Return "cpu", "cuda" or "rocm", from torch's version or, without a suffix there, from the text of torch/version.py."""
+    """Return "cpu", "cuda" or "rocm", from torch's version or, if it has no suffix, the text of torch/version.py."""
     local = torch_version.partition("+")[2]
     for prefix, build in (("cpu", "cpu"), ("cu", "cuda"), ("rocm", "rocm")):
         if local.startswith(prefix):

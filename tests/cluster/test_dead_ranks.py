@@ -17,7 +17,7 @@ from tests.support.ranks import FAREWELL_SECONDS, RankFailed, rank_and_num_ranks
 from tests.support.slurm import Slurm
 
 NUM_RANKS = 3
-GONE = "rank 1 has ended in the middle of it all: its process is gone"
+GONE = "rank 1 has died: its process is gone"
 STOPPED = "rank 1 has been stopped for 3 s"
 
 
@@ -26,7 +26,7 @@ def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_run, NUM_RANKS, kind, str(folder), options)
     deadline = time.monotonic() + FAREWELL_SECONDS
-    while left := processes_with("watchdog_process.py", str(folder)):
+    while left := processes_with("watchdog/process", str(folder)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     said = re.split(r"^--- rank (\d+) ", str(failed.value), flags=re.MULTILINE)[1:]
@@ -83,7 +83,7 @@ def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
 
 def test_ranks_that_exchange_different_things_are_told_where_each_is(tmp_path: Path) -> None:
     said = _fails(tmp_path, "collective in a step", timeout_seconds=6)
-    told = re.search(r"RankError: an exchange has failed. The ranks: (.*)", "\n".join(said.values()))
+    told = re.search(r"RankError: a collective failed. Where the ranks are: (.*)", "\n".join(said.values()))
     assert told is not None, said
     parted = told[1]
     pattern = r"rank 1: (?:has failed at )?train batch 3, exchanges [\d/]+/1, faulty_script.py:\d+ in _collective"
@@ -106,4 +106,4 @@ def test_under_slurm_it_is_named_with_its_node(slurm: Slurm, tmp_path: Path) -> 
     script = [sys.executable, "-m", "tests.support.faulty_script", "kill in a step"]
     done = slurm.srun(["-N2", "-n2"], script, env=environment)
     assert done.returncode
-    assert "RankError: rank 1 on node2 has ended in the middle of it all" in done.stderr, done.stderr[-3000:]
+    assert "RankError: rank 1 on node2 has died" in done.stderr, done.stderr[-3000:]

@@ -9,17 +9,18 @@ from dataclasses import asdict, replace
 import pytest
 from torch.distributed import DistNetworkError
 
-from lightning_distrec.cluster.watchdog.watchdog import is_of_network, place_of
-from lightning_distrec.cluster.watchdog.watchdog_process import TICK_SECONDS, Hub, Setting, State, Word
+from lightning_distrec.cluster.watchdog.process.hub import Hub
+from lightning_distrec.cluster.watchdog.process.messages import TICK_SECONDS, HubMessage, RankState, Settings
+from lightning_distrec.cluster.watchdog.watchdog import is_of_network, location_of
 from lightning_distrec.errors import RankError
 
-SETTING = Setting(0, 1, ["a", "a", "b"], "127.0.0.1", 0, "a secret", 3.0, 20.0)
-RUNS = [State(rank, begun=1, place="x.py:1", progress="batch 1") for rank in range(3)]
+SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, "a secret", 3.0, 20.0)
+RUNS = [RankState(rank, started=1, location="x.py:1", progress="batch 1") for rank in range(3)]
 
 
-async def _hear(states: list[State], num_ticks: int, token: str) -> tuple[Word, list[str]]:
+async def _receive(states: list[RankState], num_ticks: int, token: str) -> tuple[HubMessage, list[str]]:
     said: list[str] = []
-    hub = Hub(SETTING, said.append)
+    hub = Hub(SETTINGS, said.append)
     port = await hub.open()
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in states]
     for (_, writer), state in zip(connections, states, strict=True):
@@ -29,7 +30,7 @@ async def _hear(states: list[State], num_ticks: int, token: str) -> tuple[Word, 
     for _ in range(num_ticks):
         hub.tick()
         for (_, writer), state in zip(connections, states, strict=True):
-            if not state.place.startswith("silent"):
+            if not state.location.startswith("silent"):
                 writer.write(f"{json.dumps(asdict(state))}\n".encode())
         await asyncio.sleep(0.005)
     lines = b""
@@ -38,7 +39,7 @@ async def _hear(states: list[State], num_ticks: int, token: str) -> tuple[Word, 
     for _, writer in connections:
         writer.close()
         await writer.wait_closed()
-    return Word(**json.loads(lines.splitlines()[-1])) if lines else Word(), said
+    return HubMessage(**json.loads(lines.splitlines()[-1])) if lines else HubMessage(), said
 
 
 async def _at_once(reader: asyncio.StreamReader) -> bytes:
@@ -47,18 +48,18 @@ async def _at_once(reader: asyncio.StreamReader) -> bytes:
     return b""
 
 
-def _verdict(*states: State, num_ticks: int = 1) -> str:
-    return asyncio.run(_hear(list(states), num_ticks, SETTING.token))[0].verdict
+def _verdict(*states: RankState, num_ticks: int = 1) -> str:
+    return asyncio.run(_receive(list(states), num_ticks, SETTINGS.token))[0].verdict
 
 
 ENDED = [replace(state, ended=1) for state in RUNS]
 CASES = {
     "all run": (RUNS, ""),
-    "one is gone": ([*RUNS[:2], replace(RUNS[2], is_gone=True)], "rank 2 on b has ended in the middle"),
+    "one is gone": ([*RUNS[:2], replace(RUNS[2], is_gone=True)], "rank 2 on b has died"),
     "one is gone, and the others do not need it": ([*ENDED[:2], replace(ENDED[2], is_gone=True)], ""),
     "one has left between two runs, the others go on": (
-        [replace(RUNS[0], begun=2, ended=1), replace(RUNS[1], begun=2, ended=1), replace(ENDED[2], is_gone=True)],
-        "rank 2 on b has ended",
+        [replace(RUNS[0], started=2, ended=1), replace(RUNS[1], started=2, ended=1), replace(ENDED[2], is_gone=True)],
+        "rank 2 on b has died",
     ),
     "one is stopped": ([RUNS[0], replace(RUNS[1], is_stopped=True), RUNS[2]], "rank 1 on a has been stopped for 3 s"),
     "one is stopped between two runs": ([*ENDED[:2], replace(ENDED[2], is_stopped=True)], ""),
@@ -77,18 +78,18 @@ CASES = {
             replace(RUNS[1], failed=1, failure="RuntimeError: closed"),
             replace(RUNS[2], is_gone=True),
         ],
-        "rank 2 on b has ended in the middle",
+        "rank 2 on b has died",
     ),
     "one has failed, another repeats that and is gone": (
         [RUNS[0], replace(RUNS[1], failed=1, is_gone=True), replace(RUNS[2], failed=1, failure="ValueError: no")],
         "rank 2 on b failed: ValueError: no",
     ),
     "one goes on with another run after a failure that it caught": (
-        [replace(RUNS[0], begun=2, failed=1, failure="ValueError: no"), RUNS[1], RUNS[2]],
+        [replace(RUNS[0], started=2, failed=1, failure="ValueError: no"), RUNS[1], RUNS[2]],
         "rank 0 on a failed: ValueError: no",
     ),
     "one was stopped, and ended for it, as another was": (
-        [RUNS[0], *(replace(state, ended_for="rank 2 on b has been stopped", is_gone=True) for state in RUNS[1:])],
+        [RUNS[0], *(replace(state, killed_for="rank 2 on b has been stopped", is_gone=True) for state in RUNS[1:])],
         "rank 2 on b has been stopped",
     ),
     "one is not watched any more": ([*RUNS[:2], replace(RUNS[2], is_closed=True, is_gone=True)], ""),
@@ -104,25 +105,26 @@ def test_who_holds_the_others_up(case: str) -> None:
 
 
 def test_who_is_silent_for_longer_than_the_limit_holds_the_others_up() -> None:
-    states = (RUNS[0], RUNS[1], replace(RUNS[2], place="silent"))
-    limit = round(SETTING.limit_seconds / TICK_SECONDS)
+    states = (RUNS[0], RUNS[1], replace(RUNS[2], location="silent"))
+    limit = round(SETTINGS.silence_seconds / TICK_SECONDS)
     assert _verdict(*states, num_ticks=limit) == ""
-    assert _verdict(*states, num_ticks=limit + 2).startswith("rank 2 on b has not been heard of for 3 s")
+    assert _verdict(*states, num_ticks=limit + 2).startswith("rank 2 on b has been silent for 3 s")
 
 
 def test_where_ranks_are_is_said_when_none_gets_on_and_they_differ() -> None:
-    num_ticks = round(2.5 * SETTING.still_seconds / TICK_SECONDS)
-    parted = [*RUNS[:2], replace(RUNS[2], place="y.py:7 in f (all_reduce)")]
-    _, said = asyncio.run(_hear(parted, num_ticks, SETTING.token))
+    num_ticks = round(2.5 * SETTINGS.stall_seconds / TICK_SECONDS)
+    parted = [*RUNS[:2], replace(RUNS[2], location="y.py:7 in f (all_reduce)")]
+    _, said = asyncio.run(_receive(parted, num_ticks, SETTINGS.token))
     assert said == [
-        "No rank has got on for 20 s: ranks 0, 1: batch 1, x.py:1; rank 2 on b: batch 1, y.py:7 in f (all_reduce)."
+        "No rank has made progress for 20 s. Where they are: ranks 0, 1: batch 1, x.py:1; "
+        "rank 2 on b: batch 1, y.py:7 in f (all_reduce)."
     ], "once, and not again before the time has doubled"
-    assert asyncio.run(_hear(RUNS, num_ticks, SETTING.token))[1] == [], "all are in the same long call"
+    assert asyncio.run(_receive(RUNS, num_ticks, SETTINGS.token))[1] == [], "all are in the same long call"
 
 
 def test_a_stranger_is_not_listened_to() -> None:
-    word, _ = asyncio.run(_hear([replace(RUNS[0], is_gone=True), RUNS[1]], 1, "another secret"))
-    assert word == Word()
+    message, _ = asyncio.run(_receive([replace(RUNS[0], is_gone=True), RUNS[1]], 1, "another secret"))
+    assert message == HubMessage()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_place_is_the_users_own_line_and_what_it_called_there() -> None:
     seen: list[str] = []
 
     def look(*_: object) -> str:
-        seen.append(place_of(sys._getframe(1)))
+        seen.append(location_of(sys._getframe(1)))
         return "{}"
 
     json.dumps({}, cls=lambda **_: type("Encoder", (), {"encode": look})())

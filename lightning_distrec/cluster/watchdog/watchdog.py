@@ -1,4 +1,4 @@
-"""A rank's side of the watch over all: when it begins and ends to need the others, and why they do not answer."""
+"""A rank's side of the watchdog: it reports when runs start, end and fail, and asks why a collective failed."""
 
 import contextlib
 import json
@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from torch.distributed import DistError, Store
 
-from lightning_distrec.cluster.watchdog import watchdog_process
-from lightning_distrec.cluster.watchdog.watchdog_process import Setting
+from lightning_distrec.cluster.watchdog import process
+from lightning_distrec.cluster.watchdog.process.messages import Settings
 from lightning_distrec.errors import RankError
 
 KEY = "watchdog"
-STILL_SECONDS = 60.0
+STALL_SECONDS = 60.0
 ANSWER_SECONDS = 5.0
-ANSWER_LENGTH = 500
-# What torch raises, as a plain RuntimeError, where another rank is gone or does not come.
-OF_NETWORK = (
+MAX_FAILURE_LENGTH = 500
+NETWORK_ERRORS = (
     "gloo",
     "nccl",
     "closed by peer",
@@ -33,15 +33,16 @@ OF_NETWORK = (
     "broken pipe",
     "timed out",
 )
-NOT_THE_USERS = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
+"""Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
+NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))
 
 
 class Watchdog:
-    """Watches over all ranks, by a small process beside each of them; see watchdog_process.
+    """Watches over all ranks, by a small process for each of them; see process/monitor.py.
 
-    Collective: all ranks make one together, with the store that they have met at. limit_seconds: a rank that has been
-    stopped for so long, or was not heard of, ends the others. still_seconds: after so long in which no rank gets on, it
-    is said where they are.
+    Collective: all ranks make one, with the store of their rendezvous. silence_seconds: a rank that is stopped or
+    silent for this time makes the others abort. stall_seconds: after this time without progress on any rank, a line
+    says where they are.
     """
 
     def __init__(
@@ -49,95 +50,93 @@ class Watchdog:
         rank: int,
         host: str,
         store: Store,
-        limit_seconds: float,
+        silence_seconds: float,
         nodes: Sequence[str] = (),
-        still_seconds: float = STILL_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        self._begun = self._asked = 0
-        self._answered = threading.Event()
+        self._started = self._questions = 0
+        self._has_answer = threading.Event()
         self._answer: dict[str, str] = {}
         self._progress: Callable[[], str] = str
         self._main = threading.main_thread().ident or 0
         port, token = (0, secrets.token_hex(8)) if rank == 0 else json.loads(store.get(KEY))
-        setting = Setting(rank, os.getpid(), list(nodes), host, port, token, limit_seconds, still_seconds)
+        settings = Settings(rank, os.getpid(), list(nodes), host, port, token, silence_seconds, stall_seconds)
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(asdict(setting))],
+            [sys.executable, "-I", "-S", str(Path(process.__file__).parent), json.dumps(asdict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
+        self._to_process: IO[bytes] = self._process.stdin  # type: ignore[assignment]  # a pipe, never None
+        self._from_process: IO[bytes] = self._process.stdout  # type: ignore[assignment]
+        os.set_blocking(self._to_process.fileno(), False)
         if rank == 0:
-            store.set(KEY, json.dumps([int(self._process.stdout.readline()), token]))
-        threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
+            store.set(KEY, json.dumps([int(self._from_process.readline()), token]))
+        threading.Thread(target=self._receive, name="watchdog", daemon=True).start()
 
-    def begin(self, progress: Callable[[], str]) -> None:
-        """This rank begins a run, in which it needs the others. progress: called by another thread; how far it is."""
+    def start_run(self, progress: Callable[[], str]) -> None:
+        """Report that a run starts. progress: returns how far the run is; called by another thread."""
         self._progress = progress
-        self._begun += 1
-        self._tell(begun=self._begun)
+        self._started += 1
+        self._send(started=self._started)
 
-    def end(self) -> None:
-        """This rank has come to the end of its run."""
-        self._tell(ended=self._begun)
+    def end_run(self) -> None:
+        """Report that the run has ended."""
+        self._send(ended=self._started)
 
     def explain(self, failure: BaseException) -> RankError | None:
-        """This rank's run has failed. Return why, if that is with another rank, and tell the others if it is not."""
-        said = None
+        """Report that the run has failed. Return why, if another rank is the cause; if not, the others are informed."""
+        reason = None
         if is_of_network(failure):
-            self._asked += 1
-            self._tell(asked=self._asked)
-            if self._answered.wait(ANSWER_SECONDS):
-                verdict, places = self._answer["verdict"], self._answer["places"]
-                said = f"{verdict}." if verdict else f"an exchange has failed. The ranks: {places}."
-            self._answered.clear()
-        is_repeated = said is not None or isinstance(failure, RankError)
-        text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:ANSWER_LENGTH]
-        self._tell(failed=self._begun, failure=text)
-        return None if said is None else RankError(said)
+            self._questions += 1
+            self._send(questions=self._questions)
+            if self._has_answer.wait(ANSWER_SECONDS):
+                verdict, locations = self._answer["verdict"], self._answer["locations"]
+                reason = f"{verdict}." if verdict else f"a collective failed. Where the ranks are: {locations}."
+            self._has_answer.clear()
+        is_repeated = reason is not None or isinstance(failure, RankError)
+        text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:MAX_FAILURE_LENGTH]
+        self._send(failed=self._started, failure=text)
+        return None if reason is None else RankError(reason)
 
     def close(self) -> None:
-        """Watch no more; this process goes on."""
-        self._tell(is_closed=True)
+        """Stop watching; this process goes on."""
+        self._send(is_closed=True)
 
-    def _tell(self, **changes: object) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # who is watched must not fail because the watch does
-            self._process.stdin.write(json.dumps(changes).encode() + b"\n")
+    def _send(self, **changes: object) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a rank must not fail because its watchdog does
+            self._to_process.write(json.dumps(changes).encode() + b"\n")
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            said = json.loads(line)
-            if "question" in said:
-                self._tell(question=said["question"], place=self._place(), progress=self._progress())
+    def _receive(self) -> None:
+        for line in self._from_process:
+            message = json.loads(line)
+            if "survey" in message:
+                self._send(survey=message["survey"], location=self._location(), progress=self._progress())
             else:
-                self._answer = said
-                self._answered.set()
+                self._answer = message
+                self._has_answer.set()
 
-    def _place(self) -> str:
-        frames = sys._current_frames()  # noqa: SLF001  documented, whatever its name looks like
-        return place_of(frames[self._main]) if self._main in frames else ""
+    def _location(self) -> str:
+        frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
+        return location_of(frames[self._main]) if self._main in frames else ""
 
 
 def is_of_network(failure: BaseException) -> bool:
-    """Whether an exception may be another rank's doing: torch and gloo raise what they say in words alone."""
+    """Whether another rank may have caused an exception. torch and gloo have no classes for that, only texts."""
     if isinstance(failure, RankError):
         return False
     words = str(failure).lower()
     return isinstance(failure, DistError | ConnectionError) or (
-        isinstance(failure, RuntimeError) and any(word in words for word in OF_NETWORK)
+        isinstance(failure, RuntimeError) and any(word in words for word in NETWORK_ERRORS)
     )
 
 
-def place_of(frame: FrameType) -> str:
-    """Return where a thread is: the innermost line of the user's own, and what it has called there."""
+def location_of(frame: FrameType) -> str:
+    """Return where a thread is: the innermost line of the user's code, and what it has called there."""
     inner = frame.f_code.co_name
     at: FrameType | None = frame
     while at is not None and (
-        at.f_code.co_filename.startswith("<") or any(part in at.f_code.co_filename for part in NOT_THE_USERS)
+        at.f_code.co_filename.startswith("<") or any(part in at.f_code.co_filename for part in NOT_USER_CODE)
     ):
         at = at.f_back
     own = frame if at is None else at

@@ -42,7 +42,7 @@ def watched(trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[
         if _of_this_process is None:
             raise
         if isinstance(failure, SystemExit) and all_leave():
-            _of_this_process.end()
+            _of_this_process.end_run()
             raise
         if (why := _of_this_process.explain(failure)) is not None:
             raise why from failure
@@ -50,12 +50,12 @@ def watched(trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[
     finally:
         _run = None
     if _of_this_process is not None:
-        _of_this_process.end()
+        _of_this_process.end_run()
 
 
 def _begin(watchdog: Watchdog, trainer: Trainer) -> None:
     still_there = weakref.ref(trainer)  # the watchdog stays, and a trainer holds shards
-    watchdog.begin(lambda: "" if (of := still_there()) is None else progress_of(of))
+    watchdog.start_run(lambda: "" if (of := still_there()) is None else progress_of(of))
 
 
 def progress_of(trainer: Trainer) -> str:

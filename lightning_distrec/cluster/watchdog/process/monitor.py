@@ -1,0 +1,183 @@
+"""The process that watches over one rank: it sees it die or stop, and learns of the others from rank 0's process.
+
+It is a process and not a thread: a thread would stop with its rank, and would wait for the interpreter while a long
+call into C holds that.
+
+Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one answers with
+its verdict: which rank the others wait for without end, and why. State and verdict are sent in full each time, so that
+a lost connection is simply opened again. A rank that still waits for a dead one after GRACE_SECONDS is killed, since
+nothing else ends a call that waits for the network; a rank that got an exception ends by itself before that.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+from .hub import Hub
+from .messages import (
+    ANSWER_SECONDS,
+    MAX_LINE_BYTES,
+    TICK_SECONDS,
+    HubMessage,
+    RankState,
+    Settings,
+    as_line,
+    num_ticks,
+)
+
+GRACE_SECONDS = 5.0
+LINGER_SECONDS = 10.0
+"""How long rank 0's process stays after its rank has ended, so that the others get its verdict."""
+
+
+class Monitor:
+    """Watches over one rank, whose stdin and stdout lead here: it sends its state, and receives answers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._hub = None if settings.port else Hub(settings, self._log)
+        self._state = RankState(settings.rank)
+        self._from_hub = HubMessage()
+        self._writer: asyncio.StreamWriter | None = None
+        self._input = b""
+        self._ticks_since_message = self._ticks_stopped = self._ticks_blocked = 0
+        self._questions = self._answered = 0
+        self._surveys_sent = 0
+
+    async def run(self) -> None:
+        """Watch until the rank ends."""
+        port = self._settings.port
+        if self._hub is not None:
+            port = await self._hub.open()
+            _send_to_rank(port)
+        os.set_blocking(0, False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(0, self._read)
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(self._settings.pid)
+                loop.add_reader(pidfd, self._rank_is_gone, pidfd)
+        connection = asyncio.create_task(self._connect("127.0.0.1" if self._hub else self._settings.host, port))
+        while not (self._state.is_gone or self._state.is_closed):
+            await asyncio.sleep(TICK_SECONDS)
+            self._tick()
+        linger = num_ticks(LINGER_SECONDS)
+        while self._hub is not None and self._hub.is_needed and linger > 0:
+            await asyncio.sleep(TICK_SECONDS)
+            self._hub.tick()
+            linger -= 1
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                await self._writer.drain()
+                self._writer.close()
+                await self._writer.wait_closed()
+        connection.cancel()
+
+    def _tick(self) -> None:
+        self._ticks_since_message += 1
+        if os.getppid() != self._settings.pid:
+            self._rank_is_gone()
+        self._ticks_stopped = self._ticks_stopped + 1 if _is_stopped(self._settings.pid) else 0
+        self._change(is_stopped=self._ticks_stopped * TICK_SECONDS > self._settings.silence_seconds)
+        self._send()
+        if self._hub is not None:
+            self._hub.tick()
+        self._react()
+        self._ticks_blocked = self._ticks_blocked + 1 if self._verdict and self._state.is_running else 0
+        if self._ticks_blocked * TICK_SECONDS > GRACE_SECONDS:
+            self._change(killed_for=self._verdict)
+            self._log(f"Terminating this rank: {self._verdict}, and this rank would wait forever.")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._settings.pid, signal.SIGKILL)
+
+    @property
+    def _verdict(self) -> str:
+        silence = self._settings.silence_seconds
+        if self._writer is not None and self._ticks_since_message * TICK_SECONDS > silence:
+            return (
+                f"{self._settings.name(0)} has been silent for {silence:g} s: its machine or the network to it is down"
+            )
+        return self._from_hub.verdict
+
+    async def _connect(self, host: str, port: int) -> None:
+        """Keep a connection to rank 0's process, and receive its messages."""
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                reader, self._writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
+                self._writer.write(f"{self._settings.token}\n".encode())
+                self._send()
+                async for line in reader:
+                    self._from_hub = HubMessage(**json.loads(line))
+                    self._ticks_since_message = 0
+                    self._react()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _send(self) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(as_line(self._state))
+
+    def _change(self, **changes: object) -> None:
+        before, self._state = self._state, replace(self._state, **changes)  # type: ignore[arg-type]
+        if self._state != before:
+            self._send()
+
+    def _rank_is_gone(self, pidfd: int | None = None) -> None:
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+        self._change(is_gone=True)
+
+    def _read(self) -> None:
+        """Receive what the rank sends: the fields of its state that have changed."""
+        try:
+            read = os.read(0, 1 << 16)
+        except BlockingIOError:
+            return
+        if not read:
+            asyncio.get_running_loop().remove_reader(0)  # the rank is ending
+            return
+        *lines, self._input = (self._input + read).split(b"\n")
+        for line in lines:
+            self._change(**json.loads(line))
+        if self._state.questions > self._questions:
+            self._questions = self._state.questions
+            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._answer)
+        self._react()
+
+    def _react(self) -> None:
+        """Pass on to the rank a new survey, and the verdict if the rank has asked for it."""
+        if self._from_hub.survey > self._surveys_sent:
+            self._surveys_sent = self._from_hub.survey
+            _send_to_rank({"survey": self._surveys_sent})
+        if self._verdict and self._state.questions > self._answered:
+            self._answer()
+
+    def _answer(self) -> None:
+        if self._state.questions > self._answered:
+            self._answered = self._state.questions
+            _send_to_rank({"verdict": self._verdict, "locations": self._from_hub.locations})
+
+    def _log(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"[rank: {self._settings.rank}] {line}\n".encode())
+
+
+def _send_to_rank(message: object) -> None:
+    with contextlib.suppress(OSError):  # the rank may be gone
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def main(settings: str) -> None:
+    """Watch over a rank. settings: as JSON."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_IGN)  # they are meant for the rank, with which this process ends
+    asyncio.run(Monitor(Settings(**json.loads(settings))).run())
