@@ -358,7 +358,7 @@ BREAKAGES = (
         r"if \w+\(\w+\) != before\.get\(.*:",
         "if False:",
         "A step that writes to a gathered weight loses what it wrote, without a word.",
-        ("multiprocess/test_fsdp_settings.py",),
+        ("multiprocess/test_fsdp_traps.py",),
     ),
     Breakage(
         "overflow-on-one-rank",
@@ -391,7 +391,7 @@ BREAKAGES = (
         r"return 1 \+ \(self\._factor - 1\) \* step / self\._warmup_steps",
         "return self._factor",
         "ScaledLearningRate has no warm-up.",
-        ("unit/test_scaled_learning_rate.py",),
+        ("unit/test_scaled_learning_rate.py", "multiprocess/test_scaled_learning_rate.py"),
     ),
     Breakage(
         "samples-per-second",

@@ -54,6 +54,8 @@ def test_tables_built_on_meta_start_alike_on_any_ranks_and_cuts_and_rows_differ(
         bound = 1 / len(rows) ** 0.5  # the config's default: uniform in +-1/sqrt(rows)
         assert len(rows.unique(dim=0)) == len(rows)
         assert 0.8 * bound < float(rows.abs().max()) <= bound
+    narrow, shared = (runs[0][f"ebc.embedding_bags.{name}.weight"][:11].flatten() for name in ("narrow", "shared"))
+    assert abs(float(torch.corrcoef(torch.stack([narrow, shared]))[0, 1])) < 0.5, "each table draws numbers of its own"
     other = run_on_ranks(_untrained, 2, "row_wise", True, 6, False)[0]
     assert not any(torch.equal(other[key], runs[0][key]) for key in tables)
 

@@ -44,10 +44,12 @@ def fit(
     steps: int = STEPS,
     ckpt_path: str | None = None,
     cuts: list[str] | None = None,
+    memory_bytes: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train on this rank; return the plan that was followed, the losses and the weights."""
-    trainer = make_trainer({"planning": planning, "tables": tables, "sharding_types": cuts}, **options)
+    strategy = {"planning": planning, "tables": tables, "sharding_types": cuts, "memory_bytes_per_rank": memory_bytes}
+    trainer = make_trainer(strategy, **options)
     module = seeded(ClickModel, *optimizer)
     trainer.fit(module, rank_loader(steps, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
     if save is not None:
@@ -102,6 +104,17 @@ def test_a_saved_plan_is_followed_bit_by_bit_from_logs_checkpoints_and_the_varia
             assert same["plan"] == wanted["plan"], how
             assert same["losses"] == wanted["losses"], how
             assert all(torch.equal(same["state"][key], value) for key, value in wanted["state"].items()), how
+
+
+def _follow_with_little_memory(folder: str) -> str:
+    return refusal({"plan_file": f"{folder}/logs/version_0/plan.json"}, memory_bytes=2000, folder=folder)
+
+
+def test_a_file_whose_tables_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
+    for said in run_on_warm_ranks(_follow_with_little_memory, 2, str(tmp_path)):
+        assert said.startswith("InfeasiblePlanError: "), said
+        assert "bytes for its tables (rows, gradients, optimizer state), but has" in said
 
 
 def test_the_plan_in_a_checkpoint_is_listed_verified_and_told(
