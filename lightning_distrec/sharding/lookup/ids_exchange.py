@@ -1,6 +1,7 @@
-"""Exchanges the ids of several lookups at once: one exchange of sizes for all of them, then one of ids.
+"""The input dist of several lookups at once: their ids are sent to the ranks that hold the rows.
 
-torchrec's train pipelines do the same (torchrec/distributed/train_pipeline), and its classes are used here. The sizes
+One exchange of sizes for all lookups, then one of ids. torchrec's train pipelines do the same
+(torchrec/distributed/train_pipeline), and its classes are used here. The sizes
 are in flight until `send_ids`, the ids until `wait`.
 """
 

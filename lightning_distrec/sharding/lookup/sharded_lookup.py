@@ -25,10 +25,10 @@ from lightning_distrec.errors import IdsError, OptimizerError
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
-from lightning_distrec.sharding.lookup.input_dist import InputDist
 from lightning_distrec.sharding.lookup.jagged import Padding
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor, LazyOutput
-from lightning_distrec.sharding.lookup.output_dist import OutputDist, PooledEmbeddings, TableUse
+from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
+from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import Table
@@ -70,9 +70,9 @@ class ShardedLookup:
         """Called when the rows of a lookup have arrived; the sparse pipeline sets it for the time of its run."""
         self._pooled = tables[0].pooled
         self._uses = uses
-        self._output_dist = OutputDist(tables, uses, output_dtype)
+        self._outputs = LookupOutputs(tables, uses, output_dtype)
         replicated = [table.full_name for table in tables if uses[table.name].sharding_type == "data_parallel"]
-        self._input_dist = InputDist(tables, replicated, self._output_dist.summed_means, known_keys)
+        self._inputs = LookupInputs(tables, replicated, self._outputs.summed_means, known_keys)
         # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
         by_rows = any(use.sharding_type in ROW_TYPES for use in uses.values())
         self._needs_equal_batches = self._pooled and by_rows and dist.get_backend() == "gloo"
@@ -113,7 +113,7 @@ class ShardedLookup:
 
     def prepare(self, features: Any) -> LookupRequest:
         """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""
-        features, problem = self._check_ids.check(self._input_dist.prepare(features))
+        features, problem = self._check_ids.check(self._inputs.prepare(features))
         return LookupRequest(self, features, problem)
 
     def pad(self, request: LookupRequest) -> None:
@@ -142,8 +142,8 @@ class ShardedLookup:
             output = LazyOutput(partial(self._wait_for_rows, request, exchange, frozen, used, BackwardOrder()))
         self._lazy_outputs.append(output)
         if self._pooled:
-            return LazyKeyedTensor(self._output_dist.names, self._output_dist.widths, output)
-        return {name: LazyJaggedTensor(name, output) for name in self._output_dist.names}
+            return LazyKeyedTensor(self._outputs.names, self._outputs.widths, output)
+        return {name: LazyJaggedTensor(name, output) for name in self._outputs.names}
 
     def state(self) -> Any:
         """Return what a lookup depends on besides its ids, rows and learning rates."""
@@ -174,14 +174,14 @@ class ShardedLookup:
             if self._pooled:
                 outputs.append(rows.values())
             else:
-                jagged = self._output_dist.jagged(rows, frozen)
+                jagged = self._outputs.jagged(rows, frozen)
                 outputs += [of.values() for of in jagged.values()]
         self._refuse_second_gradient(outputs)
         if self._pooled:
-            return self._output_dist.pooled(rows, request.features, frozen, order)
+            return self._outputs.pooled(rows, request.features, frozen, order)
         for name, of in jagged.items():
             if of.values().requires_grad:
-                of.values().register_hook(partial(_add, used, self._output_dist.table_of[name]))
+                of.values().register_hook(partial(_add, used, self._outputs.table_of[name]))
         return jagged
 
     def _refuse_second_gradient(self, outputs: list[Tensor]) -> None:
@@ -209,12 +209,12 @@ class ShardedLookup:
         tables = {name for name, use in self._uses.items() if not use.learns()}
         if not tables:
             return tables
-        return {output for output, table in self._output_dist.table_of.items() if table in tables}
+        return {output for output, table in self._outputs.table_of.items() if table in tables}
 
     @contextmanager
     def _gradients(self, frozen: set[str]) -> Iterator[None]:
         """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
-        if not torch.is_grad_enabled() or len(frozen) == len(self._output_dist.names):
+        if not torch.is_grad_enabled() or len(frozen) == len(self._outputs.names):
             with torch.no_grad(), preserve_fbgemm_iterations(self._kernels):
                 yield
             return

@@ -24,7 +24,7 @@ from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
-from lightning_distrec.sharding.lookup.output_dist import TableUse
+from lightning_distrec.sharding.lookup.lookup_outputs import TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.written_plan import WrittenPlan, written_plan
 from lightning_distrec.sharding.shard_tables import shard_tables

@@ -1,4 +1,4 @@
-"""What user code calls a sharded collection with, made into what torchrec's input dist takes, or refused.
+"""What user code calls a sharded collection with, made into what torchrec takes, or refused.
 
 torchrec's sharded modules remember the keys of their first call, use weights that the unsharded collection would
 ignore, and ignore what they do not support; here each call is brought into one form.
@@ -15,7 +15,7 @@ from lightning_distrec.sharding.lookup.jagged import contiguous, without_weights
 from lightning_distrec.sharding.tables import Table, feature_names
 
 
-class InputDist:
+class LookupInputs:
     """The features of one collection's calls.
 
     tables: the collection's tables, in its order.

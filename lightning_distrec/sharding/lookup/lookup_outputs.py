@@ -24,7 +24,7 @@ class TableUse:
     """Whether two updates inside of one backward are one with the sum of their gradients."""
 
 
-class OutputDist:
+class LookupOutputs:
     """The outputs of one collection.
 
     tables: the collection's tables, in its order. uses: name of a table -> how it is sharded and updated.
