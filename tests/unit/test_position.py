@@ -493,7 +493,7 @@ def test_a_position_that_cannot_be_used_is_told_and_the_epoch_begins_anew(name):
     torch.manual_seed(2)
     assert resumed == _all_of(loader)
     (message,) = said
-    with pytest.raises(ValueError, match=f"middle of an epoch: .*{reason}.*begins anew.*Resume with the same"):
+    with pytest.raises(ValueError, match=f"middle of an epoch: .*{reason}.*restarts.*Resume with the same"):
         raise ValueError(message)
     if "ranks" in name or "joined" in name:  # these the state itself tells
         assert rescaled(state["batches"], state, num_ranks, 2) == 0
@@ -509,7 +509,7 @@ def test_workers_that_were_begun_before_are_told():
     assert _resumed(wrapped, state) == whole
     assert wrapped.state_dict()["batches"] == len(whole)
     assert len(said) == 1
-    assert "DataLoader began its workers before" in said[0]
+    assert "DataLoader started its workers before" in said[0]
 
 
 def test_a_position_is_used_once_and_told_until_then():
