@@ -1,20 +1,18 @@
 """`Trainer(strategy="ddp_tuned")`: DistributedDataParallel with settings that suit the module."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_distrec import spans
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
@@ -27,19 +25,31 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     check_exchange,
     refuse_gradients,
 )
-from lightning_distrec.strategies.data_parallel.join import Joining, check_joining, refuse_to_join
+from lightning_distrec.strategies.data_parallel.join import Joining, NoJoining, check_joining, refuse_to_join
 from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, max_dense_bytes
-from lightning_distrec.strategies.data_parallel.sparse_trial import SparseTrial, is_worth_a_trial
+from lightning_distrec.strategies.data_parallel.sparse_trial import NoSparseTrial, SparseTrial, is_worth_a_trial
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
-from lightning_distrec.strategies.run.buffer_broadcasts import QuietBuffers
+from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
+from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
 from lightning_distrec.strategies.run.precision import MatmulPrecision
+from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 JOIN_OR = (*UNEVEN_INPUTS, "join")
 
 
-class TunedDDPStrategy(DistRecStrategy):
+@dataclass(kw_only=True)
+class DDPRun(Run):
+    """What ddp_tuned has during one run."""
+
+    joining: Joining | NoJoining = field(default_factory=NoJoining)
+    """Lets ranks whose batches are over take part in the others' steps."""
+    sparse_trial: SparseTrial | NoSparseTrial = field(default_factory=NoSparseTrial)
+    """Times both ways to exchange sparse gradients in the first steps."""
+
+
+class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     """Trains an unchanged LightningModule as Lightning's "ddp" does, with the same numbers, and faster where it can.
 
     Gradients are views into DDP's buckets, and buffers that never change are not broadcast at every step. Checkpoints,
@@ -100,11 +110,8 @@ class TunedDDPStrategy(DistRecStrategy):
             static_graph=static_graph,
         )
         self._sparse_grads: SparseGrads = sparse_grads
-        self._sparse_trial: SparseTrial | None = None
         self._joins = uneven_inputs == "join"
-        self._joining: Joining | None = None
         self._zero_optimizer = zero_optimizer
-        self._undo: list[Callable[[], None]] = []
         if uneven_inputs not in JOIN_OR:
             raise ConfigError(f"uneven_inputs={uneven_inputs!r} is not known. Use one of {', '.join(JOIN_OR)}.")
         if self._joins:
@@ -124,105 +131,100 @@ class TunedDDPStrategy(DistRecStrategy):
         """How DDP exchanges gradients now."""
         return self._exchange
 
-    @override
-    def set_up_module(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        assert self._consensus is not None
-        if self._joins and self.world_size > 1:
-            refuse_to_join(trainer, self.lightning_module)
-            self._joining = Joining(self.lightning_module, self.global_rank)
-        refuse_sharded(self.lightning_module, "ddp_tuned")
-        refuse_gradients(self.lightning_module, self._exchange.comm_dtype, dist.get_backend())
-        tries = self._sparse_grads == "auto" and is_worth_a_trial(sparse_weights(self.lightning_module))
-        if tries and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
-            self._exchange = replace(self._exchange, max_dense_bytes=0)
-            self._sparse_trial = SparseTrial(trainer.accumulate_grad_batches, self._consensus, self._exchange_up_to)
-        super().set_up_module(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self._zero_optimizer and self.world_size > 1:
-            self._share_out(self.lightning_module)
+    # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
 
-    def _share_out(self, module: nn.Module) -> None:
-        """Let each rank keep the optimizers' state of its own parameters. Raises OptimizerError: it cannot be."""
-        sparse = sparse_weights(module)
-        for optimizer in self.optimizers:
-            check_partitionable(optimizer, sparse)
-        partition = ZeroPartition(self.world_size)
-        self._undo = [partition_steps(optimizer, partition, self.global_rank) for optimizer in self.optimizers]
-        self.share_out_state(partition.rank_of)
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        run = self.begin_run(trainer, DDPRun)
+        refuse_sharded(run.module, "ddp_tuned")
+        refuse_gradients(run.module, self._exchange.comm_dtype, dist.get_backend())
+        if self._joins and self.world_size > 1:
+            refuse_to_join(trainer, run.module)
+            run.joining = Joining(run.module, self.global_rank)
+        trains_together = run.is_fitting and self.world_size > 1
+        if trains_together and self._sparse_grads == "auto" and is_worth_a_trial(sparse_weights(run.module)):
+            self._exchange = replace(self._exchange, max_dense_bytes=0)
+            run.sparse_trial = SparseTrial(trainer.accumulate_grad_batches, run.session.consensus, self._exchange_up_to)
+        super().setup(trainer)
+        if trains_together and self._zero_optimizer:
+            self._partition_optimizers(run)
+        run.session.checkpoints.begin(tables=None)
 
     @override
     def configure_ddp(self) -> None:
-        assert self.model is not None
-        self._wrap(self.model, is_first=True)
+        """Collective, in setup, and in a run when layers unfreeze or the exchange changes. Wrap the module in DDP."""
+        run = self.run
+        is_first = self.model is run.module
+        run.buffers.stop()
+        run.buffers, self.model = NoBroadcasts(), run.module  # the last references: an old wrapper's hooks go with it
+        ddp = self._exchange.wrap(run.module, self.determine_ddp_device_ids(), send_weights=is_first)
+        self.model = ddp
+        run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
+        run.frozen = FrozenLayers(run.module.parameters())
 
     def _exchange_up_to(self, num_bytes: int) -> None:
         """Collective, between two steps: send gradients of tables of at most this size as dense tensors from now on."""
         self._exchange = replace(self._exchange, max_dense_bytes=num_bytes)
-        self.exchange_anew()
+        self.configure_ddp()
 
-    @override
-    def exchange_anew(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        if self._buffers is not None:
-            self._buffers.stop()
-        module, self.model, self._buffers = self.model.module, None, None  # the old one's hooks go with it
-        self._wrap(module, is_first=False)
-
-    def _wrap(self, module: nn.Module, is_first: bool) -> None:
-        assert self._consensus is not None
-        self.model = ddp = self._exchange.wrap(module, self.determine_ddp_device_ids(), is_first)
-        self._buffers = QuietBuffers(ddp, self._consensus.flags, rank_zero_info)
+    def _partition_optimizers(self, run: DDPRun) -> None:
+        """Let each rank update some of the parameters. Raises OptimizerError: an optimizer does not allow it."""
+        sparse = sparse_weights(run.module)
+        for optimizer in self.optimizers:
+            check_partitionable(optimizer, sparse)
+        partition = ZeroPartition(self.world_size)
+        for optimizer in self.optimizers:
+            run.undo.callback(partition_steps(optimizer, partition, self.global_rank))
+        run.session.checkpoints.share_out_state(partition.rank_of)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        assert self._consensus is not None
-        if self._joins and not self.lightning_module.trainer.predicting:
-            dataloader = join_loader(dataloader, self._consensus)
+        if self._joins and not self.module.trainer.predicting:
+            dataloader = join_loader(dataloader, self.session.consensus)
             if isinstance(dataloader, JoinedLoader):
                 return dataloader
         return super().process_dataloader(dataloader)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._sparse_trial is not None and not self._sparse_trial.is_done:
-            self._sparse_trial.before_step()
-        return super().training_step(*args, **kwargs)
+        run = self.before_training_step()
+        run.sparse_trial.before_step()
+        with spans.span(spans.FORWARD):
+            return self._join("training_step", args, partial(super().training_step, *args, **kwargs))
 
     @override
-    def module_step(self, name: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = partial(super().module_step, name, *args, **kwargs)
-        if self._joining is None:
-            return run()
-        assert self.model is not None
-        return self._joining.step(name, self.model, args, run)
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step():
+            return self._join("validation_step", args, partial(super().validation_step, *args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step():
+            return self._join("test_step", args, partial(super().test_step, *args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step():
+            return super().predict_step(*args, **kwargs)
+
+    def _join(self, name: str, args: tuple[Any, ...], step: Callable[[], Any]) -> Any:
+        """Run a step of the module; where this rank has no batch, take part in the others' step."""
+        model: Any = self.model
+        return self.run.joining.step(name, model, args, step)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._joining is not None and (weight := self._joining.weight) != 1:
-            closure_loss = closure_loss * weight
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        weight = self.run.joining.weight
+        return super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._joining is not None:
-            self._joining.refuse_inside("self.log(on_step=True, sync_dist=True)")
+        if self._run is not None:
+            self._run.joining.refuse_inside("self.log(on_step=True, sync_dist=True)")
         return super().reduce(tensor, *args, **kwargs)
 
     @override
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._joining is not None:
-            self._joining.refuse_inside("self.all_gather")
+        if self._run is not None:
+            self._run.joining.refuse_inside("self.all_gather")
         return super().all_gather(tensor, *args, **kwargs)
-
-    @override
-    def end_run(self) -> None:
-        self._sparse_trial = self._joining = None
-        while self._undo:
-            self._undo.pop()()
-        super().end_run()
-
-    @override
-    def release(self) -> None:
-        self._sparse_trial = self._joining = None
-        super().release()

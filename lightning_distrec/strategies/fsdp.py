@@ -1,27 +1,48 @@
 """`Trainer(strategy="fsdp_tuned")`: the parameters of an unchanged module cut over the ranks, by torch's FSDP2."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
+from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, shard_module
-from lightning_distrec.strategies.fully_sharded.hooks import ShardedHooks
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import (
+    FullyShardedModule,
+    drop_unfinished_step,
+    full_value,
+    shard_module,
+)
 from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizers
+from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
-from lightning_distrec.strategies.run.precision import GlobalClipping, MatmulPrecision
+from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_over_all_ranks
+from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
+from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 
-class TunedFSDPStrategy(ShardedHooks):
+@dataclass(kw_only=True)
+class FSDPRun(Run):
+    """What fsdp_tuned has during one run."""
+
+    sharded: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
+    """The module; replicated until setup has sharded it."""
+
+
+class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
     """Trains an unchanged LightningModule with parameters, gradients and optimizer state cut over the ranks.
 
     Each rank keeps a part of everything, and gathers a block's parameters while it computes with them: memory per rank
@@ -77,7 +98,6 @@ class TunedFSDPStrategy(ShardedHooks):
             cpu_offload=cpu_offload,
         )
         self._mesh: DeviceMesh | None = None
-        self._clipping = GlobalClipping()
         super().__init__(
             uneven_inputs=uneven_inputs,
             checkpoint=checkpoint,
@@ -95,56 +115,88 @@ class TunedFSDPStrategy(ShardedHooks):
             raise RuntimeError("Accessing the device mesh before processes have initialized is not allowed.")
         return self._mesh
 
+    # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self._consensus is not None
-        ranks_on_node = self._consensus.all_gather(self.num_local_ranks)
+        ranks_on_node = self.session.consensus.all_gather(self.num_local_ranks)
         if self._mesh is None:  # one for all runs: parameters that stay sharded between them are on it
-            self._mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._waits)
-        assert self.lightning_module is not None
-        set_device_and_mesh(self.lightning_module, self.lightning_module.device, self.device_mesh)
+            self._mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
+        set_device_and_mesh(self.module, self.module.device, self._mesh)
 
     @override
-    def set_up_module(self, trainer: Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        assert self.accelerator is not None
-        assert self._consensus is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self.accelerator.setup(trainer)
-        if fitting and self._layer_sync:
+    def setup(self, trainer: Trainer) -> None:
+        run = self.begin_run(trainer, FSDPRun)
+        module, consensus = run.module, run.session.consensus
+        trainer.accelerator.setup(trainer)
+        if run.is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
         drop_unfinished_step(module)
         self.precision_plugin.convert_module(module)
-        self._sharded = shard_module(
-            module, self._fsdp_options, self.device_mesh, self.root_device, str(trainer.precision), self._consensus
+        run.sharded = sharded = shard_module(
+            module, self._fsdp_options, self.device_mesh, self.root_device, str(trainer.precision), consensus
         )
+        run.undo.callback(sharded.teardown)
         self.model = module
-        if fitting:
+        if run.is_fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
-            self._clipping.put_on(self.precision_plugin, None, [])
+            run.undo.callback(clip_over_all_ranks(self.precision_plugin, None, []))
             adapt_callbacks(trainer, module, None, self.lightning_module_state_dict)
         self.setup_precision_plugin()
-        if fitting:
-            optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin has the last word about them
-            self._buffers = self._sharded.begin_training(optimizers, self._consensus)
-        self.begin_checkpoints(module, None)
+        if run.is_fitting:
+            optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
+            run.buffers = sharded.begin_training(optimizers, consensus)
+        run.session.checkpoints.begin(tables=None)
 
     @override
-    def exchanged_parameters(self) -> list[nn.Parameter]:
-        return []  # FSDP2 exchanges the gradients of whatever learns
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        run = self.before_training_step()
+        with spans.span(spans.FORWARD), run.sharded.step():
+            return super().training_step(*args, **kwargs)
 
     @override
-    def end_run(self) -> None:
-        """Leave the module as it is, where it is: sharded, for the next run."""
-        self._clipping.take_off()
-        self.end_sharded()
-        self.stop_listening()
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step(), self.run.sharded.step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step(), self.run.sharded.step():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step(), self.run.sharded.step():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.run.sharded.no_sync():
+            yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self.run.sharded.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self.run.sharded.optimizer_step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().reduce(full_value(tensor), *args, **kwargs)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        reshard(self.module)
+        return super().lightning_module_state_dict()
+
+    @property
+    @override
+    def module_stays(self) -> bool:
+        return True  # sharded, for the next run

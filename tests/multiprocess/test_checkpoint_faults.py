@@ -180,7 +180,7 @@ def _disk_full(
 
     def again() -> None:
         if is_async:
-            trainer.strategy._checkpointing._saver.finish()  # of step 2
+            trainer.strategy.session.checkpoints._saver.finish()  # of step 2
         _limit(who, TOO_LARGE[what])
         trainer.save_checkpoint(path)
 
@@ -269,7 +269,7 @@ def _fails_at_the_end(scratch: str, is_async: bool, what: str) -> dict[str, Any]
 
     def again() -> None:
         if is_async:
-            trainer.strategy._checkpointing._saver.finish()
+            trainer.strategy.session.checkpoints._saver.finish()
         if what == "marker":
             folders.write_file = no_marker
         else:
@@ -336,7 +336,7 @@ def _top_1(scratch: str, is_async: bool, fails: bool) -> dict[str, Any]:
 
     def before_second() -> None:
         if is_async:
-            trainer.strategy._checkpointing._saver.finish()
+            trainer.strategy.session.checkpoints._saver.finish()
         if fails:
             _limit(1, TOO_LARGE["tensors"])
 

@@ -69,7 +69,7 @@ MESSAGES = {
     "64-true": r"UnsupportedError: .*precision='64-true'\): FBGEMM has no float64 tables. Use one of '32-true'",
     "clip fused": "UnsupportedError: .*gradient_clip_val=1.0: table 'ebc.wide' is updated inside of backward",
     "scaler fused": "UnsupportedError: .*scales the loss and may skip steps, but table 'ebc.wide'",
-    "scaler of its own": "UnsupportedError: .*the loss scaler MyScaler does not share what it finds",
+    "scaler of its own": "UnsupportedError: .*the loss scaler MyScaler looks for overflows on its own rank only",
     "scaler in Adam": r"UnsupportedError: .*Adam\(fused=True\) looks for overflows by itself",
     "sparse Adam": "OptimizerError: .*'ebc.wide': embedding_update='sparse', but Adam moves rows that no id touched",
     "fused Adam": "OptimizerError: .*'ebc.wide': embedding_update='fused', but Adam moves rows that no id touched",

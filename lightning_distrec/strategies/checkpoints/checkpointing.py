@@ -34,12 +34,13 @@ from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.pipeline.position import adapt_progress, states_of_all_ranks
 from lightning_distrec.strategies.checkpoints.optimizer_state import OptimizerStates
 from lightning_distrec.strategies.checkpoints.positions import Positions
+from lightning_distrec.strategies.checkpoints.saved_tables import SavedTables
 from lightning_distrec.strategies.checkpoints.zero_state import OwnerOf
 from lightning_distrec.versions import find_installed
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
+    from lightning_distrec.sharding.sharded_tables import ShardedTables
     from lightning_distrec.sharding.sharders import ShardingByTable
-    from lightning_distrec.strategies.tables.table_setup import TableSetup
 
 HYPERPARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
 POSITIONS = "distrec_positions"
@@ -53,23 +54,32 @@ LEAVING_SECONDS = 120.0
 class Checkpointing:
     """Saves and loads the checkpoints of one strategy; `begin` is called for each run."""
 
-    def __init__(self, options: CheckpointOptions, consensus: Consensus, of_writer: Consensus) -> None:
+    def __init__(
+        self, options: CheckpointOptions, consensus: Consensus, of_writer: Consensus, module: LightningModule
+    ) -> None:
         """of_writer: a consensus whose group nobody else uses, since a thread may while the steps go on."""
         self._options = options
         self._ranks, self._of_writer = consensus, of_writer
         self._saver = Saver(of_writer, options.async_save)
-        self._module: LightningModule | None = None
-        self._tables: TableSetup | None = None
+        self._module = module
+        self._tables: SavedTables | None = None
         self._owner_of: OwnerOf | None = None
-        self._resumed: Loaded | None = None
+        self._resumed_generators: Any = None
         self._positions = Positions(consensus.rank, consensus.num_ranks)
         self._has_started = False
         self._told: set[str] = set()
 
-    def begin(self, module: LightningModule, tables: TableSetup | None) -> None:
-        """Collective, when a run is set up. Load the weights that it starts from, if it was told to and has not yet."""
-        self._module, self._tables, self._owner_of, self._resumed = module, tables, None, None
+    def start_run(self, module: LightningModule) -> None:
+        """Forget the run before; called when a run's set-up begins."""
+        self._module, self._tables, self._owner_of, self._resumed_generators = module, None, None, None
         self._positions = Positions(self._ranks.rank, self._ranks.num_ranks)
+
+    def begin(self, tables: SavedTables | None) -> None:
+        """Collective, when a run is set up. Load the weights that it starts from, unless an earlier run has.
+
+        tables: the module's sharded tables; None where it has none.
+        """
+        self._tables, module = tables, self._module
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         self._ranks.all_or_none("setup", lambda: _refuse_what_cannot_be_saved(module.trainer))
         if self._options.async_save:
@@ -128,7 +138,6 @@ class Checkpointing:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""
-        assert self._module is not None
         state = OptimizerStates(self._module, self._tables, self._ranks, self._owner_of).of(optimizer)
         return state if self._options.distributed else plain_optimizer_state(gather_on_rank_0(state, self._ranks))
 
@@ -154,7 +163,6 @@ class Checkpointing:
         path = Path(self._ranks.all_gather(str(path))[0])
         further = {} if self._tables is None else self._tables.plan_files()
         self._saver.save(take_snapshot(path.absolute(), checkpoint, of_rank, marker, self._ranks, further))
-        assert self._module is not None
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # nothing comes after it that would wait
             self._saver.finish()
 
@@ -216,7 +224,6 @@ class Checkpointing:
         self._saver.finish()
         loaded = self._load(path)
         checkpoint = loaded.checkpoint
-        assert self._module is not None
         if self._module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
             raise CheckpointError(
                 f"{path} holds weights only, so that training cannot go on from it. To start a new run from them, set "
@@ -242,7 +249,7 @@ class Checkpointing:
         if loaded.rank_state is not None:
             fit_loop["state_dict"]["combined_loader"] = loaded.rank_state["loaders"]
             set_generator_states(loaded.rank_state["generators"])
-            self._resumed = loaded
+            self._resumed_generators = loaded.rank_state["generators"]
         elif loaded.rank_0_state is not None and loaded.marker is not None:
             rank_zero_info(
                 f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there "
@@ -261,14 +268,12 @@ class Checkpointing:
 
     def on_train_start(self) -> None:
         """Let random generators and Lightning's count of batches go on where the checkpoint was, if there was one."""
-        assert self._module is not None
         trainer = self._module.trainer
         self._positions.resume(trainer)
         # Loaders that were begun meanwhile have drawn; what they drew belongs to the run only where an epoch begins.
-        if self._resumed is not None and (self._positions.are_kept or trainer.fit_loop.restarted_mid_epoch):
-            assert self._resumed.rank_state is not None
-            set_generator_states(self._resumed.rank_state["generators"])
-        self._resumed = None
+        if self._resumed_generators is not None and (self._positions.are_kept or trainer.fit_loop.restarted_mid_epoch):
+            set_generator_states(self._resumed_generators)
+        self._resumed_generators = None
 
     def _load(self, path: str | Path) -> Loaded:
         loaded = self._ranks.all_or_none(
@@ -290,12 +295,7 @@ class Checkpointing:
         self._ranks.all_or_none("loading a checkpoint", lambda: self._load_model(checkpoint["state_dict"], strict))
 
     def _load_model(self, state: Mapping[str, Any], strict: bool) -> None:
-        assert self._module is not None
-        keys = {} if self._tables is None else self._tables.shards.keys_in_tree()
-        shapes = {} if self._tables is None else {t.full_name: _shape(t.config) for t in self._tables.shards.tables}
-        for key in (key for key in state if key in keys):
-            assert self._tables is not None
-            self._load_table(key, keys[key], shapes[keys[key]], state[key], self._tables)
+        keys = {} if self._tables is None else self._load_tables(self._tables.shards, state)
         sharded = {
             name: parameter
             for name, parameter in self._module.named_parameters(remove_duplicate=False)
@@ -323,7 +323,15 @@ class Checkpointing:
                 f"{missing}; in the checkpoint only {unexpected}."
             )
 
-    def _load_table(self, key: str, name: str, wanted: tuple[int, int], value: Any, tables: TableSetup) -> None:
+    def _load_tables(self, shards: ShardedTables, state: Mapping[str, Any]) -> dict[str, str]:
+        """Load the tables that are in `state`; return key -> full name of all tables."""
+        keys = shards.keys_in_tree()
+        shapes = {table.full_name: _shape(table.config) for table in shards.tables}
+        for key in (key for key in state if key in keys):
+            self._load_table(shards, key, keys[key], shapes[keys[key]], state[key])
+        return keys
+
+    def _load_table(self, shards: ShardedTables, key: str, name: str, wanted: tuple[int, int], value: Any) -> None:
         lazy = as_lazy(value)
         found = tuple(lazy.shape) if lazy is not None else type(value).__name__
         grows = lazy is not None and len(lazy.shape) == 2 and lazy.shape[1] == wanted[1] and lazy.shape[0] < wanted[0]
@@ -332,13 +340,12 @@ class Checkpointing:
             raise CheckpointError(
                 f"table '{name}' is {wanted[0]} x {wanted[1]}, but the checkpoint's '{key}' is {found}.{hint}"
             )
-        tables.shards.load(name, lazy if not isinstance(value, torch.Tensor) else value)
+        shards.load(name, lazy if not isinstance(value, torch.Tensor) else value)
         if found != wanted:
             rank_zero_info(f"table '{name}' has grown from {found[0]} rows to {wanted[0]}; the further ones are new.")
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
-        assert self._module is not None
         states = OptimizerStates(self._module, self._tables, self._ranks, self._owner_of)
         self._ranks.all_or_none(
             "loading a checkpoint",

@@ -21,12 +21,12 @@ from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized_as
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.strategies.checkpoints.saved_tables import SavedTables
 from lightning_distrec.strategies.checkpoints.zero_state import OwnerOf, owned_state
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
     from lightning_distrec.sharding.row_gradients import LocalShard
     from lightning_distrec.sharding.tables import Table
-    from lightning_distrec.strategies.tables.table_setup import TableSetup
 
 KEPT_IN_GROUPS = ("params", "param_names")
 
@@ -40,7 +40,7 @@ class OptimizerStates:
     def __init__(
         self,
         module: LightningModule,
-        tables: TableSetup | None,
+        tables: SavedTables | None,
         consensus: Consensus,
         owner_of: OwnerOf | None = None,
     ) -> None:

@@ -98,6 +98,19 @@ class Joining:
                 dist.broadcast(buffer, self._whose.index(True))
 
 
+class NoJoining:
+    """In the place of a Joining: all ranks have equally many batches."""
+
+    weight = 1.0
+
+    def step(self, name: str, model: nn.Module, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run the module's own step."""
+        return run()
+
+    def refuse_inside(self, what: str) -> None:
+        """Refuse nothing: every rank runs every step."""
+
+
 def check_joining(graph: Mapping[str, bool]) -> None:
     """Raise ConfigError: DDP is told to look which layers a step uses, and a rank without a batch uses none."""
     for name, value in graph.items():

@@ -48,6 +48,8 @@ class SparseTrial:
 
     def before_step(self) -> None:
         """Collective where the timing of one way ends, which is at the same step on all ranks."""
+        if self.is_done:
+            return
         self._num_steps += 1
         if self._num_steps % self._every != 1 % self._every:
             return
@@ -72,3 +74,10 @@ class SparseTrial:
             f"ddp_tuned: sparse gradients are exchanged as {'rows' if sparse <= dense else 'dense tensors'}: a step "
             f"takes {1e3 * sparse:.2f} ms with rows, {1e3 * dense:.2f} ms with dense tensors."
         )
+
+
+class NoSparseTrial:
+    """In the place of a SparseTrial where there is nothing to try."""
+
+    def before_step(self) -> None:
+        """Do nothing."""

@@ -42,7 +42,7 @@ from lightning_distrec.strategies.fully_sharded.replicated_parameters import (
     log_replicated,
 )
 from lightning_distrec.strategies.fully_sharded.shard_blocks import Sharding, fsdp_modules, modules_in_step
-from lightning_distrec.strategies.run.buffer_broadcasts import QuietBuffers, SentBuffers
+from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, BufferBroadcaster
 
 _sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, torch.dtype | None]]" = WeakKeyDictionary()
 """Fully sharded module -> the options and type with which it was sharded."""
@@ -112,15 +112,15 @@ class FullyShardedModule:
         self._module = module
         self._fsdp_modules = fsdp_modules(module)
         self._replicated = ReplicatedParameters(module)
-        self._buffers: SentBuffers | None = None
+        self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
         self._undo: list[Callable[[], None]] = []
 
-    def begin_training(self, optimizers: Iterable[Optimizer], consensus: Consensus) -> QuietBuffers:
+    def begin_training(self, optimizers: Iterable[Optimizer], consensus: Consensus) -> BroadcastSkipper:
         """Broadcast rank 0's buffers before steps from now on; let zero_grad reach unreduced gradients."""
-        self._buffers = SentBuffers(self._module)
+        self._buffers = BufferBroadcaster(self._module)
         self._undo += [_zero_unreduced_too(optimizer, self._module) for optimizer in optimizers]
-        return QuietBuffers(self._buffers, consensus.flags, rank_zero_info)
+        return BroadcastSkipper(self._buffers, consensus.flags)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -130,7 +130,7 @@ class FullyShardedModule:
         """
         self.reshard()  # weights may have changed since something else was computed with them
         if self._buffers is not None and self._broadcasts_buffers:
-            self._buffers.send()
+            self._buffers.broadcast()
         # As DistributedDataParallel's require_forward_param_sync: whether this step syncs gradients decides whether
         # the next one broadcasts buffers.
         self._broadcasts_buffers = torch.is_grad_enabled() and self._syncs_gradients

@@ -1,7 +1,7 @@
-"""Layers that begin to learn in the middle of a run, whose gradients DistributedDataParallel would never average.
+"""Layers that unfreeze in the middle of a run.
 
-It takes the parameters that learn when it is made, and passes the others over for good: each rank would go on with
-weights of its own.
+DistributedDataParallel averages the gradients of parameters that require one when it is made, and ignores the others
+for good: after unfreezing, each rank would train weights of its own.
 """
 
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ from torch import nn
 
 
 class FrozenLayers:
-    """The parameters that did not learn when gradients' exchange was set up. parameters: those it is about."""
+    """The parameters that did not require a gradient when DistributedDataParallel was made."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
     @property
-    def have_thawed(self) -> bool:
-        """Whether one of them learns now, so that the exchange must be set up anew."""
+    def any_unfrozen(self) -> bool:
+        """Whether one of them requires a gradient now, so that the module must be wrapped in DDP again."""
         return any(parameter.requires_grad for parameter in self._frozen)

@@ -1,4 +1,4 @@
-"""What the Trainer's precision plugin does, over gradients of which each rank has a part only."""
+"""What the Trainer's precision plugin does, over gradients of which each rank has its shards only."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -23,16 +23,16 @@ OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
     "bf16-true": torch.bfloat16,
     "16-true": torch.float16,
 }
-"""Precision -> the type of looked up rows, None for float32. Tables stay float32 in all of them."""
+"""Precision -> dtype of the looked up rows; None: float32. Tables stay float32 in all of them."""
 
 
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 def use_matmul_precision(precision: MatmulPrecision | None) -> None:
-    """Let float32 products be computed in TF32 ("high") or bfloat16 ("medium"), for the process; None: no change.
+    """Compute float32 products in TF32 ("high") or bfloat16 ("medium") in this process; None changes nothing.
 
-    Raises ConfigError: it is none of these.
+    Raises ConfigError: the value is unknown.
     """
     if precision is None:
         return
@@ -43,7 +43,7 @@ def use_matmul_precision(precision: MatmulPrecision | None) -> None:
 
 
 def output_dtype(precision: str) -> torch.dtype | None:
-    """Return the type of looked up rows. Raises UnsupportedError: FBGEMM's kernels do not have this precision."""
+    """Return the dtype of the looked up rows. Raises UnsupportedError: FBGEMM's kernels lack this precision."""
     if precision not in OUTPUT_DTYPES:
         why = "FBGEMM has no float64 tables" if precision == "64-true" else "it was not measured over sharded tables"
         raise UnsupportedError(
@@ -52,17 +52,17 @@ def output_dtype(precision: str) -> torch.dtype | None:
     return OUTPUT_DTYPES[precision]
 
 
-def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> Callable[[], None]:
-    """Make all ranks skip a step when the gradients of any of them, shards included, are not finite; returns an undo.
+def skip_overflows_on_all_ranks(plugin: Precision, optimizers: list[Optimizer]) -> Callable[[], None]:
+    """Let all ranks skip a step when the gradients of any rank, shards included, are not finite; returns an undo.
 
-    Raises UnsupportedError: a scaler or an optimizer that looks at the gradients of its own rank only.
+    Raises UnsupportedError: a scaler or an optimizer looks at the gradients of its own rank only.
     """
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or isinstance(scaler, ShardedGradScaler):
         return _nothing
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         raise UnsupportedError(
-            f"the loss scaler {type(scaler).__name__} does not share what it finds with the other ranks. Use "
+            f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. Use "
             "torch.amp.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
         )
     for optimizer in optimizers:
@@ -88,53 +88,44 @@ def agree_on_overflows(plugin: Precision, optimizers: list[Optimizer]) -> Callab
     return _nothing if not scaler.is_enabled() else give_back
 
 
-class GlobalClipping:
-    """While it is on, `clip_gradients` of a precision plugin clips by the norm over the shards of all ranks.
+def clip_over_all_ranks(
+    plugin: Precision, shards: Callable[[], list[nn.Parameter]] | None, fused: list[str]
+) -> Callable[[], None]:
+    """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks; returns an undo.
 
-    And torch.nn.utils.clip_grad_norm_, which knows of this rank's part only, refuses gradients of shards.
+    shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
+    now on; None: all shards are DTensors, which that function knows. fused: tables that cannot be clipped.
     """
 
-    def __init__(self) -> None:
-        self._plugin: Precision | None = None
-        self._stop_watching: Callable[[], None] = _nothing
+    def by_norm(optimizer: Any, clip_val: float) -> None:
+        refuse_clip(clip_val, fused)
+        sharded = None if shards is None else {id(shard) for shard in shards()}
+        clip_by_norm(plugin.main_params(optimizer), sharded, float(clip_val))
 
-    def put_on(self, plugin: Precision, shards: Callable[[], list[nn.Parameter]] | None, fused: list[str]) -> None:
-        """Begin. shards: returns the parameters that only this rank has; None: there are none but DTensors, which
-        torch.nn.utils.clip_grad_norm_ knows. fused: tables that cannot be clipped."""
+    def by_value(optimizer: Any, clip_val: float) -> None:
+        refuse_clip(clip_val, fused)
+        clip_by_value(plugin.main_params(optimizer), float(clip_val))
 
-        def by_norm(optimizer: Any, clip_val: float) -> None:
-            refuse_clip(clip_val, fused)
-            sharded = None if shards is None else {id(shard) for shard in shards()}
-            clip_by_norm(plugin.main_params(optimizer), sharded, float(clip_val))
+    def refuse_shards(gradients: list[torch.Tensor]) -> None:
+        taken = {id(gradient) for gradient in gradients}
+        if any(id(shard.grad) in taken for shard in (shards() if shards else []) if shard.grad is not None):
+            raise UnsupportedError(
+                "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank has "
+                "its shards only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or "
+                "self.clip_gradients(optimizer, gradient_clip_val=...), which add up the norms of all ranks."
+            )
 
-        def by_value(optimizer: Any, clip_val: float) -> None:
-            refuse_clip(clip_val, fused)
-            clip_by_value(plugin.main_params(optimizer), float(clip_val))
+    # On the instance: the plugin is the user's choice, and its class serves other trainers too.
+    plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
+    plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+    stop_watching = _nothing if shards is None else watch_total_norm(refuse_shards)
 
-        def refuse_parts(gradients: list[torch.Tensor]) -> None:
-            taken = {id(gradient) for gradient in gradients}
-            if any(id(shard.grad) in taken for shard in (shards() if shards else []) if shard.grad is not None):
-                raise UnsupportedError(
-                    "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank "
-                    "has a part only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) "
-                    "or self.clip_gradients(optimizer, gradient_clip_val=...), which add up the parts of all ranks."
-                )
+    def undo() -> None:
+        stop_watching()
+        del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
 
-        self.take_off()
-        plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
-        self._plugin = plugin
-        self._stop_watching = _nothing if shards is None else watch_total_norm(refuse_parts)
-
-    def take_off(self) -> None:
-        """Undo `put_on`."""
-        self._stop_watching()
-        self._stop_watching = _nothing
-        if self._plugin is not None:
-            self._plugin.__dict__.pop("clip_grad_by_norm", None)
-            self._plugin.__dict__.pop("clip_grad_by_value", None)
-            self._plugin = None
+    return undo
 
 
 def _nothing() -> None:
-    pass
+    """Undo nothing."""

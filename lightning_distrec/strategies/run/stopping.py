@@ -1,4 +1,4 @@
-"""Signals to one rank or to all: they are noted, and all ranks stop at the same boundary between two steps."""
+"""Signals to one rank or to all: a signal is recorded, and all ranks stop between the same two steps."""
 
 import re
 import signal
@@ -15,6 +15,7 @@ from lightning_distrec.cluster.consensus import CONTINUE, REQUEUE, STOP, Consens
 from lightning_distrec.cluster.environment import SlurmRanks
 from lightning_distrec.cluster.slurm import requeue
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint
 
 STOPPED = 128 + signal.SIGTERM
@@ -53,80 +54,88 @@ class StopOptions:
 
 
 class StopHandler:
-    """Takes the place of Lightning's signal handlers and of its broadcast at every step, until `undo` is called.
+    """Replaces Lightning's signal handlers, and its broadcast of a stop flag in every step, until `undo`.
 
-    of_steps: the consensus for what is said once at every step. checkpoint: what is saved before the ranks leave.
+    step_consensus: for what is exchanged once in every step. job_checkpoint: what is saved before the ranks leave.
     """
 
-    def __init__(self, trainer: Trainer, of_steps: Consensus, options: StopOptions, checkpoint: JobCheckpoint) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        step_consensus: Consensus,
+        checkpoints: Checkpointing,
+        options: StopOptions,
+        job_checkpoint: JobCheckpoint,
+    ) -> None:
         self._trainer = trainer
-        self._of_steps = of_steps
+        self._consensus = step_consensus
+        self._checkpoints = checkpoints
         self._options = options
-        self._checkpoint = checkpoint
-        self._flags = of_steps.flags
+        self._job_checkpoint = job_checkpoint
+        self._flags = step_consensus.flags
         self._flags.reset()
         self._message: PendingMin | None = None
         self._num_exchanges = 0
         options.apply(trainer.strategy.cluster_environment)  # type: ignore[attr-defined]
-        self._undo: Callable[[], None] = stop_between_steps(trainer, self._note, self._leave)
+        self._undo: Callable[[], None] = stop_between_steps(trainer, self._record, self._leave)
 
     def undo(self, has_failed: bool) -> None:
-        """Give Lightning its own back. has_failed: the run has, or was stopped; what it has saved for later stays."""
+        """Restore Lightning's handlers. has_failed: the run has, or was stopped, so that its job's checkpoint stays."""
         if self._trainer.is_global_zero and self._trainer.state.fn == TrainerFn.FITTING and not has_failed:
-            self._checkpoint.remove()
+            self._job_checkpoint.remove()
         self._undo()
         self._flags.watch(None)
 
-    def _note(self, is_requeue: bool) -> None:
+    def _record(self, is_requeue: bool) -> None:
         self._flags.request(REQUEUE if is_requeue else STOP)
 
     def ends_evaluation(self) -> bool:
-        """Collective, at each step of an evaluation: whether it is to end here.
+        """Collective, in each step of an evaluation. Return whether the evaluation ends here.
 
-        It goes on where a checkpoint is to be saved first, which is done between two steps of training.
+        It does not where a checkpoint is to be saved first: that is done between two training steps.
         """
         agreed = self._agreed()
         return agreed == STOP and self._options.on_sigterm == "stop"
 
     def _agreed(self) -> int:
-        """Collective, at each step. Return what all ranks know that one was asked to do.
+        """Collective, in each step. Return the request that all ranks know of.
 
-        Where the step before had no agreement that could tell them, there is one for it, which is read at the next.
+        Where the step before had no message that could carry it, one is sent for it here, and read in the next step.
         """
-        if self._of_steps.num_ranks == 1:
+        if self._consensus.num_ranks == 1:
             return self._flags.requested
         message, self._message = self._message, None
         if message is not None:
             message.wait()
         if self._flags.num_exchanges == self._num_exchanges:
-            self._message = self._of_steps.start_all_reduce_min()
+            self._message = self._consensus.start_all_reduce_min()
         self._num_exchanges = self._flags.num_exchanges
         return self._flags.agreed
 
     def _leave(self) -> int | None:
-        """Collective, between two steps. Return the code to leave with; None: nothing was asked."""
+        """Collective, between two training steps. Return the exit code to leave with; None: no rank was asked to."""
         agreed = self._agreed()
         if agreed == CONTINUE:
             return None
         if agreed == REQUEUE or self._options.on_sigterm == "checkpoint":
-            path = self._checkpoint.path
+            path = self._job_checkpoint.path
             rank_zero_info(f"Asked to stop: saving {path} after step {self._trainer.global_step}.")
             self._trainer.save_checkpoint(path)
-            self._trainer.strategy.finish_checkpoints(has_failed=False)  # type: ignore[attr-defined]
+            self._checkpoints.finish(has_failed=False)
         if agreed == STOP:
             return STOPPED
         if self._trainer.is_global_zero:
-            _requeue_and_say()
-        # Where one rank ends with a code, srun --kill-on-bad-exit ends the others: first rank 0 is to be done.
-        self._of_steps.all_reduce_min(0)
+            _requeue()
+        # srun --kill-on-bad-exit ends the other ranks once one ends with a code, so wait until rank 0 has requeued.
+        self._consensus.all_reduce_min(0)
         return TRY_AGAIN
 
 
-def _requeue_and_say() -> None:
+def _requeue() -> None:
     if problem := requeue():
         rank_zero_warn(
             f"the job is not requeued: {problem}. All ranks leave with code {TRY_AGAIN}; started again as the same "
-            "job, it goes on from the checkpoint."
+            "job, it resumes from the checkpoint."
         )
     else:
         rank_zero_info("Requeued.")

@@ -1,40 +1,61 @@
-"""What every strategy of ours does over a run: its ranks begin, save, stop and end together."""
+"""The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end together."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+import os
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
-from lightning_distrec._compat.lightning import mark_stop
+from lightning_distrec._compat.lightning import resume_from
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.cluster.environment import publish_local_world_size
+from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.cluster.threads import VARIABLE
+from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
-from lightning_distrec.strategies.checkpoints.hooks import CheckpointHooks
-from lightning_distrec.strategies.run.buffer_broadcasts import QuietBuffers
-from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
+from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint, next_fit
 from lightning_distrec.strategies.run.given_options import as_options
-from lightning_distrec.strategies.run.launched_ranks import RanksFromLauncher
+from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
+from lightning_distrec.strategies.run.run import Run
+from lightning_distrec.strategies.run.session import Session, refuse_checkpoint_io, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 
+AnyRun = TypeVar("AnyRun", bound=Run)
 
-class DistRecStrategy(CheckpointHooks, RanksFromLauncher):
-    """A strategy whose ranks agree on when to begin, save, stop and end.
 
+class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
+    """A DDPStrategy whose ranks are those that were launched, and agree on when to begin, save, stop and end.
+
+    `setup_environment` starts its session, `setup` of a subclass its run, which `teardown` ends.
     The arguments are those of TorchRecShardedStrategy of the same names; ddp: of DistributedDataParallel.
     """
+
+    takes_launched_ranks = True
+    """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
+    cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
+    restore_checkpoint_after_setup = True  # type: ignore[assignment]  # a property in Lightning, which never changes
+    num_local_ranks = 1
+    """Ranks on this node, once the ranks have met."""
+    job_checkpoint = JobCheckpoint(".", "")
+    """What this job saves when it is asked to stop, and resumes from when it is restarted."""
+    _session: Session | None = None
+    _run: AnyRun | None = None
 
     def __init__(
         self,
@@ -51,110 +72,149 @@ class DistRecStrategy(CheckpointHooks, RanksFromLauncher):
         if timeout_seconds <= 0:
             raise ConfigError(f"timeout_seconds={timeout_seconds}: must be above 0.")
         if watchdog_seconds < 0:
-            raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must not be below 0, which turns the watch off.")
+            raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must be at least 0, which disables the watchdog.")
         use_matmul_precision(float32_matmul_precision)
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)
         self._stop_options = as_options("stopping", StopOptions, stopping)
-        self._resumes = self._stop_options.resume == "auto"
-        self._timeout_seconds = timeout_seconds
+        self._wait = timedelta(seconds=timeout_seconds)
         self._watchdog_seconds = watchdog_seconds
-        self._buffers: QuietBuffers | None = None
-        self._frozen = FrozenLayers([])
-        self._stopping: StopHandler | None = None
-        self._consensus: Consensus | None = None
-        self._of_steps: Consensus | None = None
-        self._failed = False
-        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_seconds), **ddp)
+        self._sets_threads = False
+        super().__init__(process_group_backend=process_group_backend, timeout=self._wait, **ddp)
         leave_at_exit(self.release)
         hide_upstream_deprecations()
+
+    @property
+    def session(self) -> Session:
+        """What the ranks have from `setup_environment` on, in all runs."""
+        if self._session is None:
+            raise DistRecError(f"{type(self).__name__}: the ranks have not met yet; setup_environment comes first.")
+        return self._session
+
+    @property
+    def run(self) -> AnyRun:
+        """What the run has that is in progress, from `setup` to `teardown`."""
+        if self._run is None:
+            raise DistRecError(f"{type(self).__name__}: no run is in progress. The Trainer's fit, for one, begins one.")
+        return self._run
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module, which the Trainer connects before it calls any hook."""
+        return self._lightning_module  # type: ignore[return-value]
+
+    @property
+    def launched(self) -> Launched | None:
+        """What the launcher told this process; None under Lightning's own launcher, or a plugin of the user's."""
+        return launched_of(self.cluster_environment)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that ranks are on."""
+        return self._num_nodes if self.launched is None else self.launched.num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        devices: list[torch.device] = self.parallel_devices  # type: ignore[assignment]  # the Trainer has set them
+        # A task that sees one device alone (--gpus-per-task, --gpu-bind) has that one, whatever its local rank.
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._sets_threads = self.launched is not None and VARIABLE not in os.environ  # Lightning's launcher sets it
+        check_launch(self, self._num_nodes)
+        super()._configure_launcher()
+        wrap_launch(self._launcher, self._find_job_checkpoint, self._wait.total_seconds())
+
+    def _find_job_checkpoint(self, trainer: Trainer) -> None:
+        """Let a fit resume from what the same job has saved before it was requeued or restarted."""
+        job = self.launched.job if self.launched else ""
+        self.job_checkpoint = JobCheckpoint(trainer.default_root_dir, job, next_fit())
+
+        @functools.cache
+        def find() -> str | None:
+            if not job or self._stop_options.resume == "never":
+                return None
+            self.setup_environment()  # rank 0 decides, so the ranks must have met
+            return self.job_checkpoint.found(self.session.consensus)
+
+        resume_from(trainer, find)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._consensus, self._of_steps = self.all_ranks()
-        self.set_up_checkpoints(self._checkpoint_options, self._timeout_seconds)
+        seconds = self._wait.total_seconds()
+        self._session = start_session(self.module, self._checkpoint_options, seconds, earlier=self._session)
 
     @override
-    def setup(self, trainer: Trainer) -> None:
-        assert self._of_steps is not None
-        self._failed = False
-        self._stopping = StopHandler(trainer, self._of_steps, self._stop_options, self.job_checkpoint)
-        self.set_up_module(trainer)
-        self._frozen = FrozenLayers(self.exchanged_parameters() if trainer.state.fn == TrainerFn.FITTING else [])
+    def setup_distributed(self) -> None:
+        """Collective. Meet the other ranks and make the process group, unless there is one."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = backend = self._get_process_group_backend()
+        self.num_local_ranks = publish_local_world_size(self.cluster_environment, self.num_processes)
+        if not dist.is_initialized():
+            connect_ranks(self, backend, self._wait, self._watchdog_seconds, self._sets_threads)
 
-    def set_up_module(self, trainer: Trainer) -> None:
-        """Collective. Make the module ready to run, with its optimizers; here as DDP does."""
-        assert self.lightning_module is not None
-        super().setup(trainer)
-        self.begin_checkpoints(self.lightning_module, None)
+    # -- a run: subclasses begin it in `setup`
 
-    def exchanged_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are averaged over the ranks by DDP."""
-        assert self.lightning_module is not None
-        return list(self.lightning_module.parameters())
+    def begin_run(self, trainer: Trainer, kind: type[AnyRun]) -> AnyRun:
+        """Begin `setup`: from now on signals are recorded, and what is put into `run.undo` is undone by teardown.
 
-    def exchange_anew(self) -> None:
-        """Collective. Let DDP average the gradients of what learns now; here with the settings that it had."""
-        assert self.lightning_module is not None
-        self.model = self.lightning_module
-        self.configure_ddp()
+        Raises ConfigError: a CheckpointIO plugin would be ignored.
+        """
+        session, module = self.session, trainer.lightning_module
+        refuse_checkpoint_io(session.checkpoints, self.checkpoint_io)
+        session.checkpoints.start_run(module)
+        consensus, checkpoints = session.step_consensus, session.checkpoints
+        stopping = StopHandler(trainer, consensus, checkpoints, self._stop_options, self.job_checkpoint)
+        run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
+        run.undo.callback(lambda: stopping.undo(run.has_failed))
+        self._run = run
+        return run
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Collective. Return a checkpoint: a folder, or a plain file; whatever weights_only says, no code is run."""
+        return self.session.checkpoints.load(checkpoint_path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.session.checkpoints.load_model(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.session.checkpoints.load_optimizers(checkpoint, self.optimizers)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self._consensus is not None
-        assert self.lightning_module is not None
-        loader = even(dataloader, self._consensus, self._uneven_inputs, warn)
-        return self.keep_position(loader) if self.lightning_module.trainer.training else loader
-
-    def module_step(self, name: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run a step of the module; here as DDP does."""
-        return getattr(super(), name)(*args, **kwargs)
-
-    @contextmanager
-    def around_step(self, args: tuple[Any, ...], has_backward: bool) -> Iterator[None]:
-        """Around a step of any kind. args: what it is called with."""
-        yield
-
-    def before_evaluation_step(self) -> None:
-        """Before a step of validation, test or prediction."""
+        loader = even(dataloader, self.session.consensus, self._uneven_inputs, rank_zero_warn)
+        is_training = self.module.trainer.training
+        return self.session.checkpoints.keep_position(loader) if is_training else loader
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        if self._buffers is not None:
-            self._buffers.before_step()
-        self.before_step()
-        if self._frozen.have_thawed:
-            self.exchange_anew()
-            self._frozen = FrozenLayers(self.exchanged_parameters())
-        with spans.span(spans.FORWARD), self.around_step(args, self.lightning_module.automatic_optimization):
-            return self.module_step("training_step", *args, **kwargs)
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.session.checkpoints.on_train_start()
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return self.module_step("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return self.module_step("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
-        self.before_evaluation_step()
-        with self.around_step(args, has_backward=False):
-            yield
-        assert self._stopping is not None
-        if self._stopping.ends_evaluation():
-            assert self.lightning_module is not None
-            mark_stop(self.lightning_module.trainer)
+    def before_training_step(self) -> AnyRun:
+        """Begin every training step. Raises CheckpointError on every rank: a write in the background has failed."""
+        run = self.run
+        run.session.checkpoints.before_step()
+        run.buffers.before_step()
+        if run.frozen.any_unfrozen:
+            self.configure_ddp()
+        return run
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -162,52 +222,89 @@ class DistRecStrategy(CheckpointHooks, RanksFromLauncher):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with spans.span(spans.OPTIMIZER):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    # -- checkpoints, in a run and after it
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collective. Return the module's state as checkpoints hold it: tables in shards; see `full_state_dict`."""
+        checkpoints = self.session.checkpoints
+        if self.module.trainer.interrupted:
+            note_failure()
+            checkpoints.require_all_ranks()
+        return checkpoints.model_state(super().lightning_module_state_dict())
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Collective. Return the module's state with full tables on the host of rank 0, also after fit has ended.
+
+        Other ranks get it without the tables. Raises CheckpointError on every rank: rank 0 has not enough memory.
+        """
+        return self.session.checkpoints.whole(super().lightning_module_state_dict())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collective. Return an optimizer's state as checkpoints hold it: tables' too, by the parameters' names."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.session.checkpoints.optimizer_state(plain)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoints = self.session.checkpoints
+        checkpoints.make_plain(checkpoint)
+        if not checkpoints.writes_folders:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif storage_options is None:
+            checkpoints.save(checkpoint, filepath)
+        else:
+            raise ConfigError(
+                "storage_options are for a CheckpointIO. Set checkpoint={'distributed': False} to use one."
+            )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.session.checkpoints.writes_folders:
+            self.session.checkpoints.remove(filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+    # -- the end of a run
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         note_failure()
-        self._failed = True
-        if isinstance(exception, SystemExit) and exception.code is None and self._stopping is not None:
-            exception.code, exception.args = STOPPED, (STOPPED,)  # Lightning's, out of an evaluation
+        if self._run is not None:
+            self._run.has_failed = True
+            if isinstance(exception, SystemExit) and exception.code is None:  # Lightning's, out of an evaluation
+                exception.code, exception.args = STOPPED, (STOPPED,)
         super().on_exception(exception)
+
+    @property
+    def module_stays(self) -> bool:
+        """Whether teardown leaves the module on its device."""
+        return False
 
     @override
     def teardown(self) -> None:
+        run, self._run = self._run, None
         try:
-            self.finish_checkpoints(self._failed)
+            if run is not None:
+                run.end()
         finally:
-            self.end_run()
-
-    def end_run(self) -> None:
-        """Give back what the run has taken; here as DDP does."""
-        self.stop_listening()
-        super().teardown()
-
-    def stop_listening(self) -> None:
-        """Give Lightning its signal handlers back, and let DDP's buffers be."""
-        if self._stopping is not None:
-            self._stopping.undo(self._failed)
-        self._stopping = self._buffers = None
-        self._frozen = FrozenLayers([])
+            if self.module_stays:
+                # Strategy.teardown but for `module.cpu()`: shards stay where their kernels and collectives are.
+                self.model = self.lightning_module
+                self.cluster_environment.teardown()
+                self.precision_plugin.teardown()
+                self.accelerator.teardown()  # type: ignore[union-attr]
+                self.checkpoint_io.teardown()
+            else:
+                super().teardown()
 
     def release(self) -> None:
-        """Let go of the module and all that holds its requests; called before the process ends."""
-        self.model = None
-        self._lightning_module = None
-        self._consensus = self._of_steps = None
-        self.forget_checkpoints()
+        """Drop the module and everything that holds requests of gloo; called before the process ends."""
+        self._run = self._session = None
+        self._lightning_module = self.model = None
         self.optimizers, self.lr_scheduler_configs = [], []
-
-
-def warn(message: str) -> None:
-    """Say a warning once for all ranks."""
-    rank_zero_warn(message)

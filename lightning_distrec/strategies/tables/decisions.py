@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
-from lightning_distrec.optimizers.loss_weight import LossReduction
+from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
     refuse_what_is_not_exact,
     why_not_in_backward,
 )
-from lightning_distrec.sharding.lookup.ids_check import CheckIds
+from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion
 from lightning_distrec.sharding.planning.kernels import allowed_kernels, refuse_other_storage
 from lightning_distrec.sharding.planning.named_options import left_whole, options_by_table
@@ -44,6 +44,12 @@ class TableSettings:
     memory_bytes_per_rank: int | None
     batch_size_per_rank: int
     planning: PlanningOptions
+
+    def __post_init__(self) -> None:
+        check_check_ids(self.check_ids)
+        check_loss_reduction(self.loss_reduction)
+        if self.batch_size_per_rank <= 0:
+            raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")
 
 
 @dataclass(frozen=True)

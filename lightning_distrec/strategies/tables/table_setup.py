@@ -85,6 +85,14 @@ class TableSetup:
         self.loss_weight.begin_step()
         self.begin_step()
 
+    def before_backward(self) -> None:
+        """Raise OptimizerError: the backward before was not followed by a step, and updates run inside of backward."""
+        self.backward_watch.backward()
+
+    def loss_factor(self) -> float:
+        """Collective where batches are weighted. Return the factor for this rank's loss; see LossWeight."""
+        return self.loss_weight.factor()
+
     def _refuse_late_hooks(self) -> None:
         for name in self.fused_tables:
             if any(has_gradient_hooks(shard.weight, but=1) for shard in self.shards.shards[name]):

@@ -1,0 +1,43 @@
+"""What a strategy has once its ranks have met, in this run and in later ones."""
+
+from dataclasses import dataclass
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
+
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks, consensus_of_checkpoints
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Made by `setup_environment`, because hooks outside of a run need it too: `trainer.save_checkpoint` after fit."""
+
+    consensus: Consensus
+    """For everything that is agreed on now and then."""
+    step_consensus: Consensus
+    """For what is exchanged once in every step; see `consensus_of_all_ranks` for why it has a group of its own."""
+    checkpoints: Checkpointing
+
+
+def start_session(
+    module: LightningModule, options: CheckpointOptions, timeout_seconds: float, earlier: Session | None
+) -> Session:
+    """Collective, once the ranks have met. Return the earlier session while its process groups are still there."""
+    consensus, step_consensus = consensus_of_all_ranks(timeout_seconds)
+    if earlier is not None and earlier.consensus is consensus:
+        return earlier
+    checkpoints = Checkpointing(options, consensus, consensus_of_checkpoints(timeout_seconds), module)
+    return Session(consensus=consensus, step_consensus=step_consensus, checkpoints=checkpoints)
+
+
+def refuse_checkpoint_io(checkpoints: Checkpointing, checkpoint_io: CheckpointIO) -> None:
+    """Raise ConfigError where a CheckpointIO plugin would be ignored."""
+    if checkpoints.writes_folders and not isinstance(checkpoint_io, TorchCheckpointIO):
+        raise ConfigError(
+            f"plugins={type(checkpoint_io).__name__}: a checkpoint that every rank writes its shards of goes to the "
+            "file system directly. For one that is written in the background set checkpoint={'async_save': True}; for "
+            "the plugin, checkpoint={'distributed': False}."
+        )

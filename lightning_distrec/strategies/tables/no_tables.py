@@ -1,0 +1,40 @@
+"""What a run has in the place of sharded tables, and of a pipeline of their lookups, where it has none."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning_distrec.pipeline.fetcher import ReadyBatch
+
+NOTHING = nullcontext()
+
+
+class NoTables:
+    """In the place of a TableSetup: the module has no tables, and trains as under DDP."""
+
+    def before_training_step(self) -> None:
+        """Do nothing."""
+
+    def begin_step(self) -> None:
+        """Do nothing."""
+
+    def before_backward(self) -> None:
+        """Do nothing."""
+
+    def loss_factor(self) -> float:
+        """Return 1: all ranks count alike."""
+        return 1.0
+
+
+class NoPipelining:
+    """In the place of a Pipelining: each lookup exchanges its ids when it is called."""
+
+    def step(self, batch: Any, has_backward: bool) -> AbstractContextManager[None]:
+        """Do nothing around a step."""
+        return NOTHING
+
+    def take(self, ready: ReadyBatch) -> Any:
+        """Return the batch."""
+        return ready.batch
+
+    def before_backward(self) -> None:
+        """Do nothing."""

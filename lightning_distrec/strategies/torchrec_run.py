@@ -1,0 +1,171 @@
+"""What torchrec_sharded has during one run, and how `setup` sets up the layers around the sharded tables."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_distrec._compat.lightning import move_optimizers_to_device, wrapped_optimizers
+from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.pipeline.even_batches import EndPolicy
+from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
+from lightning_distrec.sharding.planning.topology import NodeLayout
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
+from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule, shard_module
+from lightning_distrec.strategies.fully_sharded.refusals import refuse_inexact_optimizers
+from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
+from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
+from lightning_distrec.strategies.run.given_options import as_options
+from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
+from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
+from lightning_distrec.strategies.run.run import Run
+from lightning_distrec.strategies.tables.decisions import TableSettings
+from lightning_distrec.strategies.tables.no_tables import NoPipelining, NoTables
+from lightning_distrec.strategies.tables.pipelining import Pipelining
+from lightning_distrec.strategies.tables.set_up import set_up_tables
+from lightning_distrec.strategies.tables.table_run import TableRun
+from lightning_distrec.strategies.tables.table_setup import TableSetup
+
+
+@dataclass(kw_only=True)
+class TorchRecRun(Run):
+    """What torchrec_sharded has during one run."""
+
+    tables: TableSetup | NoTables = field(default_factory=NoTables)
+    """The sharded tables, and what updates them."""
+    dense: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
+    """The layers without tables."""
+    pipelining: Pipelining | NoPipelining = field(default_factory=NoPipelining)
+    """Exchanges the next batches' ids while this one computes."""
+
+    def shard_names(self) -> list[str]:
+        """Return the names of all parameters and buffers of the modules that hold tables' shards."""
+        paths = self.tables.shards.sharded if isinstance(self.tables, TableSetup) else ()
+        prefixes = tuple(f"{path}." for path in paths)
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        named = [*parameters, *self.module.named_buffers(remove_duplicate=False)]
+        return [name for name, _ in named if name.startswith(prefixes)]
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are not tables' shards."""
+        shards = set(self.shard_names())
+        return [parameter for name, parameter in self.module.named_parameters() if name not in shards]
+
+    def shard_tables(
+        self, strategy: DDPStrategy, settings: TableSettings, nodes: NodeLayout, shards_dense: bool
+    ) -> TableSetup | None:
+        """Collective. Plan and shard the module's tables, and connect their optimizers; None where it has none."""
+        tables = set_up_tables(
+            TableRun(
+                trainer=self.trainer,
+                module=self.module,
+                settings=settings,
+                consensus=self.session.consensus,
+                device=strategy.root_device,
+                places=nodes,
+                output_dtype=output_dtype(str(self.trainer.precision)),
+                cuts_dense=shards_dense,
+            )
+        )
+        if tables is not None:
+            self.tables = tables
+            self.undo.callback(tables.release)
+        elif shards_dense:
+            raise ConfigError(
+                "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "
+                "strategy='fsdp_tuned', which takes the same options, or dense='ddp'."
+            )
+        else:
+            rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
+        return tables
+
+    def set_up_dense(
+        self, strategy: DDPStrategy, tables: TableSetup, fsdp: tuple[FSDPOptions, DeviceMesh] | None
+    ) -> None:
+        """Collective. Do what DDPStrategy.setup does, for the layers without tables.
+
+        fsdp: how those layers are sharded; None: DDP averages their gradients, and ignores the tables' shards.
+        """
+        module, plugin, consensus = self.module, strategy.precision_plugin, self.session.consensus
+        with tables.shards.removed():  # tables keep their type and their device
+            plugin.convert_module(module)
+            if fsdp is None:
+                strategy.model_to_device()
+            else:
+                before = dict(module.named_parameters(remove_duplicate=False))
+                precision = str(self.trainer.precision)
+                self.dense = shard_module(module, *fsdp, strategy.root_device, precision, consensus)
+                self.undo.callback(self.dense.teardown)
+                replace_parameters(tables.optimizers, before, dict(module.named_parameters(remove_duplicate=False)))
+                strategy.model = module
+                refuse_inexact_optimizers(tables.optimizers)
+        ignore_in_ddp(module, self.shard_names())
+        if self.is_fitting:
+            strategy.optimizers, strategy.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
+            if fsdp is None:
+                strategy.configure_ddp()
+            self.undo.callback(clip_over_all_ranks(plugin, tables.shards.sharded_parameters, tables.fused_tables))
+            self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers))
+            adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
+        elif fsdp is None:
+            broadcast_module_states(module, self.shard_names())
+        strategy.setup_precision_plugin()
+        if isinstance(self.dense, ReplicatedLayers):
+            move_optimizers_to_device(strategy.optimizers, strategy.root_device)
+        elif self.is_fitting:
+            optimizers = [*strategy.optimizers, *wrapped_optimizers(strategy)]  # the plugin may have replaced them
+            self.buffers = self.dense.begin_training(optimizers, consensus)
+
+    def wrap_dense(self, strategy: DDPStrategy, wrap: Callable[[], None]) -> None:
+        """Collective. Let `wrap`, DDPStrategy's own, wrap the module in DDP, which ignores the tables' shards."""
+        self.buffers.stop()
+        self.buffers, strategy.model = NoBroadcasts(), self.module  # the last references: an old wrapper's hooks go too
+        self.frozen = FrozenLayers(self.dense_parameters())
+        shard_names = self.shard_names()
+        if shard_names and not any(parameter.requires_grad for parameter in self.dense_parameters()):
+            broadcast_module_states(self.module, shard_names)  # DDP refuses a module without gradients to average
+            return
+        wrap()
+        ddp: Any = strategy.model
+        self.buffers = BroadcastSkipper(ddp, self.session.consensus.flags)
+
+    def start_pipelining(
+        self, strategy: DDPStrategy, tables: TableSetup, depth: int, end: EndPolicy
+    ) -> dict[str, LookupCounts]:
+        """Let lookups of the next batches exchange their ids ahead. Return the counts of lookups, by kind of step."""
+        self.pipelining = pipelining = Pipelining(
+            self.trainer,
+            self.module,
+            tables,
+            depth,
+            self.session.step_consensus,
+            end,
+            lambda batch, dataloader_idx: strategy.batch_to_device(batch, dataloader_idx=dataloader_idx),
+            strategy.root_device,
+        )
+        self.undo.callback(lambda: pipelining.release(self.has_failed))
+        return pipelining.pipeline.counts
+
+
+def fsdp_options_of_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDPOptions | None:
+    """Return how layers without tables are sharded; None where DDP trains them. Raises ConfigError."""
+    if dense not in ("ddp", "fsdp"):
+        raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
+    if dense == "ddp" and fsdp is not None:
+        raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
+    return as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
+
+
+def holds_shards(module: nn.Module | None) -> bool:
+    """Return whether a module holds tables' shards, or tables on the meta device, neither of which can move."""
+    if module is None:
+        return False
+    return sharded_tables_of(module) is not None or any(parameter.is_meta for parameter in module.parameters())
