@@ -15,7 +15,6 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)>\s]+)>?(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-NAME_OF_FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|md|txt|csv|json|yaml|yml)|(?:[\w.-]+/)+)`")
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -60,15 +59,3 @@ def test_links_of_the_site_stay_inside_of_it():
         for target in LINK.findall(CODE.sub("", page.read_text("utf-8"))):
             if not re.match(r"[a-z]+:|#", target):
                 assert (page.parent / target.partition("#")[0]).resolve().is_relative_to(DOCS), f"{page}: {target}"
-
-
-def test_the_files_that_the_architecture_names_exist():
-    files = {
-        str(path.relative_to(ROOT)) + "/" * path.is_dir()
-        for top in ("lightning_distrec", "tests", "recipes", "docs")
-        for path in (ROOT / top, *(ROOT / top).rglob("*"))
-        if "__pycache__" not in path.parts
-    }
-    named = NAME_OF_FILE.findall((DOCS / "architecture.md").read_text("utf-8"))
-    missing = [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
-    assert missing == [] or not named

@@ -10,7 +10,9 @@ import pytest
 
 import lightning_distrec
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 
 
 def _section(page: str, heading: str) -> str:
@@ -60,3 +62,16 @@ def test_the_reference_has_every_error():
     text = (DOCS / "reference" / "errors.md").read_text("utf-8")
     own = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
     assert own - {"DistRecError"} == set(re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE))
+
+
+def test_the_files_that_the_architecture_names_exist():
+    named = FILE.findall((DOCS / "architecture.md").read_text("utf-8"))
+    missing = [name for name in named if not any((top / name).exists() for top in (ROOT, ROOT / "lightning_distrec"))]
+    assert named
+    assert missing == []
+
+
+def test_the_tree_of_the_architecture_has_every_folder():
+    page = (DOCS / "architecture.md").read_text("utf-8")
+    folders = {path.name for path in (ROOT / "lightning_distrec").rglob("*") if (path / "__init__.py").exists()}
+    assert {folder for folder in folders if f" {folder}/ " not in page} == set()
