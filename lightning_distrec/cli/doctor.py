@@ -25,18 +25,18 @@ def parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Run the command and return its exit code."""
-    from lightning_distrec.cluster.diagnosis import as_json, print_diagnosis, remarks_on
+    from lightning_distrec.cluster.diagnosis import as_json, print_diagnosis, problems_of
     from lightning_distrec.cluster.doctor import examine
     from lightning_distrec.cluster.environment import find_launched
 
     findings = examine(
         Path(options.folder).absolute(), options.timeout, lambda line: print(line, file=sys.stderr, flush=True)
     )
-    remarks = remarks_on(findings)
+    problems = problems_of(findings)
     launched = find_launched()
     if launched is None or launched.rank == 0:
         if options.json:
-            print(json.dumps(as_json(findings, remarks), indent=1))
+            print(json.dumps(as_json(findings, problems), indent=1))
         else:
-            print_diagnosis(findings, remarks, console())
-    return EXIT_NEGATIVE if any(remark.kind == "error" for remark in remarks) else EXIT_OK
+            print_diagnosis(findings, problems, console())
+    return EXIT_NEGATIVE if any(problem.kind == "error" for problem in problems) else EXIT_OK

@@ -3,7 +3,7 @@
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_distrec.cli.output import EXIT_OK
-from lightning_distrec.cluster.batch_script import Wanted, batch_script
+from lightning_distrec.cluster.batch_script import BatchJob, batch_script
 
 
 def parser() -> ArgumentParser:
@@ -29,7 +29,7 @@ def parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Run the command and return its exit code."""
-    text = batch_script(Wanted(**{name: value for name, value in vars(options).items() if name != "out"}))
+    text = batch_script(BatchJob(**{name: value for name, value in vars(options).items() if name != "out"}))
     if options.out == "-":
         print(text, end="")
     else:

@@ -1,1 +1,1 @@
-"""Who am I among the ranks, and what have the ranks agreed on."""
+"""The ranks of a job: which launcher started them, how they meet, decide together and end."""

@@ -1,4 +1,4 @@
-"""A script for sbatch that starts a recipe as it should be started: srun, a signal in time, one log over requeues."""
+"""A script for sbatch that runs a recipe with srun, a signal before the time limit, and one log for all requeues."""
 
 import re
 import shlex
@@ -10,19 +10,19 @@ from lightning_distrec.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is asked of Slurm.
+class BatchJob:
+    """What the script requests of Slurm.
 
     Args:
-        config: A recipe's YAML.
-        nodes: How many machines.
-        ranks_per_node: How many ranks on each, usually its GPUs.
-        gpus: Whether each rank gets a GPU.
-        cpus_per_rank: For the rank itself and the workers of its dataloaders.
-        time: As Slurm has it: minutes, hours:minutes:seconds, days-hours and so on.
-        partition: Slurm's default where empty.
-        account: Slurm's default where empty.
-        signal_seconds: How long before the time is over the ranks are told, to save a checkpoint.
+        config: YAML of the recipe.
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each node, usually its GPUs.
+        gpus: Request a GPU for each rank.
+        cpus_per_rank: CPUs for the rank itself and the workers of its dataloaders.
+        time: Time limit in Slurm's form: minutes, hours:minutes:seconds, days-hours and so on.
+        partition: Slurm's default if empty.
+        account: Slurm's default if empty.
+        signal_seconds: Seconds before the time limit at which Slurm signals the ranks to save a checkpoint.
     """
 
     config: str
@@ -45,18 +45,18 @@ class Wanted:
             raise ConfigError(f"there is no file {self.config}: config is a recipe's YAML.")
 
 
-def batch_script(wanted: Wanted) -> str:
-    """Return the script; its jobs run in the folder that they are submitted from, as this Python."""
+def batch_script(job: BatchJob) -> str:
+    """Return the script; its jobs run with this Python, in the folder that they are submitted from."""
     options = {
-        "job-name": re.sub(r"\W+", "-", Path(wanted.config).absolute().parent.name) or "train",
-        "nodes": wanted.nodes,
-        "ntasks-per-node": wanted.ranks_per_node,
-        "gpus-per-node": wanted.ranks_per_node if wanted.gpus else "",
-        "cpus-per-task": wanted.cpus_per_rank,
-        "time": wanted.time,
-        "partition": wanted.partition,
-        "account": wanted.account,
-        "signal": f"USR1@{wanted.signal_seconds}",
+        "job-name": re.sub(r"\W+", "-", Path(job.config).absolute().parent.name) or "train",
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "gpus-per-node": job.ranks_per_node if job.gpus else "",
+        "cpus-per-task": job.cpus_per_rank,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "signal": f"USR1@{job.signal_seconds}",
         "output": "%x-%j.out",
         "open-mode": "append",
     }
@@ -68,10 +68,10 @@ def batch_script(wanted: Wanted) -> str:
 
 set -euo pipefail
 
-# As the job will be: what stands in its way is said before it waits for it.
+# With the same ranks as the job: problems show before the training starts.
 srun --kill-on-bad-exit=1 {program} doctor
 
-# One rank for each task; how many there are is Slurm's to say. {wanted.signal_seconds} seconds before the time is over
-# they save a checkpoint, the job is requeued, and goes on from there. Exit code 75: saved, but nobody has requeued it.
-srun --kill-on-bad-exit=1 {program} fit --config {shlex.quote(wanted.config)}
+# One rank per task. {job.signal_seconds} seconds before the time limit the ranks save a checkpoint and the job is
+# requeued; it resumes from the checkpoint. Exit code 75: the checkpoint is saved, but the job could not be requeued.
+srun --kill-on-bad-exit=1 {program} fit --config {shlex.quote(job.config)}
 """

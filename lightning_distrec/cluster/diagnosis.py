@@ -1,4 +1,4 @@
-"""What the doctor's findings mean, and what to do about them."""
+"""The problems in the doctor's findings, and what to do about them."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -11,83 +11,87 @@ from rich.table import Table
 from lightning_distrec.cluster.doctor import SHARED_MEMORY, Findings, Link, Rank
 from lightning_distrec.units import format_ranks, quantity, shortened
 
-LEAST_OPEN_FILES = 4096
-LEAST_SHARED_MEMORY = 1 << 30
-MOST_SKEW_SECONDS = 1.0
-LEAST_ACROSS = 125e6
-"""Bytes per second of a link of a gigabit."""
+MIN_OPEN_FILES = 4096
+MIN_SHARED_MEMORY_BYTES = 1 << 30
+MAX_SKEW_SECONDS = 1.0
+MIN_CROSS_NODE_SPEED = 125e6
+"""In bytes per second: a gigabit link."""
 
 
 @dataclass(frozen=True)
-class Remark:
-    """Something that is wrong, or will be."""
+class Problem:
+    """Something that stops the job, or slows it down."""
 
     kind: Literal["error", "warning"]
     what: str
     advice: str
 
 
-def remarks_on(found: Findings) -> list[Remark]:
-    """Return what to do something about, errors first."""
-    remarks = [*_on_versions(found.ranks), *_on_folder(found), *_on_machines(found), *_on_links(found)]
-    return sorted(remarks, key=lambda remark: remark.kind)
+def problems_of(found: Findings) -> list[Problem]:
+    """Return the problems, errors first."""
+    problems = [*_on_versions(found.ranks), *_on_folder(found), *_on_machines(found), *_on_links(found)]
+    return sorted(problems, key=lambda problem: problem.kind)
 
 
-def _on_versions(ranks: tuple[Rank, ...]) -> Iterable[Remark]:
+def _on_versions(ranks: tuple[Rank, ...]) -> Iterable[Problem]:
     for problem in dict.fromkeys(rank.versions_problem for rank in ranks if rank.versions_problem):
-        having = _named(rank for rank in ranks if rank.versions_problem == problem)
-        yield Remark("error", f"{having}: {problem}", "Install what belongs together: docs/installing.md.")
+        affected = _named(rank for rank in ranks if rank.versions_problem == problem)
+        yield Problem("error", f"{affected}: {problem}", "Install matching versions: docs/installing.md.")
     versions = {(rank.versions, rank.python.rpartition(".")[0]) for rank in ranks}
     if len(versions) > 1:
-        said = "; ".join(sorted(f"{having}, Python {python}" for having, python in versions))
-        yield Remark("error", f"ranks have different versions: {said}.", "Use one environment on all nodes.")
+        different = "; ".join(sorted(f"{having}, Python {python}" for having, python in versions))
+        yield Problem("error", f"ranks have different versions: {different}.", "Use one environment on all nodes.")
 
 
-def _on_folder(found: Findings) -> Iterable[Remark]:
+def _on_folder(found: Findings) -> Iterable[Problem]:
     if blind := [rank for rank in found.ranks if not rank.sees_folder]:
-        yield Remark(
+        yield Problem(
             "error",
-            f"{_named(blind)} do not see what rank 0 writes into {found.folder}.",
-            "Checkpoints need a file system that all ranks share: name a folder on it, with --folder here, and as "
+            f"{_named(blind)} do not see what rank 0 wrote into {found.folder}.",
+            "Checkpoints need a file system that all ranks share: pass a folder on it as --folder here, and as "
             "default_root_dir in training.",
         )
 
 
-def _on_machines(found: Findings) -> Iterable[Remark]:
+def _on_machines(found: Findings) -> Iterable[Problem]:
     ranks = found.ranks
     for node in sorted({rank.node for rank in ranks}):
         here = [rank for rank in ranks if rank.node == node]
         devices, cpus = max(len(rank.devices) for rank in here), max(rank.cpus for rank in here)
         if devices and len(here) > sum(len(rank.devices) for rank in here):
-            yield Remark("error", f"{here[0].host} has {len(here)} ranks and {devices} GPUs.", "Start one per GPU.")
+            yield Problem("error", f"{here[0].host} has {len(here)} ranks and {devices} GPUs.", "Start one per GPU.")
         if cpus < len(here) and all(rank.cpus == cpus for rank in here):
-            yield Remark(
+            yield Problem(
                 "warning", f"{here[0].host} has {len(here)} ranks on {cpus} CPUs.", "Ask for more: --cpus-per-task."
             )
-    if few := [rank for rank in ranks if rank.open_files < LEAST_OPEN_FILES]:
-        least = min(rank.open_files for rank in few)
-        yield Remark(
+    if few := [rank for rank in ranks if rank.open_files < MIN_OPEN_FILES]:
+        lowest = min(rank.open_files for rank in few)
+        yield Problem(
             "warning",
-            f"{_named(few)} may have {least} files open.",
-            f"Workers of dataloaders need many: ulimit -n {LEAST_OPEN_FILES}.",
+            f"{_named(few)} may have {lowest} files open.",
+            f"Workers of dataloaders need many: ulimit -n {MIN_OPEN_FILES}.",
         )
-    if full := [rank for rank in ranks if rank.shared_memory_bytes < LEAST_SHARED_MEMORY]:
-        least = min(rank.shared_memory_bytes for rank in full)
-        yield Remark(
+    if full := [rank for rank in ranks if rank.shared_memory_bytes < MIN_SHARED_MEMORY_BYTES]:
+        lowest = min(rank.shared_memory_bytes for rank in full)
+        yield Problem(
             "warning",
-            f"{_named(full)} have {decimal(least)} free in {SHARED_MEMORY}.",
+            f"{_named(full)} have {decimal(lowest)} free in {SHARED_MEMORY}.",
             "Workers of dataloaders put batches there: enlarge it (docker run --shm-size), or use num_workers=0.",
         )
     skew = min(max(at) - min(at) for at in zip(*(rank.clocks for rank in ranks), strict=True))
-    if skew > MOST_SKEW_SECONDS:
-        yield Remark("warning", f"clocks differ by {skew:.1f} s.", "Logs will not line up: look at the time service.")
+    if skew > MAX_SKEW_SECONDS:
+        yield Problem(
+            "warning",
+            f"clocks differ by {skew:.1f} s.",
+            "Times in logs will not match: check the time service (chrony, ntpd).",
+        )
 
 
-def _on_links(found: Findings) -> Iterable[Remark]:
+def _on_links(found: Findings) -> Iterable[Problem]:
     for link in found.links:
-        if link.across_nodes and link.bytes_per_second < LEAST_ACROSS:
+        if link.across_nodes and link.bytes_per_second < MIN_CROSS_NODE_SPEED:
             one, other = found.ranks[link.one], found.ranks[link.other]
-            yield Remark(
+            yield Problem(
                 "warning",
                 f"{_speed(link)} between {one.host} and {other.host}, less than a gigabit link.",
                 "Exchanges will take most of the time: set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, to the fast "
@@ -95,13 +99,13 @@ def _on_links(found: Findings) -> Iterable[Remark]:
             )
 
 
-def as_json(found: Findings, remarks: list[Remark]) -> dict[str, Any]:
-    """Return all of it in plain types."""
-    return {**asdict(found), "remarks": [asdict(remark) for remark in remarks]}
+def as_json(found: Findings, problems: list[Problem]) -> dict[str, Any]:
+    """Return findings and problems in JSON's types."""
+    return {**asdict(found), "problems": [asdict(problem) for problem in problems]}
 
 
-def print_diagnosis(found: Findings, remarks: list[Remark], console: Console) -> None:
-    """Print the ranks by node, the links, and the verdict."""
+def print_diagnosis(found: Findings, problems: list[Problem], console: Console) -> None:
+    """Print the ranks by node, the links, and the problems."""
     total = f"{quantity(len(found.ranks), 'rank')} on {quantity(found.num_nodes, 'node')}"
     console.print(f"{total}, started by {found.started_by}")
     console.print(f"with {found.ranks[0].versions}, Python {found.ranks[0].python}")
@@ -123,14 +127,14 @@ def print_diagnosis(found: Findings, remarks: list[Remark], console: Console) ->
     console.print(table)
     for across in (False, True):
         if links := [link for link in found.links if link.across_nodes == across]:
-            console.print(_words(links, across))
-    for remark in remarks:
-        console.print(f"{remark.kind}: {remark.what} {remark.advice}")
-    if not remarks:
-        console.print("Nothing stands in the way.")
+            console.print(_slowest_in_words(links, across))
+    for problem in problems:
+        console.print(f"{problem.kind}: {problem.what} {problem.advice}")
+    if not problems:
+        console.print("No problems found.")
 
 
-def _words(links: list[Link], across: bool) -> str:
+def _slowest_in_words(links: list[Link], across: bool) -> str:
     slowest = min(links, key=lambda link: link.bytes_per_second)
     latency = max(link.latency_seconds for link in links)
     where = "across nodes" if across else "within a node"

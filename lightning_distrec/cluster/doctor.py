@@ -1,4 +1,4 @@
-"""Looks at the ranks, machines and links that a job would get, before a training waits for what is not there."""
+"""Examines the ranks, nodes and links that a job would get, before a training fails for what is missing."""
 
 import os
 import platform
@@ -26,12 +26,12 @@ from lightning_distrec.versions import find_installed, problem_with
 MIB = 1 << 20
 SHARED_MEMORY = "/dev/shm"
 PINGS, TRANSFERS, TRANSFER_BYTES = 20, 3, 16 * MIB
-MOST_LINKS = 32
+MAX_LINKS = 32
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has found out about itself and its machine."""
+    """What one rank has found out about itself and its node."""
 
     rank: int
     node: int
@@ -43,26 +43,26 @@ class Rank:
     cpus: int
     memory_bytes: int
     open_files: int
-    """How many files the process may have open."""
+    """Limit of open files of the process."""
     shared_memory_bytes: int
-    """Free memory for batches on their way from the workers of a DataLoader."""
+    """Free memory for the batches that a DataLoader's workers pass on."""
     sees_folder: bool
     """Whether it has seen a file that rank 0 wrote."""
     clocks: tuple[float, ...]
-    """Its time, in seconds, at moments that all ranks met."""
+    """Its clock, in seconds, right after barriers."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What two ranks have measured between them, over gloo."""
+    """The speed between two ranks, over gloo."""
 
     one: int
     other: int
     across_nodes: bool
     latency_seconds: float
-    """Half of a round trip of 8 bytes, median."""
+    """Half of the median round trip of 8 bytes."""
     bytes_per_second: float
-    """Of 16 MiB sent one way and acknowledged, median."""
+    """Median of sending 16 MiB one way, with an acknowledgement."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class Findings:
     links: tuple[Link, ...]
 
 
-def examine(folder: Path, timeout_seconds: float, say: Callable[[str], None]) -> Findings:
-    """Collective among the ranks that a launcher has started, if one has. Return what they have found, on every rank.
+def examine(folder: Path, timeout_seconds: float, log: Callable[[str], None]) -> Findings:
+    """Collective among the ranks that a launcher has started, if one has. Return the findings of all on every rank.
 
-    folder: one that all are to see. say: told what is waited for.
+    folder: all ranks should see it. log: called with what a rank waits for.
     Raises RendezvousError: not all ranks arrive; ConfigError: the launcher's variables do not fit together; OSError:
     rank 0 cannot write into the folder.
     """
-    launched = find_launched() or Launched("nobody: this is one process", 0, 1, 0, 1, 0, 1, MeetingPoint("", (), ""))
+    launched = find_launched() or Launched("no launcher", 0, 1, 0, 1, 0, 1, MeetingPoint("", (), ""))
     if launched.num_ranks > 1:
-        store = meet(launched.point, launched.rank, launched.num_ranks, timeout_seconds, say, launched.nodes)
+        store = meet(launched.point, launched.rank, launched.num_ranks, timeout_seconds, log, launched.nodes)
         dist.init_process_group(
             "gloo",
             store=store,
@@ -94,15 +94,15 @@ def examine(folder: Path, timeout_seconds: float, say: Callable[[str], None]) ->
             timeout=timedelta(seconds=timeout_seconds),
         )
     try:
-        ranks = tuple(_gathered(_look(launched, folder), launched))
-        links = tuple(_measured(one, other, launched, ranks) for one, other in _pairs(ranks))
+        ranks = tuple(_gathered(_examine_rank(launched, folder), launched))
+        links = tuple(_measure(one, other, launched, ranks) for one, other in _pairs(ranks))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return Findings(launched.by, launched.num_nodes, str(folder), ranks, links)
 
 
-def _look(launched: Launched, folder: Path) -> Rank:
+def _examine_rank(launched: Launched, folder: Path) -> Rank:
     installed = find_installed()
     return Rank(
         rank=launched.rank,
@@ -117,7 +117,7 @@ def _look(launched: Launched, folder: Path) -> Rank:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0,
         sees_folder=_sees(folder, launched),
-        clocks=tuple(_time_together(launched) for _ in range(3)),
+        clocks=tuple(_time_after_barrier(launched) for _ in range(3)),
     )
 
 
@@ -151,14 +151,14 @@ def _sees(folder: Path, launched: Launched) -> bool:
     return sees
 
 
-def _time_together(launched: Launched) -> float:
+def _time_after_barrier(launched: Launched) -> float:
     if launched.num_ranks > 1:
         dist.barrier()
     return time.time()
 
 
 def _pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
-    """Return the pairs to measure: two ranks on each node, and the first ranks of nodes next to each other."""
+    """Return the pairs to measure: two ranks on each node, and the first ranks of neighboring nodes."""
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(rank.node, []).append(rank.rank)
@@ -166,11 +166,11 @@ def _pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     within = [(of_node[0], of_node[1]) for of_node in nodes if len(of_node) > 1]
     around = [(a[0], b[0]) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
     across = around[:1] if len(nodes) == 2 else around if len(nodes) > 2 else []
-    return within[:MOST_LINKS] + across[:MOST_LINKS]
+    return within[:MAX_LINKS] + across[:MAX_LINKS]
 
 
-def _measured(one: int, other: int, launched: Launched, ranks: tuple[Rank, ...]) -> Link:
-    """Collective. Return what two ranks have measured, on every rank; the others wait."""
+def _measure(one: int, other: int, launched: Launched, ranks: tuple[Rank, ...]) -> Link:
+    """Collective. Measure the link of two ranks, while the others wait; return it on every rank."""
     mine: tuple[float, float] | None = None
     if launched.rank in (one, other):
         peer, begins = (other, True) if launched.rank == one else (one, False)
@@ -182,7 +182,7 @@ def _measured(one: int, other: int, launched: Launched, ranks: tuple[Rank, ...])
 
 
 def _round_trip(peer: int, begins: bool, there: int, back: int) -> float:
-    """Return the seconds until so many bytes were sent to a peer, and so many came back."""
+    """Return the seconds to send `there` bytes to a peer and receive `back` bytes from it."""
     sent, received = torch.zeros(there, dtype=torch.uint8), torch.zeros(back, dtype=torch.uint8)
     began = time.perf_counter()
     if begins:

@@ -1,7 +1,8 @@
-"""Who am I among the ranks: the environment that takes over from whatever Lightning has detected.
+"""The cluster environment, in place of the one that Lightning detects.
 
-Lightning detects Slurm by variables that a batch script has as well, counts its ranks by those of the job, refuses the
-ways to start ranks that it cannot count, and takes names of jobs for settings. Here the step's own numbers count.
+Lightning detects Slurm by variables that a batch script has as well, counts ranks by the job instead of the step,
+refuses ways to start ranks that it cannot count, and takes jobs named "bash" for interactive ones. Here the step's
+own numbers count.
 """
 
 import os
@@ -26,13 +27,13 @@ _found: list[Launched] = []
 
 
 def find_launched() -> Launched | None:
-    """Return what the launcher of this process told it, None where nobody launched it. Raises ConfigError.
+    """Return this process's place among the ranks that a launcher started, None without a launcher. Raises ConfigError.
 
-    Found once for each process: the variables are published as torch wants them, which makes them look alike.
+    Cached: `Launched.publish` sets the variables that torch reads, after which the launchers look alike.
     """
     if not _found:
-        for tells in (by_torchrun, by_open_mpi, by_srun, by_variables):
-            if (launched := tells(os.environ)) is not None:
+        for find in (by_torchrun, by_open_mpi, by_srun, by_variables):
+            if (launched := find(os.environ)) is not None:
                 _found.append(launched)
                 break
     return _found[0] if _found else None
@@ -52,7 +53,7 @@ def choose_environment() -> ClusterEnvironment:
 
 
 class LaunchedRanks(ClusterEnvironment):
-    """The ranks that a launcher has started, by its own count."""
+    """The ranks that a launcher started, by its own count."""
 
     def __init__(self, launched: Launched) -> None:
         super().__init__()
@@ -104,11 +105,11 @@ class LaunchedRanks(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing: see `check_numbers`, which knows what the user has set."""
+        """Do nothing: `check_numbers`, which knows what the user set, does it."""
 
 
 class SlurmRanks(LaunchedRanks, SLURMEnvironment):
-    """The tasks of one step of Slurm's. A SLURMEnvironment too, so that Lightning knows jobs by their numbers."""
+    """The tasks of one Slurm step. A SLURMEnvironment, so that Lightning sees a Slurm job (its id, its signals)."""
 
     def __init__(self, launched: Launched, auto_requeue: bool = True, requeue_signal: Signals | None = None) -> None:
         SLURMEnvironment.__init__(self, auto_requeue, requeue_signal)
@@ -126,10 +127,10 @@ class SlurmRanks(LaunchedRanks, SLURMEnvironment):
 
 
 def check_numbers(launched: Launched, num_devices: int, num_available: int, num_nodes: int) -> None:
-    """Compare what the Trainer was given with what was launched; the latter is what counts.
+    """Compare the Trainer's numbers with those of the launcher, which count.
 
-    num_devices: Trainer's. num_available: those that "auto" stands for. num_nodes: Trainer's, of which 1 says nothing.
-    Raises ConfigError: the user has asked for other numbers than the launcher was given.
+    num_devices: Trainer's. num_available: those that "auto" means. num_nodes: Trainer's; 1 is the default, and ignored.
+    Raises ConfigError: the user set other numbers than the launcher started.
     """
     here = launched.local_num_ranks
     if num_nodes not in (1, launched.num_nodes):

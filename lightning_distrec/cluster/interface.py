@@ -1,7 +1,7 @@
-"""The network interface that reaches the ranks of other nodes, for gloo and NCCL.
+"""The network interface to the ranks of other nodes, for gloo and NCCL.
 
-Left alone, gloo takes the one that the machine's own name leads to, which may be no network at all (127.0.1.1), and
-NCCL the first that is up.
+By default gloo takes the interface that the machine's own name resolves to, which may be no network at all (127.0.1.1),
+and NCCL the first that is up.
 """
 
 import ipaddress
@@ -17,32 +17,34 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 KEY = "address"
 ANY_PORT = 9
 SIOCGIFADDR = 0x8915
-"""Asks for an interface's address. Source: linux/sockios.h."""
+"""The ioctl for an interface's address. Source: linux/sockios.h."""
 
 
 def choose_interface(
     store: Store, rank: int, num_ranks: int, host: str, backend: str, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Collective. Return the variables that make gloo and NCCL use the interface by which other nodes are reached.
+    """Collective. Return the variables that make gloo and NCCL use the interface to other nodes.
 
-    host: of rank 0. given: the environment; a variable that is set there stays. Empty: no other node is reached but
-    over this machine itself, or the interface is not found.
+    host: of rank 0. given: the environment; a variable that is set there stays. Empty: all ranks are on this machine,
+    or the interface is not found.
     """
     address = address_towards(host)
     store.set(f"{KEY}/{rank}", address)
-    if not _is_outside(address):  # rank 0's own node: the way to ranks elsewhere
+    if not _is_outside(address):  # on rank 0's own node: look at the way to the others
         others = [store.get(f"{KEY}/{other}").decode() for other in range(num_ranks)]
         outside = next((other for other in others if _is_outside(other)), "")
         address = address_towards(outside) if outside else ""
     name = interface_with(address) if _is_outside(address) else None
     if name is None:
         return {}
-    wanted = {GLOO: name} | ({NCCL: f"={name}"} if "nccl" in backend else {})  # "=": not all that begin so
+    wanted = {GLOO: name} | (
+        {NCCL: f"={name}"} if "nccl" in backend else {}
+    )  # "=": this one, and not all with this prefix
     return {variable: value for variable, value in wanted.items() if variable not in given}
 
 
 def address_towards(host: str) -> str:
-    """Return the address by which this machine would send to `host`, "" where there is no way. Nothing is sent."""
+    """Return the address from which this machine would send to `host`, "" without a route. Nothing is sent."""
     with suppress(OSError):
         for family, kind, protocol, _, to in socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -52,7 +54,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_with(address: str) -> str | None:
-    """Return the name of the interface that has an address; None where that cannot be told."""
+    """Return the name of the interface that has an address; None where it is not found."""
     with suppress(OSError, ImportError):
         if ipaddress.ip_address(address.partition("%")[0]).version == 4:
             return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)

@@ -1,7 +1,6 @@
-"""What a launcher tells each process that it starts: which rank it is, among whom, and where to meet.
+"""What launchers pass to each process that they start: its rank, the number of ranks, and the rendezvous point.
 
-Only what the launcher itself has counted is believed; the numbers of devices and nodes that a Trainer is given say
-nothing about the number of processes.
+Only the launcher's own counts are used: a Trainer's devices and num_nodes do not show how many processes there are.
 """
 
 import os
@@ -21,22 +20,22 @@ class Launched:
     """One process among those that were started together."""
 
     by: str
-    """The launcher, as its users call it."""
+    """Name of the launcher."""
     rank: int
     num_ranks: int
     local_rank: int
     local_num_ranks: int
-    """How many ranks are on this node; other nodes may have others."""
+    """Number of ranks on this node; other nodes may have other numbers."""
     node: int
-    """Which of the nodes this is."""
+    """Number of this node."""
     num_nodes: int
     point: MeetingPoint
     is_step: bool = False
-    """Whether it is a task of Slurm's, whose job can be requeued."""
+    """Whether it is a task of a Slurm job, which can be requeued."""
     job: str = ""
-    """What the job keeps over restarts and shares with no other, for names of files; "" where nothing says it."""
+    """Name that the job keeps over restarts and shares with no other, for names of files; "" if there is none."""
     nodes: tuple[str, ...] = ()
-    """The name of the machine that each rank is on, where the launcher says it."""
+    """The node of each rank by name; empty where the launcher does not pass it."""
 
     def publish(self) -> None:
         """Set the variables that torch and torchrec read."""
@@ -51,7 +50,7 @@ class Launched:
 
 
 def by_torchrun(given: Mapping[str, str]) -> Launched | None:
-    """Return what torchrun (or anything on torch.distributed.elastic) tells, None where it has not started this.
+    """Return what torchrun (or anything on torch.distributed.elastic) passes, None if it did not start this process.
 
     given: the environment's variables. Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
@@ -72,15 +71,15 @@ def by_torchrun(given: Mapping[str, str]) -> Launched | None:
             f"torchrun {run} attempt {attempt}",
             is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         ),
-        job="" if run == "none" else "torchrun-" + re.sub(r"\W", "_", run),  # "none": nobody gave it a name
+        job="" if run == "none" else "torchrun-" + re.sub(r"\W", "_", run),  # "none": torchrun's default
     )
 
 
 def by_open_mpi(given: Mapping[str, str]) -> Launched | None:
-    """Return what Open MPI's mpirun tells, None where it has not started this.
+    """Return what Open MPI's mpirun passes, None if it did not start this process.
 
-    Nodes are counted as if all had as many ranks as this one, in order: mpirun does not say.
-    Raises ConfigError: it started ranks on several nodes, and MASTER_ADDR does not say where rank 0 is.
+    mpirun does not pass nodes: they are counted as if all had as many ranks as this one, in order.
+    Raises ConfigError: it started ranks on several nodes, and MASTER_ADDR is not set.
     Source: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
     """
     if "OMPI_COMM_WORLD_SIZE" not in given:
@@ -90,7 +89,7 @@ def by_open_mpi(given: Mapping[str, str]) -> Launched | None:
     host = given.get("MASTER_ADDR", "127.0.0.1" if here == num_ranks else "")
     if not host:
         raise ConfigError(
-            f"mpirun started {num_ranks} ranks, {here} of them here, and none of them knows the address of rank 0. Set "
+            f"mpirun started {num_ranks} ranks, {here} of them here, and does not pass the address of rank 0. Set "
             "MASTER_ADDR to the name of the first host: mpirun -x MASTER_ADDR=node1 ..."
         )
     job = given.get("PMIX_NAMESPACE", given.get("OMPI_MCA_ess_base_jobid", ""))
@@ -107,7 +106,7 @@ def by_open_mpi(given: Mapping[str, str]) -> Launched | None:
 
 
 def by_variables(given: Mapping[str, str]) -> Launched | None:
-    """Return what a Kubernetes PyTorchJob tells, None where these are not its variables.
+    """Return what a Kubernetes PyTorchJob passes, None if these are not its variables.
 
     One process per pod, each with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and without LOCAL_RANK, which all
     launchers of several processes on a machine set. Source: pkg/controller.v1/pytorch/envvar.go of Kubeflow's training
@@ -135,5 +134,5 @@ def number(given: Mapping[str, str], name: str) -> int:
         return int(given[name])
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{name} is {given.get(name, 'not set')}, and must be a number, as the launcher's other variables are set."
+            f"{name} is {given.get(name, 'not set')}: the launcher's other variables are set, so this must be a number."
         ) from None

@@ -1,8 +1,8 @@
-"""Leaves the process group before the interpreter ends.
+"""Destroys the process group before the interpreter ends.
 
-A gloo worker thread that drops its last Python object while the interpreter is finalising aborts the process
-("terminate called without an active exception"), after a run that was fine, or on top of the message of one that was
-not. So at exit: let go of what holds requests, collect, wait for the others for a bounded time, leave the group.
+A gloo thread that drops its last Python object while the interpreter is finalizing aborts the process ("terminate
+called without an active exception"): after a run that succeeded, or after the message of one that failed. So at exit:
+release what holds requests, collect garbage, wait for the other ranks for a bounded time, destroy the group.
 """
 
 import atexit
@@ -26,7 +26,7 @@ _failed = False
 
 
 def leave_at_exit(release: Callable[[], None]) -> None:
-    """Register the leaving of the process group.
+    """Register the destruction of the process group at exit.
 
     release: a bound method that drops its object's references to sharded modules; the object is not kept alive for it.
     """
@@ -36,7 +36,7 @@ def leave_at_exit(release: Callable[[], None]) -> None:
 
 
 def note_failure() -> None:
-    """Remember that a run failed: its peers may be gone, so leaving must not wait for them."""
+    """Remember that a run failed: other ranks may be gone, so that the exit must not wait for them."""
     global _failed
     _failed = True
 
@@ -56,12 +56,12 @@ def _leave() -> None:
 
 
 def _wait_for_all(store: dist.Store, num_ranks: int) -> None:
-    """Wait until all ranks are here, for a bounded time: one may have left, or may need this one for something else.
+    """Wait for all ranks, for a bounded time: one may be gone, or may wait for this one in a collective.
 
-    By the store, not by a barrier of the group, which a rank that is in another exchange would take for its own.
+    By the store, and not by a barrier: a rank in another collective would match the barrier's messages with its own.
     """
     deadline = time.monotonic() + FAREWELL_SECONDS
-    with contextlib.suppress(RuntimeError):  # rank 0, whose process holds the store, has seen all and left
+    with contextlib.suppress(RuntimeError):  # rank 0, whose process holds the store, has seen all ranks and ended
         here = store.add(FAREWELL, 1)
         while here < num_ranks and time.monotonic() < deadline:
             time.sleep(0.02)

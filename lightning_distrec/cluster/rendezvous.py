@@ -1,7 +1,7 @@
-"""The ranks of one job find each other, and nobody else's.
+"""The rendezvous: the ranks of one job find each other, and no rank of another job.
 
-Everything that they write is kept under the job's identity, and nobody is taken for rank 0 before that identity was
-read from it: a job of somebody else's that listens at the same port, or an earlier attempt of this one, is passed by.
+All keys in the store have the job's identity as prefix, and a rank connects to a listener as rank 0 only if that sends
+the same identity: another job at the same port, or an earlier attempt of this one, is skipped.
 """
 
 import errno
@@ -19,24 +19,24 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_distrec.errors import RendezvousError
 from lightning_distrec.units import shortened
 
-SAY_AFTER_SECONDS = 10.0
-"""What a rank waits for is said after this time, and again each time that it has doubled."""
+LOG_AFTER_SECONDS = 10.0
+"""What a rank waits for is logged after this time, and again each time that it has doubled."""
 TRY_SECONDS = 2.0
 PAUSE_SECONDS = 0.1
-LONGEST_IDENTITY = 1000
+MAX_IDENTITY_BYTES = 1000
 ARRIVED, COMPLETE, MISSING, FAILED = "arrived", "complete", "missing", "failed"
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the ranks meet."""
+    """The address of the rendezvous."""
 
     host: str
-    """Name or address of the machine that rank 0 is on, as the others reach it."""
+    """Name or address of rank 0's node, as the others reach it."""
     ports: tuple[int, ...]
-    """Those that are tried, in this order; the same on all ranks."""
+    """Ports to try, in this order; the same on all ranks."""
     identity: str
-    """What no other job, step or attempt has."""
+    """A text that no other job, step or attempt has."""
     is_hosted: bool = False
     """Whether the launcher listens there already, as torchrun's agent does; otherwise rank 0 does."""
 
@@ -46,15 +46,15 @@ def meet(
     rank: int,
     num_ranks: int,
     timeout_seconds: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     nodes: Sequence[str] = (),
 ) -> Store:
     """Return a store that all ranks share, once all of them have arrived.
 
-    say: told what is waited for. nodes: the name of the machine that each rank is on, where that is known.
+    log: called with what this rank waits for. nodes: the node of each rank by name, where that is known.
     Raises RendezvousError: not all ranks arrived within `timeout_seconds`, or their numbers differ, or no port is free.
     """
-    waiting = _Waiting(timeout_seconds, say)
+    waiting = _Waiting(timeout_seconds, log)
     timeout = timedelta(seconds=timeout_seconds)
     try:
         if rank == 0 and not point.is_hosted:
@@ -66,7 +66,9 @@ def meet(
     except RuntimeError as error:  # what torch raises when the other side is gone
         if isinstance(error, RendezvousError):
             raise
-        raise RendezvousError(f"rank 0 at {point.host} is gone before all ranks have arrived.") from error
+        raise RendezvousError(
+            f"rank 0 at {point.host} ended before all ranks had arrived. Its own output says why."
+        ) from error
     return store
 
 
@@ -81,35 +83,36 @@ def _arrive(
 
 
 class _Waiting:
-    """Says what is waited for, now and then, and gives up when time is up."""
+    """Logs what a rank waits for now and then, and gives up at the timeout."""
 
-    def __init__(self, timeout_seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(self, timeout_seconds: float, log: Callable[[str], None]) -> None:
         self._begin = time.monotonic()
         self._timeout = timeout_seconds
-        self._say = say
-        self._said_at = SAY_AFTER_SECONDS
+        self._log = log
+        self._log_at = LOG_AFTER_SECONDS
 
-    def go_on(self, what: Callable[[], str], aloud: bool = True) -> None:
-        """Pause. Raises RendezvousError: time is up; `what` says what was waited for."""
+    def pause(self, what: Callable[[], str], logs: bool = True) -> None:
+        """Pause. what: returns what the rank waits for. Raises RendezvousError: the timeout is over."""
         waited = time.monotonic() - self._begin
         if waited > self._timeout:
             raise RendezvousError(f"{what()}: not within timeout_seconds={self._timeout:g}.")
-        if aloud and waited > self._said_at:
-            self._say(f"{what()}, after {waited:.0f} s of {self._timeout:g}.")
-            self._said_at = 2 * waited
+        if logs and waited > self._log_at:
+            self._log(f"{what()}, after {waited:.0f} s of {self._timeout:g}.")
+            self._log_at = 2 * waited
         time.sleep(PAUSE_SECONDS)
 
 
 class _Introduction(socketserver.ThreadingTCPServer):
-    """Tells all who come which job rank 0 belongs to, and the port of its store, which the system has chosen.
+    """Sends to each client the identity of rank 0's job, and the port of its store, which the system has chosen.
 
-    A plain socket, whose every wait has a limit: torch's own client waits without one for a listener that is no store.
+    A plain socket, with a timeout for each wait: torch's TCPStore client waits without end for a listener that is not a
+    store, another job's for example.
     """
 
     daemon_threads = True
 
     def __init__(self, port: int, identity: str, store_port: int) -> None:
-        self.words = f"{identity}\n{store_port}\n".encode()
+        self.introduction = f"{identity}\n{store_port}\n".encode()
         super().__init__(("", port), _Introduce, bind_and_activate=False)
         self.socket.close()
         both = socket.has_dualstack_ipv6()
@@ -120,12 +123,12 @@ class _Introduction(socketserver.ThreadingTCPServer):
 class _Introduce(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _Introduction)
-        self.request.sendall(self.server.words)
+        self.request.sendall(self.server.introduction)
 
 
 @contextmanager
 def _listen(point: MeetingPoint, timeout: timedelta) -> Iterator[Store]:
-    """Yield rank 0's store, and introduce it to the others meanwhile."""
+    """Yield rank 0's store, and answer to the other ranks meanwhile."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     introduction = _at_a_free_port(point, server.port)
     threading.Thread(target=introduction.serve_forever, args=(PAUSE_SECONDS,), daemon=True).start()
@@ -144,7 +147,7 @@ def _at_a_free_port(point: MeetingPoint, store_port: int) -> _Introduction:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousError(f"rank 0 cannot listen at port {port}: {error}.") from error
     raise RendezvousError(
-        f"rank 0 cannot listen: of the ports {', '.join(map(str, point.ports))} none is free on {point.host}. Set "
+        f"rank 0 cannot listen: none of the ports {', '.join(map(str, point.ports))} is free on {point.host}. Set "
         "MASTER_PORT to a free one, for all ranks."
     )
 
@@ -157,7 +160,7 @@ def _find(point: MeetingPoint, waiting: _Waiting, timeout: timedelta) -> Store:
             if store_port is not None:
                 client = TCPStore(point.host, store_port, is_master=False, timeout=timeout)
                 return PrefixStore(point.identity, client)
-        waiting.go_on(lambda: f"waiting for rank 0 at {point.host}, port {_words(point.ports)}")
+        waiting.pause(lambda: f"waiting for rank 0 at {point.host}, port {_ports_in_words(point.ports)}")
 
 
 def _reachable(host: str, port: int) -> int | None:
@@ -167,36 +170,38 @@ def _reachable(host: str, port: int) -> int | None:
 
 
 def _introduced(point: MeetingPoint, port: int) -> int | None:
-    """Return the port of the store that whoever listens at `port` tells of, if it is this job's rank 0."""
+    """Return the port of the store that the listener at `port` sends, if it is this job's rank 0."""
     with suppress(OSError, ValueError), socket.create_connection((point.host, port), TRY_SECONDS) as connection:
         words = connection.makefile("rb")
-        if words.readline(LONGEST_IDENTITY).decode().rstrip("\n") == point.identity:
-            return int(words.readline(LONGEST_IDENTITY))
+        if words.readline(MAX_IDENTITY_BYTES).decode().rstrip("\n") == point.identity:
+            return int(words.readline(MAX_IDENTITY_BYTES))
     return None
 
 
 def _gather(store: Store, point: MeetingPoint, num_ranks: int, waiting: _Waiting, nodes: Sequence[str]) -> None:
-    """Wait for all ranks, and tell them that all are there, or why not."""
+    """Wait for all ranks, and write into the store that all have arrived, or why not."""
     missing = set(range(num_ranks))
 
     def what() -> str:
-        said = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}; missing: "
-        said += _named(sorted(missing), nodes)
-        store.set(MISSING, said)
-        return said
+        arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
+        report = f"{arrived}; missing: {_named(sorted(missing), nodes)}"
+        store.set(MISSING, report)
+        return report
 
     try:
         while missing:
             arrived = [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]
             for rank in arrived:
                 if (other := store.get(f"{ARRIVED}/{rank}").decode()) != str(num_ranks):
-                    raise RendezvousError(f"rank 0 is one of {num_ranks} ranks, and rank {rank} one of {other}.")
+                    raise RendezvousError(
+                        f"rank 0 expects {num_ranks} ranks, and rank {rank} expects {other}: start all with one number."
+                    )
             missing -= set(arrived)
             if missing:
-                waiting.go_on(what)
+                waiting.pause(what)
     except RendezvousError as failure:
         store.set(FAILED, str(failure))
-        time.sleep(5 * PAUSE_SECONDS)  # the store goes with this process, and the others are to read why
+        time.sleep(5 * PAUSE_SECONDS)  # the store ends with this process: let the others read why
         raise
     store.set(COMPLETE, "")
 
@@ -208,10 +213,10 @@ def _wait_for_the_others(store: Store, waiting: _Waiting) -> None:
     while not store.check([COMPLETE]):
         if store.check([FAILED]):
             raise RendezvousError(store.get(FAILED).decode())
-        waiting.go_on(what, aloud=False)  # rank 0 says it for all
+        waiting.pause(what, logs=False)  # rank 0 logs it for all
 
 
-def _words(ports: tuple[int, ...]) -> str:
+def _ports_in_words(ports: tuple[int, ...]) -> str:
     return str(ports[0]) if len(ports) == 1 else f"{ports[0]} and {len(ports) - 1} others"
 
 

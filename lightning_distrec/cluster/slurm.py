@@ -1,4 +1,4 @@
-"""What Slurm tells each task of a step: its rank, its node, and where rank 0 is."""
+"""What Slurm passes to each task of a step: its rank, its node, and where rank 0 is."""
 
 import os
 import re
@@ -13,24 +13,24 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 
 NO_STEPS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294", "4294967295")
-"""Numbers of what is no step of tasks: an interactive shell, a batch script and others. Source: slurm/slurm.h."""
+"""Step ids of other things than srun's tasks: an interactive shell, a batch script and others. Source: slurm.h."""
 AS_THE_STEP = {
     "SLURM_NTASKS": "SLURM_STEP_NUM_TASKS",
     "SLURM_NNODES": "SLURM_STEP_NUM_NODES",
     "SLURM_TASKS_PER_NODE": "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_STEP_NODELIST": "SLURM_STEP_NODELIST",
 }
-"""What a task is told of itself -> of its step, which is the same for a task. Seen in Slurm 22.05."""
+"""Variable of a process -> variable of its step: equal in the tasks of a step. Seen in Slurm 22.05."""
 FIRST_PORT, NUM_PORTS, NUM_TRIES = 20_000, 10_000, 8
-"""The ports that a job may listen at lie below those that systems give to outgoing connections."""
+"""Ports to listen at: below those that systems use for outgoing connections."""
 SCONTROL_SECONDS = 30.0
 
 
 def by_srun(given: Mapping[str, str]) -> Launched | None:
-    """Return what Slurm tells a task that srun started, None where this is none: a script or a shell, for example.
+    """Return what Slurm passes to a task that srun started, None for a script or a shell, for example.
 
-    given: the environment's variables. The step's own numbers count, whatever the job has: a step may be smaller.
-    Raises ConfigError: the name of the first node leads to no address.
+    given: the environment's variables. The step's own numbers count: it may be smaller than the job.
+    Raises ConfigError: the name of the first node cannot be resolved.
     """
     if not in_step(given):
         return None
@@ -54,10 +54,10 @@ def by_srun(given: Mapping[str, str]) -> Launched | None:
 
 
 def in_step(given: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a task of a step, and not as somebody's shell.
+    """Whether srun started this process as a task of a step, and not as an interactive shell.
 
-    A batch script that was submitted from inside of a step has that step's variables too. Those that Slurm sets anew
-    for every process, step or not, then say something else.
+    A batch script that was submitted from inside of a step inherits that step's variables. Those that Slurm sets for
+    every process, in a step or not, then differ from them.
     """
     needed = (*AS_THE_STEP.values(), "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
     if any(name not in given for name in needed) or given["SLURM_STEP_ID"] in NO_STEPS:
@@ -65,7 +65,7 @@ def in_step(given: Mapping[str, str]) -> bool:
     if any(given.get(name, given[of_step]) != given[of_step] for name, of_step in AS_THE_STEP.items()):
         return False
     if given["SLURM_STEP_NUM_TASKS"] == "1" and "SLURM_PTY_PORT" in given:
-        return False  # srun --pty bash, most likely; with a single rank it is all the same
+        return False  # probably srun --pty bash; for a single rank it makes no difference
     per_node, node = counts(given["SLURM_STEP_TASKS_PER_NODE"]), number(given, "SLURM_NODEID")
     return "SLURM_GTIDS" not in given or len(given["SLURM_GTIDS"].split(",")) == per_node[node]
 
@@ -76,18 +76,18 @@ def refuse_lone_script(given: Mapping[str, str]) -> None:
     if "SLURM_JOB_ID" in given and num_nodes > 1:
         raise ConfigError(
             f"Slurm gave this job {num_nodes} nodes, and this process was started on one of them alone. Start it with "
-            "srun, as `srun python ...`; how many ranks each node gets is said when the nodes are asked for, by "
-            "--ntasks-per-node."
+            "srun, as `srun python ...`; set the number of ranks per node with --ntasks-per-node when requesting the "
+            "nodes."
         )
 
 
 def hosts(nodelist: str) -> list[str]:
     """Return the names in a list such as `rack[1-2]n[05-07],login`.
 
-    Slurm's own scontrol says it best; where there is none, the list is read here.
+    Slurm's own scontrol expands it; where that is missing, the list is parsed here.
     """
-    said = _scontrol("show", "hostnames", nodelist)
-    return said.split() if said else _expanded(nodelist)
+    names = _scontrol("show", "hostnames", nodelist)
+    return names.split() if names else _expanded(nodelist)
 
 
 def counts(tasks_per_node: str) -> list[int]:
@@ -96,16 +96,16 @@ def counts(tasks_per_node: str) -> list[int]:
     for word in tasks_per_node.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
         if not found:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} is not understood.")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} cannot be parsed.")
         numbers += [int(found[1])] * int(found[2] or 1)
     return numbers
 
 
 def requeue() -> str:
-    """Let Slurm put this job back into its queue, and stop it; returns why it did not, or nothing."""
+    """Let Slurm requeue this job, which stops it; returns why that failed, or nothing."""
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
     if job is None:
-        return "it is not one of Slurm's"
+        return "it is not a Slurm job"
     if array is not None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
@@ -122,7 +122,7 @@ def _nodes_by_rank(given: Mapping[str, str], nodes: list[str], per_node: list[in
     cyclic = tuple(node for of_round in rounds for node in of_round if node)
     if given.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         return _arbitrary(given)
-    # Which of them it is, Slurm does not always say; the ranks of this node tell.
+    # Slurm does not always name the distribution; the ranks of this node show which it is.
     here = [rank for rank in given.get("SLURM_GTIDS", "").split(",") if rank]
     for order in (cyclic, block) if given.get("SLURM_DISTRIBUTION", "").startswith("cyclic") else (block, cyclic):
         mine = [str(rank) for rank, node in enumerate(order) if node == nodes[number(given, "SLURM_NODEID")]]
@@ -132,7 +132,7 @@ def _nodes_by_rank(given: Mapping[str, str], nodes: list[str], per_node: list[in
 
 
 def _arbitrary(given: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the nodes in the order of the user's own file."""
+    """Return the nodes in the order of SLURM_HOSTFILE."""
     try:
         with open(given["SLURM_HOSTFILE"]) as file:
             return tuple(re.split(r"[\s,]+", file.read().strip()))
@@ -146,8 +146,8 @@ def _meeting_point(given: Mapping[str, str], by_rank: tuple[str, ...], nodes: li
     identity = f"slurm {step} restart {given.get('SLURM_RESTART_COUNT', '0')}"
     if not by_rank and given.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") and "MASTER_ADDR" not in given:
         raise ConfigError(
-            "srun --distribution=arbitrary, and SLURM_HOSTFILE cannot be read here, so that nobody knows the node of "
-            "rank 0. Set MASTER_ADDR to it, for all ranks."
+            "srun --distribution=arbitrary, and SLURM_HOSTFILE cannot be read here: the node of rank 0 is unknown. Set "
+            "MASTER_ADDR to it, for all ranks."
         )
     host = given.get("MASTER_ADDR") or _address(by_rank[0] if by_rank else nodes[0])
     if "MASTER_PORT" in given:
@@ -166,8 +166,8 @@ def _address(node: str) -> str:
         found = re.search(r"NodeAddr=(\S+)", _scontrol("show", "node", "-o", node))
     if not found:
         raise ConfigError(
-            f"the name of the first node, {node}, leads to no address, and scontrol knows none. Set MASTER_ADDR, for "
-            "all ranks, to what the others reach it by."
+            f"the name of the first node, {node}, cannot be resolved, and scontrol has no address for it. Set "
+            "MASTER_ADDR, for all ranks, to an address that the other nodes can reach."
         )
     return found[1]
 

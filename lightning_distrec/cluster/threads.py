@@ -1,4 +1,4 @@
-"""How many threads a rank may use: those of the CPUs it was given, shared with the ranks that were given the same."""
+"""Number of threads of a rank: its CPUs, divided among the ranks that were given the same CPUs."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ VARIABLE = "OMP_NUM_THREADS"
 
 
 def cpus_of_this_process(node: int) -> Cpus:
-    """Return the CPUs that this process may run on: those of the machine, less what the scheduler has bound it to."""
+    """Return the CPUs that this process may run on, as the scheduler has bound it."""
     return node, frozenset(os.sched_getaffinity(0))
 
 
 def num_threads(ranks: Sequence[Cpus], rank: int, given: Mapping[str, str]) -> int:
-    """Return the number of threads for `rank`. given: the environment, where Slurm says what `--cpus-per-task` was."""
+    """Return the number of threads for `rank`. given: the environment, with Slurm's `--cpus-per-task`."""
     node, mine = ranks[rank]
     sharers = sum(bool(cpus & mine) for other, cpus in ranks if other == node)
     threads = len(mine) // sharers
@@ -27,6 +27,6 @@ def num_threads(ranks: Sequence[Cpus], rank: int, given: Mapping[str, str]) -> i
 
 
 def use_threads(number: int) -> None:
-    """Let torch use so many threads, and the processes that this one starts."""
+    """Set the number of threads of torch, and of the processes that this one starts."""
     torch.set_num_threads(number)
     os.environ[VARIABLE] = str(number)

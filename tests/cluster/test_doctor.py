@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.cluster.diagnosis import remarks_on
+from lightning_distrec.cluster.diagnosis import problems_of
 from lightning_distrec.cluster.doctor import Findings, Link, Rank
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
@@ -21,7 +21,7 @@ def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
         [*DOCTOR, f"--folder={tmp_path}"], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "1 rank on 1 node, started by nobody" in done.stdout
+    assert "1 rank on 1 node, started by no launcher" in done.stdout
     assert "torchrec" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -65,7 +65,7 @@ LINK = Link(0, 1, True, 1e-5, 1e9)
 
 def _said(one: Rank = FINE, other: Rank = OTHER, link: Link = LINK) -> list[str]:
     found = Findings("srun", 2, "/shared", (one, other), (link,))
-    return [f"{remark.kind}: {remark.what} {remark.advice}" for remark in remarks_on(found)]
+    return [f"{problem.kind}: {problem.what} {problem.advice}" for problem in problems_of(found)]
 
 
 def test_nothing_is_said_where_all_is_well() -> None:
@@ -75,7 +75,7 @@ def test_nothing_is_said_where_all_is_well() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sees_folder": False}, "error: rank 1 on b do not see what rank 0 writes into /shared. Checkpoints need"),
+        ({"sees_folder": False}, "error: rank 1 on b do not see what rank 0 wrote into /shared. Checkpoints need"),
         ({"versions": "torch 2.14"}, "error: ranks have different versions: torch 2.13, Python 3.11; torch 2.14"),
         ({"python": "3.12.1"}, "error: ranks have different versions"),
         ({"versions_problem": "no torchrec"}, "error: rank 1 on b: no torchrec Install"),

@@ -22,7 +22,7 @@ def point() -> MeetingPoint:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "LOG_AFTER_SECONDS", 0.3)
     monkeypatch.setattr(rendezvous, "TRY_SECONDS", 0.5)
 
 
@@ -128,7 +128,9 @@ def test_a_missing_first_rank_is_said_by_the_others(point: MeetingPoint) -> None
 
 def test_ranks_that_count_differently_are_told(point: MeetingPoint) -> None:
     outcomes = _run(_rank(point, 0, 2, []), _rank(point, 1, 3, []))
-    assert [str(outcome) for outcome in outcomes] == ["rank 0 is one of 2 ranks, and rank 1 one of 3."] * 2
+    assert [str(outcome) for outcome in outcomes] == [
+        "rank 0 expects 2 ranks, and rank 1 expects 3: start all with one number."
+    ] * 2
 
 
 def test_no_free_port_is_an_error_of_rank_0(point: MeetingPoint) -> None:
