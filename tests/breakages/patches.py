@@ -416,7 +416,7 @@ BREAKAGES = (
         r"return TROUBLE if changed else SAME",
         "return SAME",
         "`inspect --verify` exits with 0 for a damaged checkpoint.",
-        ("unit/test_commands.py",),
+        ("unit/test_verify.py",),
     ),
     Breakage(
         "run-twice",
@@ -424,7 +424,7 @@ BREAKAGES = (
         r'save_config_kwargs=\{"overwrite": True\}',
         'save_config_kwargs={"overwrite": False}',
         "A second fit in the same folder fails.",
-        ("unit/test_commands.py", "recipes"),
+        ("unit/test_commands.py",),
     ),
     Breakage(
         "advised-ddp",

@@ -143,6 +143,7 @@ def _profiled(folder: str) -> dict[str, State]:
     return states
 
 
+@pytest.mark.slow
 def test_profilers_report_every_batch_and_change_no_number(tmp_path: Path) -> None:
     found = run_on_warm_ranks(_profiled, 2, str(tmp_path))[0]
     for title, state in found.items():

@@ -253,6 +253,7 @@ def check(pairs: list[Pair]) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_wrong_state_and_failed_ranks_are_told() -> None:
     job = Job(((2,) * PARTS,), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),), optimizer="Adam")
     right = Pair(job, 2, job, 1)

@@ -247,6 +247,7 @@ def test_a_value_that_is_wrong_on_one_rank_is_told_on_all() -> None:
         assert re.match("ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", said)
 
 
+@pytest.mark.slow
 def test_measuring_all_of_it_trains_and_says_so(tmp_path: Path) -> None:
     planning = {"bandwidths": "measure", "reserve": "measure"}
     (text, steps), _ = run_on_ranks(_fit, 2, planning, {}, tmp_path)

@@ -54,7 +54,7 @@ def test_loops_see_what_they_see_without_a_pipeline(names: list[str]) -> None:
     assert_equal_to_depth_1(run_on_warm_ranks(_runs, 2, names, (1, 3)))
 
 
-@pytest.mark.parametrize("depth", slow_except([4], [2, 4]))
+@pytest.mark.parametrize("depth", slow_except([], [2, 4]))
 def test_any_depth_sees_the_same_on_three_ranks(depth: int) -> None:
     names = ["val_check_interval unsized", "on_train_batch_start returns -1", "max_size_cycle unsized", "by hand"]
     assert_equal_to_depth_1(run_on_warm_ranks(_runs, 3, names, (1, depth)))
@@ -158,7 +158,8 @@ PLACES = ["before lookups", "after lookups", "batch start", "batch end", "valida
 
 
 @pytest.mark.parametrize(
-    ("where", "at"), slow_except([("before lookups", 0), *product(PLACES, [1])], product(PLACES, [0, 1, 3]))
+    ("where", "at"),
+    slow_except([("before lookups", 0), ("batch end", 1), ("validation", 1)], product(PLACES, [0, 1, 3])),
 )
 def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(where: str, at: int) -> None:
     at = 500 + min(at, 2) if where == "validation" else at

@@ -102,6 +102,7 @@ def check(jobs: list[Job]) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_wrong_weights_and_failed_ranks_are_told() -> None:
     job = Job(((2,),), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),))
     broken = replace(job, optimizer="an optimizer that does not exist")

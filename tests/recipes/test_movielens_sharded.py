@@ -51,7 +51,8 @@ def test_sharded_and_unsharded_runs_reach_the_same_validation_auroc(data_dir: st
 def test_cpu_yaml_trains_and_says_what_it_did(data_dir: str, tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "lightning-distrec"
     arguments = [
-        *("--config", "recipes/movielens_dlrm/cpu.yaml", "--trainer.max_epochs", "1"),
+        *("--config", "recipes/movielens_dlrm/cpu.yaml", "--trainer.max_epochs=1"),
+        *("--trainer.limit_train_batches=20", "--trainer.limit_val_batches=5"),
         f"--trainer.logger.init_args.save_dir={tmp_path}",
         f"--data.init_args.data_dir={data_dir}",
     ]

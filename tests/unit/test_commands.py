@@ -122,6 +122,16 @@ def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypa
     assert given == [[]]
 
 
+def test_a_second_fit_in_the_same_folder_replaces_its_config(tmp_path: Path) -> None:
+    boring = "lightning.pytorch.demos.boring_classes"
+    options = [f"--model={boring}.BoringModel", f"--data={boring}.BoringDataModule", "--trainer.accelerator=cpu"]
+    options += ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
+    options += ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    for seed in (1, 2):
+        main.main(["fit", *options, f"--trainer.default_root_dir={tmp_path}", f"--seed_everything={seed}"])
+        assert f"seed_everything: {seed}" in (tmp_path / "config.yaml").read_text()
+
+
 def test_export_replaces_a_file_only_with_overwrite(run: Run) -> None:
     _folder("a.ckpt")
     assert run("export", "a.ckpt", "out.pt") == (0, "", "")
