@@ -60,7 +60,7 @@ class LossWeight:
         lookups = list(zip(*unequal, strict=True))
         shares = [of_ranks[self._ranks.rank] / sum(of_ranks) for of_ranks in lookups]
         reference = lookups[0]
-        # Lookups agree where all ranks' numbers stand in one proportion: 1 and 20 candidates for each example, say.
+        # Lookups agree where all ranks' numbers have one proportion, for 1 and 20 candidates per example, for instance.
         agree = all(
             number * sum(reference) == other * sum(of_ranks)
             for of_ranks in lookups

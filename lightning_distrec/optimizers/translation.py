@@ -52,8 +52,8 @@ class TableUpdate:
     """FBGEMM's, where it updates the table; the learning rate is the one at the start."""
     initial_state: float = 0.0
     """Value that the optimizer's state starts from."""
-    whole_rows: bool = False
-    """Whether the state is kept per row, so that a row must stay on one rank."""
+    needs_full_rows: bool = False
+    """Whether the state is kept per row, so that a table must not be sharded by columns."""
     bytes_per_element: float = 0.0
     """Optimizer state and kept gradient, in bytes for each element of the table."""
     bytes_per_row: float = 0.0
@@ -150,7 +150,7 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
         arguments = {"eps": float(group["eps"])}
         why = f"{name} has the same numbers in FBGEMM"
         update = _fused(param_group, why, EmbOptimType.EXACT_ROWWISE_ADAGRAD, arguments, 0.0)
-        return replace(update, initial_state=start, whole_rows=True, bytes_per_row=4.0), ""
+        return replace(update, initial_state=start, needs_full_rows=True, bytes_per_row=4.0), ""
     return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
 
 
@@ -210,7 +210,7 @@ def _for_several_lookups(update: TableUpdate) -> TableUpdate:
 def _dense(name: str, param_group: TableParamGroup, why: str, asked: bool) -> TableUpdate:
     kind = type(param_group.optimizer)
     if kind is RowWiseAdagrad:
-        return TableUpdate("dense", why, param_group, whole_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
+        return TableUpdate("dense", why, param_group, needs_full_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
     if kind in ELEMENTWISE:
         return TableUpdate("dense", why, param_group, bytes_per_element=4.0 * (1 + _states(param_group)))
     if kind is optim.SparseAdam:

@@ -1,4 +1,4 @@
-"""What decides against updates of tables inside of backward, and what would not be exact with them."""
+"""Decides whether tables may be updated inside of backward, and refuses what would not be exact with that."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,9 +25,9 @@ def why_not_in_backward(trainer: Trainer, module: LightningModule, precision: Pr
     """Return why the tables' updates must wait for `optimizer.step()`, or "" where they may run inside of backward."""
     if not module.automatic_optimization:
         return "manual optimization"
-    most = _most_accumulated(trainer)
-    if most > 1:
-        return f"accumulate_grad_batches={most}"
+    max_accumulated = _max_accumulated(trainer)
+    if max_accumulated > 1:
+        return f"accumulate_grad_batches={max_accumulated}"
     if trainer.gradient_clip_val:
         return f"gradient_clip_val={trainer.gradient_clip_val}"
     if getattr(precision, "scaler", None) is not None:
@@ -52,11 +52,11 @@ def refuse_what_is_not_exact(
             "backward, whichever optimizer it is for, because embedding_update asks for it. Set "
             "embedding_update='auto' or 'sparse'."
         )
-    most = _most_accumulated(trainer)
-    if most > 1:
+    max_accumulated = _max_accumulated(trainer)
+    if max_accumulated > 1:
         raise UnsupportedError(
-            f"accumulate_grad_batches={most}: table '{fused[0]}' is updated inside of backward, at every batch, "
-            "because embedding_update asks for it. Set embedding_update='auto', or accumulate_grad_batches=1."
+            f"accumulate_grad_batches={max_accumulated}: table '{fused[0]}' is updated inside of backward, at every "
+            "batch, because embedding_update asks for it. Set embedding_update='auto', or accumulate_grad_batches=1."
         )
     if trainer.gradient_clip_val:
         refuse_clip(trainer.gradient_clip_val, fused)
@@ -83,7 +83,7 @@ def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
 
 
 def hooks_without_gradients(trainer: Trainer, module: LightningModule, fused: list[str]) -> str | None:
-    """Return what to tell users whose hooks would miss the gradients of tables that are fused on request, or None."""
+    """Return a warning for users whose hooks would miss the gradients of tables that are fused on request, or None."""
     hooks = gradient_hooks(trainer, module)
     if not hooks or not fused:
         return None
@@ -102,6 +102,6 @@ def refuse_clip(value: Any, fused: list[str]) -> None:
         )
 
 
-def _most_accumulated(trainer: Trainer) -> int:
+def _max_accumulated(trainer: Trainer) -> int:
     schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     return max([trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values())])

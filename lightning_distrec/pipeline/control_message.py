@@ -1,4 +1,4 @@
-"""The control message: what ranks tell each other about every step, in one small all-reduce, sent early and read later.
+"""The control message: one small all-reduce about every step, sent early and read later.
 
 It carries whether every rank has the batch after the next one, whether that batch's ids are in range and can be sent
 ahead, and whether the step that is running has failed on any rank.

@@ -177,7 +177,7 @@ class SizedEvenLoader(EvenLoader):
 
 
 def iterate(loader: Any) -> Iterator[Any]:
-    """Iterate over `loader`; one that fails to start fails at the first batch, where all ranks are told."""
+    """Iterate over `loader`; one that fails to start fails at the first batch, where all ranks learn of it."""
     yield from loader
 
 

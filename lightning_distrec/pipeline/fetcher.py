@@ -52,7 +52,7 @@ class PrefetchFetcher(DataFetcher):
     @override
     def __iter__(self) -> "PrefetchFetcher":
         self.drop()
-        with self._without_own_agreement():
+        with self._agreeing_here():
             super().__iter__()
         self._count, self._num_drawn, self._has_ended = 0, 0, False
         self._more = self.length != 0
@@ -61,7 +61,7 @@ class PrefetchFetcher(DataFetcher):
         return self
 
     @contextmanager
-    def _without_own_agreement(self) -> Iterator[None]:
+    def _agreeing_here(self) -> Iterator[None]:
         """Inside of the context iterators that begin leave it to this fetcher to agree on where batches end.
 
         Except where each of several loaders has an end of its own.

@@ -1,7 +1,7 @@
 """Lets ranks whose batches have ended go on with the others.
 
-A rank gets its last batch again while another rank still has a batch of its own, and the loader tells for each batch
-which ranks have one of their own. What becomes of the repeated ones is up to the code that runs the steps.
+A rank gets its last batch again while another rank still has a batch of its own, and the loader records for each
+batch which ranks have one of their own. What becomes of the repeated ones is up to the code that runs the steps.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""What may be said about the pipeline."""
+"""The options of the sparse pipeline."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from lightning_distrec.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How far batches are fetched ahead of their steps."""
+    """How far batches are prefetched."""
 
     depth: int = 3
-    """Batches in flight on this rank. 1: none ahead; tables are looked up as they are called. 2: the next batch's ids
-    travel during this step. 3: the batch after it is on the device too, so that what the ranks must agree on before
-    ids travel is known when they are due. More hide a slower loader."""
+    """Batches in flight on this rank. 1: no prefetching; tables are looked up as they are called. 2: the next batch's
+    ids are sent during this step. 3: the batch after it is on the device too, so that ranks have its status before its
+    ids are due. Higher values hide a slower loader."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:

@@ -1,4 +1,4 @@
-"""The first batches of a DataLoader, looked at without a trace: those that are drawn later are what they would be."""
+"""Peeks at the first batches of a DataLoader: the batches that are drawn later stay what they would have been."""
 
 import copy
 import random
@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-DEEPEST = 5
-"""How far below a dataset its random generators are looked for, through attributes and containers."""
-MOST_PARTS, MOST_OBJECTS = 100, 10_000
-"""How many parts of a container, and objects in all, are looked at for that: a dataset's may be its samples."""
+MAX_DEPTH = 5
+"""How far below a dataset its random generators are searched for, through attributes and containers."""
+MAX_CHILDREN, MAX_OBJECTS = 100, 10_000
+"""How many children of a container, and objects in total, are searched: they may be a dataset's samples."""
 
 
 def loaders_in(given: Any) -> list[Any]:
@@ -28,24 +28,24 @@ def loaders_in(given: Any) -> list[Any]:
     if isinstance(given, Mapping):
         given = list(given.values())
     if isinstance(given, (list, tuple)):
-        return [loader for part in given for loader in loaders_in(part)]
+        return [loader for child in given for loader in loaders_in(child)]
     return [given]
 
 
 def why_not(loader: Any) -> str:
-    """Return why the batches of `loader` cannot be looked at without a trace; "" where they can."""
+    """Return why one cannot peek at the batches of `loader`; "" where one can."""
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} is no DataLoader, and may not begin twice alike"
+        return f"a {type(loader).__name__} is no DataLoader, and may not start twice with the same batches"
     if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset, which may not begin twice alike"
+        return f"{type(loader.dataset).__name__} is an IterableDataset, which may not start twice with the same batches"
     return ""
 
 
 @contextmanager
 def unchanged(*, include_cuda: bool) -> Iterator[None]:
-    """Inside of the context the random numbers of torch, numpy and Python may be drawn; it puts them back."""
+    """Restore the random generators of torch, numpy and Python at the end of the context."""
     with isolate_rng(include_cuda=include_cuda):
-        # isolate_rng puts nothing back when what is inside of it raises.
+        # isolate_rng restores nothing when its context raises.
         failure = None
         try:
             yield
@@ -58,9 +58,9 @@ def unchanged(*, include_cuda: bool) -> Iterator[None]:
 def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, None]:
     """Yield up to `count` batches of `loader`, made in this process, whatever workers it has; see `why_not`.
 
-    Its sampler stays as it is, for a copy is drawn from; the random generators of its dataset and its collate_fn are
-    put back when it is closed or has ended. What else a dataset changes when a sample is taken stays changed. Use it
-    inside of `unchanged`.
+    Its sampler stays as it is, since a copy is drawn from; the random generators of its dataset and its collate_fn are
+    restored when this generator is closed or ends. What else a dataset changes when a sample is taken stays changed.
+    Use it inside of `unchanged`.
     """
     fetched: dict[str, Any] = {"collate_fn": loader.collate_fn}
     known = {id(loader.dataset): loader.dataset}  # a copy of the sampler is for the same dataset
@@ -73,37 +73,37 @@ def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, N
 
 
 @contextmanager
-def _generators_kept(*owners: Any) -> Iterator[None]:
-    found = {id(generator): generator for owner in owners for generator in _generators(owner, 0, set())}
+def _generators_kept(*roots: Any) -> Iterator[None]:
+    found = {id(generator): generator for root in roots for generator in _generators(root, 0, set())}
     states = [(generator, _state(generator)) for generator in found.values()]
     try:
         yield
     finally:
         for generator, state in states:
-            _put_back(generator, state)
+            _restore(generator, state)
 
 
-def _generators(owner: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    """Yield the random generators that `owner` leads to; seen: ids of the objects that were looked at."""
-    if depth > DEEPEST or id(owner) in seen or len(seen) > MOST_OBJECTS:
+def _generators(root: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """Yield the random generators that `root` leads to; seen: ids of the objects that were visited."""
+    if depth > MAX_DEPTH or id(root) in seen or len(seen) > MAX_OBJECTS:
         return
-    seen.add(id(owner))
-    if isinstance(owner, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-        yield owner
+    seen.add(id(root))
+    if isinstance(root, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        yield root
         return
-    parts: Iterable[Any] = ()
-    if isinstance(owner, partial):
-        parts = (owner.func, *owner.args, *owner.keywords.values())
-    elif isinstance(owner, MethodType):
-        parts = (owner.__self__,)
-    elif type(owner) in (list, tuple):
-        parts = owner
-    elif type(owner) is dict:
-        parts = owner.values()
-    elif hasattr(owner, "__dict__") and not isinstance(owner, type):
-        parts = vars(owner).values()
-    for part in islice(parts, MOST_PARTS):
-        yield from _generators(part, depth + 1, seen)
+    children: Iterable[Any] = ()
+    if isinstance(root, partial):
+        children = (root.func, *root.args, *root.keywords.values())
+    elif isinstance(root, MethodType):
+        children = (root.__self__,)
+    elif type(root) in (list, tuple):
+        children = root
+    elif type(root) is dict:
+        children = root.values()
+    elif hasattr(root, "__dict__") and not isinstance(root, type):
+        children = vars(root).values()
+    for child in islice(children, MAX_CHILDREN):
+        yield from _generators(child, depth + 1, seen)
 
 
 def _state(generator: Any) -> Any:
@@ -114,7 +114,7 @@ def _state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _put_back(generator: Any, state: Any) -> None:
+def _restore(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

@@ -3,7 +3,7 @@
 A training_step is neither traced nor rewritten. In the first step it runs as it is, and each argument of a lookup is
 looked for among the objects of the batch: the very same object, a view of one of its tensors, or a KeyedJaggedTensor
 made of them. From later batches the argument is built before their steps begin; when the step calls, same_input.py
-tells whether its argument is the one that was built.
+compares its argument with the one that was built.
 """
 
 import dataclasses

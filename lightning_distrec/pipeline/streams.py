@@ -1,6 +1,6 @@
-"""On a GPU: batches are copied on one stream and their ids are exchanged on another, beside the computation.
+"""CUDA streams: batches are copied on one and their ids are exchanged on another, during the computation.
 
-Not run on a GPU yet. On a CPU there is nothing of it: gloo's threads work beside the computation by themselves.
+Not run on a GPU yet. On a CPU there is nothing of it: gloo's threads work during the computation by themselves.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,29 +13,29 @@ from lightning_distrec.pipeline.provenance import tensors_in
 
 
 class Streams:
-    """The streams of one rank. device: where steps run."""
+    """The streams of one rank. device: that of the steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if on_gpu else None
         self.ids = torch.cuda.Stream(device, priority=-1) if on_gpu else None
-        """Where ids are checked and exchanged; None on a CPU."""
+        """On which ids are checked and exchanged; None on a CPU."""
 
     def pinned(self, batch: Any) -> Any:
         """Return the batch in memory that a GPU can copy from while the host goes on."""
         return batch if self._copies is None else pin_memory(batch)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Copy a batch inside of the context."""
+        """Return the context in which a batch is copied."""
         return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def exchanging(self) -> AbstractContextManager[Any]:
-        """Look at ids inside of the context, once `copied` has seen their batch."""
+        """Return the context in which ids are checked and exchanged, after `copied` was called with their batch."""
         return nullcontext() if self.ids is None else torch.cuda.stream(self.ids)
 
     def copied(self, batch: Any) -> Any:
-        """A batch was copied, and will be used on the stream of ids; returns what `hand_over` waits for."""
+        """Let the stream of ids use a batch that was copied; returns the event that `hand_over` waits for."""
         if self._copies is None or self.ids is None:
             return None
         event = self._copies.record_event()
@@ -46,7 +46,7 @@ class Streams:
         return event
 
     def hand_over(self, batch: Any, copied: Any) -> None:
-        """From now on the batch is used on the stream of the step."""
+        """Let the stream of the step use the batch from now on."""
         if copied is None:
             return
         now = torch.cuda.current_stream(self._device)

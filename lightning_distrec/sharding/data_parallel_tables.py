@@ -1,7 +1,7 @@
-"""Tables that every rank holds whole (data_parallel): they are averaged by a DDP of torchrec's own, and can be frozen.
+"""Lets data-parallel tables be frozen: every rank has a replica of them, averaged by a DDP of torchrec's own.
 
-torchrec's parameter is a slice of the kernel's memory and no leaf, so that torch refuses to freeze it; and its DDP must
-meet a gradient in every step, also when nothing learns.
+torchrec's parameter is a slice of the kernel's memory and no leaf, so that torch refuses to freeze it; and its DDP
+waits for a gradient in every step, also when the table is frozen.
 """
 
 from typing import Any
@@ -41,13 +41,18 @@ class ReplicatedTable(TableBatchedEmbeddingSlice):
 
 
 def make_freezable(weight: TableBatchedEmbeddingSlice) -> TableBatchedEmbeddingSlice:
-    """Turn torchrec's own parameter into one that can be frozen; it stays the same object."""
+    """Turn torchrec's own parameter into one that can be frozen."""
+    # By its class, since it must stay the same object: torchrec's DDP and optimizer hold references to it. The class
+    # adds properties only, so that the object's memory layout fits.
     weight.__class__ = ReplicatedTable
     return weight
 
 
 class ZeroGradient(torch.autograd.Function):
-    """Hands values on; what comes back is a gradient of zeros, whatever it was, so that the table's DDP meets one."""
+    """The identity, whose gradient is zero: the table's DDP gets the gradient that it waits for, and rows stay frozen.
+
+    Zeros, not a product with 0, which would not remove a gradient that is not finite.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables that are built without memory: a table made inside of this context has a size, and no rows yet."""
+"""Builds tables on the meta device: they have a size, and no rows yet."""
 
 import contextlib
 import functools
@@ -15,8 +15,10 @@ def tables_on_meta() -> Iterator[None]:
     """Make collections that are constructed inside of the context without a `device` of their own on meta.
 
     Everything else keeps its device, so that dense layers are initialised as usual. The rows are made shard by shard
-    once the plan says who holds them (initial_weights.py).
+    once a plan assigns them to ranks (initial_weights.py).
     """
+    # The two constructors are replaced for the time of the context: a `with torch.device("meta")` around the user's
+    # code would put every other layer on meta too.
     originals = {kind: kind.__init__ for kind in (EmbeddingBagCollection, EmbeddingCollection)}
     for kind, original in originals.items():
         kind.__init__ = _with_meta_default(original)  # type: ignore[method-assign]

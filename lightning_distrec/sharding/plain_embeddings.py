@@ -1,4 +1,4 @@
-"""nn.Embedding and nn.EmbeddingBag as tables: which are taken, and as what."""
+"""Converts nn.Embedding and nn.EmbeddingBag to tables: which of them, and to which collection."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -41,7 +41,7 @@ NO_CONVERSION = Conversion("none")
 
 
 class PlainEmbeddings:
-    """Decides about the plain embeddings of one module.
+    """Decides which plain embeddings of one module become tables.
 
     root: the module that holds them; a weight that it holds under two names is shared.
     """
@@ -58,7 +58,7 @@ class PlainEmbeddings:
                 self._paths.setdefault(id(child), set()).add(path)
 
     def take(self, path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCollection | str | None:
-        """Return a collection around the embedding's own weight, or why it stays whole, or None: nobody asked."""
+        """Return a collection around the embedding's own weight, or why it stays unsharded; None: not requested."""
         self._seen.append(path)
         which = self._conversion.which
         if isinstance(plain, ShardedProxy) or which == "none":
@@ -68,13 +68,13 @@ class PlainEmbeddings:
             return None
         if which == "auto" and plain.num_embeddings < self._conversion.min_rows:
             return None
-        reason = self._why_whole(plain)
+        reason = self._why_not(plain)
         if reason and named:
             raise ShardingError(f"convert_embeddings: '{path}' cannot be sharded: {reason}.")
         return reason or _collection(path, plain)
 
     def check_names(self) -> None:
-        """Raise ConfigError where a path was given that is no embedding's."""
+        """Raise ConfigError where a path was given at which there is no embedding."""
         if isinstance(self._conversion.which, str):
             return
         known = set().union(*self._paths.values()) if self._paths else set()
@@ -85,7 +85,7 @@ class PlainEmbeddings:
                     f"{did_you_mean(name, known)} The module has {', '.join(sorted(known)) or 'none'}."
                 )
 
-    def _why_whole(self, plain: Plain) -> str:
+    def _why_not(self, plain: Plain) -> str:
         if type(plain) not in (nn.Embedding, nn.EmbeddingBag):
             return f"{type(plain).__name__} is a subclass and may compute something else"
         if not isinstance(plain.weight, nn.Parameter):

@@ -1,4 +1,4 @@
-"""Rows and their gradients travel as 16-bit numbers: half the bytes, about three digits."""
+"""Sends rows and their gradients as 16-bit numbers: half the bytes, about three digits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +12,20 @@ PRECISIONS = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF1
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedComms:
-    """The types in which looked up rows and their gradients travel between ranks: fp32, fp16 or bf16.
+    """The types in which looked up rows and their gradients are sent between ranks: fp32, fp16 or bf16.
 
     Not the same numbers as unsharded: fp16 rounds rows at 5e-4 of their size, bf16 gradients at 4e-3.
     """
 
     forward: str = "fp32"
-    """Of rows, on their way to the rank that looks them up."""
+    """Type of rows, in the output dist."""
     backward: str = "fp32"
-    """Of their gradients, on the way back; fp16 overflows above 65,504, and below 6e-8 there is nothing left."""
+    """Type of their gradients, sent back in backward; fp16 overflows above 65,504 and underflows below 6e-8."""
 
     def __post_init__(self) -> None:
-        for way in (self.forward, self.backward):
-            if way not in PRECISIONS:
-                raise ConfigError(f"quantized_comms: {way!r} is not known. Use one of {', '.join(PRECISIONS)}.")
+        for precision in (self.forward, self.backward):
+            if precision not in PRECISIONS:
+                raise ConfigError(f"quantized_comms: {precision!r} is not known. Use one of {', '.join(PRECISIONS)}.")
 
     @property
     def is_exact(self) -> bool:

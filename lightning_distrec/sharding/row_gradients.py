@@ -1,10 +1,9 @@
-"""Sharded tables as parameters like any other: leaves, with gradients that the user's own optimizer steps on.
+"""Gives sharded tables gradients, so that they are parameters like any other and the user's own optimizer steps.
 
 FBGEMM's training kernels update rows inside of backward and leave no gradient behind. Where that is too early (loss
 scaling, accumulation, clipping, manual optimization) or not what the user's optimizer does (Adam), the kernel looks
-rows up and no more. What comes back in backward is turned into gradients here, of parameters that share the kernel's
-memory: sparse ones of the rows that were looked up, as nn.Embedding(sparse=True) makes them, or dense ones of the
-whole shard.
+rows up and no more. The gradient of its output is turned into gradients of parameters that share the kernel's memory:
+sparse ones of the rows that were looked up, as nn.Embedding(sparse=True) makes them, or dense ones of the full shard.
 """
 
 from collections.abc import Iterator
@@ -24,26 +23,26 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(eq=False)
 class LocalShard:
-    """One rectangle of a table on this rank, as optimizers step on it."""
+    """One shard of a table on this rank, as optimizers step on it."""
 
     table: str
     """The table's name in its collection."""
     weight: nn.Parameter
     """(num_rows, num_columns), a leaf that shares the kernel's memory; empty where this rank has no rows."""
     row: int = 0
-    """The first of its rows in the whole table."""
+    """Its first row in the table."""
     column: int = 0
-    """The first of its columns in the whole table."""
+    """Its first column in the table."""
     sparse: bool = True
     """Whether its gradient holds the rows that were looked up only."""
     replicated: bool = False
-    """Whether every rank holds the table whole and gradients are averaged over the ranks."""
+    """Whether the table is data-parallel: every rank has a replica, and gradients are averaged over the ranks."""
     used: set[str] | None = None
-    """Names of the tables whose rows, of the lookup that is going on, get a gradient on this rank; None: all do."""
+    """Names of the tables whose rows, of the current lookup, get a gradient on this rank; None: all do."""
 
 
 def local_shards_of(kernel: Any) -> list[LocalShard]:
-    """Return the shards in a kernel's memory, in its order; tables of several columns shards have as many.
+    """Return the shards in a kernel's memory, in its order; a table with several column shards has several.
 
     kernel: fbgemm_gpu's SplitTableBatchedEmbeddingBagsCodegen.
     """
@@ -52,7 +51,7 @@ def local_shards_of(kernel: Any) -> list[LocalShard]:
 
 
 def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
-    """From now on the kernel's lookups leave gradients on `shards` and update nothing.
+    """Let the kernel's lookups leave gradients on `shards`, and update nothing, from now on.
 
     shards: as `local_shards_of` returned them. Those whose weight needs no gradient when they are looked up get none.
     """
@@ -73,7 +72,9 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
             arguments.get("per_sample_weights"),
             arguments.get("batch_size_per_feature_per_rank"),
         )
-        # Also where no shard of this rank learns: other ranks' may, and the exchange of gradients needs all of them.
+        # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,
+        # does not run; a leaf that requires a gradient, so that _Lookup's backward does, even where no shard of this
+        # rank learns: other ranks' may, and the exchange of gradients needs all ranks.
         leaf = output.detach().requires_grad_()
         rows: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, *[shard.weight for shard in shards])
         return rows
@@ -83,7 +84,7 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a kernel's output is made up."""
+    """The layout of a kernel's output."""
 
     tables: list[int]
     """Feature -> index of its table."""
@@ -119,7 +120,10 @@ def _layout(kernel: Any) -> _Layout:
 
 
 class _Lookup(torch.autograd.Function):
-    """Hands a kernel's output on, and its gradient to the shards' weights."""
+    """Returns a kernel's output, and in backward turns its gradient into gradients of the shards' weights.
+
+    The weights are inputs, so that autograd accumulates their gradients and runs their hooks as for any parameter.
+    """
 
     @staticmethod
     def forward(
@@ -151,10 +155,10 @@ class _Lookup(torch.autograd.Function):
 
 
 def _is_unused(shard: LocalShard, used: set[str] | None, of_rows: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the rows that were looked up went into no loss: optimizers must then pass the table over, as unsharded.
+    """Whether the rows that were looked up went into no loss: optimizers must then skip the table, as unsharded.
 
-    One backward serves all tables of a kernel. That a table's rows were not used shows on this rank; another rank's
-    code may have used them, and then some gradient is not 0.
+    One backward serves all tables of a kernel, and yields zeros for tables whose rows were not used. `used` is this
+    rank's; where another rank's code has used the rows, some gradient is not 0.
     """
     return used is not None and shard.table not in used and not any(bool(values.any()) for _, values in of_rows)
 
@@ -196,8 +200,8 @@ def _bag_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> list[Tensor]
     # Unequal batch sizes: rank by rank, feature by feature, flat (TBE's generate_vbe_metadata).
     features = range(len(layout.dims))
     ranks = range(len(ids.batch_sizes[0]))
-    pieces = gradient.flatten().split([ids.batch_sizes[f][r] * layout.dims[f] for r in ranks for f in features])
-    by_feature = [[pieces[r * len(features) + f].view(-1, layout.dims[f]) for r in ranks] for f in features]
+    blocks = gradient.flatten().split([ids.batch_sizes[f][r] * layout.dims[f] for r in ranks for f in features])
+    by_feature = [[blocks[r * len(features) + f].view(-1, layout.dims[f]) for r in ranks] for f in features]
     return [torch.cat(of_ranks) for of_ranks in by_feature]
 
 
@@ -210,8 +214,8 @@ def _gradient(shard: LocalShard, of_rows: list[tuple[Tensor, Tensor]]) -> Tensor
         rows = torch.empty(0, dtype=torch.long, device=weight.device)
         values = torch.empty(0, weight.shape[1], device=weight.device)
     if not shard.sparse:
-        whole = torch.zeros(weight.shape, dtype=values.dtype, device=weight.device)
-        return whole.index_add_(0, rows, values).to(weight.dtype)
+        dense = torch.zeros(weight.shape, dtype=values.dtype, device=weight.device)
+        return dense.index_add_(0, rows, values).to(weight.dtype)
     gradient = torch.sparse_coo_tensor(rows.unsqueeze(0), values, weight.shape, check_invariants=False).coalesce()
     if weight.dtype not in HALF:
         return gradient

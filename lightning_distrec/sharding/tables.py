@@ -70,7 +70,7 @@ class Table:
 
 @dataclass(frozen=True)
 class FoundTables:
-    """The tables of a module, and what was passed over."""
+    """The tables of a module, and the modules that were left alone."""
 
     tables: list[Table]
     left_alone: dict[str, str]
@@ -82,7 +82,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
 
     conversion: which nn.Embedding and nn.EmbeddingBag are taken too; see plain_embeddings.py.
     EmbeddingBagCollection and EmbeddingCollection are taken by exact type: a subclass may compute something else.
-    Modules of torchrec.modules that wrap such collections are left alone whole, because they do more than look up:
+    Modules of torchrec.modules that wrap such collections are left alone, because they do more than look up:
     a feature processor learns weights through the ids' weights, which do not get gradients across ranks.
     Raises ShardingError: two tables that share one weight; a table whose dim is no multiple of 4, or whose data type
     FBGEMM cannot train.
@@ -132,9 +132,9 @@ def _why_left_alone(module: nn.Module) -> str | None:
 
 
 def _check(tables: list[Table]) -> None:
-    owners: dict[int, str] = {}
+    first_with: dict[int, str] = {}
     for table in tables:
-        other = owners.setdefault(id(table.parameter), table.full_name)
+        other = first_with.setdefault(id(table.parameter), table.full_name)
         if other != table.full_name:
             raise ShardingError(
                 f"tables '{other}' and '{table.full_name}' share one weight, which cannot live in two sharded tables. "
@@ -142,8 +142,8 @@ def _check(tables: list[Table]) -> None:
             )
         if has_gradient_hooks(table.parameter):
             raise ShardingError(
-                f"the weight of table '{table.full_name}' has gradient hooks, which would see a part of the gradient "
-                "only. Register them on the looked up vectors instead."
+                f"the weight of table '{table.full_name}' has gradient hooks, which would see only this rank's shard "
+                "of the gradient. Register them on the looked up vectors instead."
             )
         dim = table.config.embedding_dim
         if dim % 4:

@@ -188,7 +188,7 @@ def test_what_could_not_be_looked_at_is_said_and_the_other_ranks_batches_count(r
     assert said.startswith(
         "torchrec_sharded: estimate_pooling: ids per example of ebc.wide, ebc.narrow, ebc.shared, item"
     )
-    assert said.endswith("rank 1: Stream is an IterableDataset, which may not begin twice alike.")
+    assert said.endswith("rank 1: Stream is an IterableDataset, which may not start twice with the same batches.")
 
 
 def test_declared_inputs_count_and_a_given_factor_stays(runs: list[dict[str, Any]]) -> None:

@@ -183,8 +183,8 @@ def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]]) 
     ("name", "why"),
     [
         ("asks", "rank 0: activations are left out: training_step failed on a batch without a Trainer (RuntimeError: "),
-        ("batches", "rank 0: a Batches is no DataLoader, and may not begin twice alike."),
-        ("rank 0 only", "rank 1: a Batches is no DataLoader, and may not begin twice alike."),
+        ("batches", "rank 0: a Batches is no DataLoader, and may not start twice with the same batches."),
+        ("rank 0 only", "rank 1: a Batches is no DataLoader, and may not start twice with the same batches."),
     ],
 )
 def test_what_cannot_be_measured_is_said_and_the_layers_count(runs: list[dict[str, Any]], name: str, why: str) -> None:

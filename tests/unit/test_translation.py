@@ -24,7 +24,7 @@ def test_fused_updates_are_given_every_hyperparameter() -> None:
     assert {k: v for k, v in adagrad.arguments.items() if k != "optimizer"} == {"learning_rate": 0.25, "eps": 1e-7}
     assert adagrad.initial_state == 0.5
     rows = decide(RowWiseAdagrad, lr=0.25)
-    assert (rows.kind, rows.whole_rows, rows.arguments["eps"]) == ("fused", True, 1e-10)
+    assert (rows.kind, rows.needs_full_rows, rows.arguments["eps"]) == ("fused", True, 1e-10)
     assert decide(optim.SGD, lr=torch.tensor(0.5)).arguments["learning_rate"] == 0.5
 
 
@@ -48,7 +48,7 @@ def test_updates_that_must_wait_for_the_step_are_sparse_where_the_optimizer_can(
         assert (update.kind, update.why) == ("sparse", "gradient_clip_val=1.0")
         assert decide(optimizer, lr=0.1, later="gradient_clip_val=1.0", mode="fused").kind == "fused"
     rows = decide(RowWiseAdagrad, lr=0.1, later="manual optimization")
-    assert (rows.kind, rows.whole_rows) == ("dense", True)
+    assert (rows.kind, rows.needs_full_rows) == ("dense", True)
     assert rows.why == "manual optimization; RowWiseAdagrad takes no sparse gradients"
     assert decide(optim.SGD, lr=0.1, fused=True, later="manual optimization").kind == "dense"
     assert decide(optim.Adam, later="manual optimization").why == "Adam moves rows that no id touched"

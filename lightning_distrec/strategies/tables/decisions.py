@@ -206,7 +206,7 @@ def _demand(
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"], compute_kernels=None)
     optimizer = type(update.param_group.optimizer).__name__ if update.param_group else ""
-    whole_rows_for = optimizer if update.whole_rows else ""
+    whole_rows_for = optimizer if update.needs_full_rows else ""
     types = allowed_types(table, options, places, whole_rows_for)
     kept_gradient = update.kind in ("sparse", "dense")
     return TableConstraints(

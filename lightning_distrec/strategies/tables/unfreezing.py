@@ -1,4 +1,4 @@
-"""Tables that are frozen or unfrozen while training, as fine-tuning callbacks and `toggle_optimizer` do."""
+"""Follows tables that are frozen or unfrozen while training, as fine-tuning callbacks and `toggle_optimizer` do."""
 
 from collections.abc import Mapping
 
@@ -12,10 +12,10 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 
 
 class Unfreezing:
-    """Looks at tables that began frozen: once they learn, in an optimizer that was given them, what gradient they get.
+    """Chooses the kind of gradient of tables that were frozen at the start, once they are unfrozen.
 
-    shards: the tables. updates: full name -> what updates the table since the start.
-    Tables that learn from the start can be frozen and unfrozen at any time; their kind of gradient stays.
+    updates: full name -> what updates the table since the start. Tables that learn from the start can be frozen and
+    unfrozen at any time; their kind of gradient stays.
     """
 
     def __init__(self, shards: ShardedTables, updates: Mapping[str, TableUpdate]) -> None:
@@ -26,12 +26,12 @@ class Unfreezing:
     def follow(self, optimizers: list[Optimizer]) -> None:
         """Choose the gradients of tables that were unfrozen since the last step; called on every rank.
 
-        Raises OptimizerError: the optimizer that a table was given to is not exact on a part of it.
+        Raises OptimizerError: the optimizer that a table was given to is not exact on its shards.
         """
         for name in self._lazy:
             if not self._shards.learns(name):
                 raise OptimizerError(
-                    f"table '{name}' was frozen while training, but fused_lazy Adam goes on moving rows by their "
+                    f"table '{name}' was frozen while training, but fused_lazy Adam still moves rows by their "
                     "momentum. Set embedding_update='auto' for it."
                 )
         for name in list(self._waiting):
@@ -42,7 +42,7 @@ class Unfreezing:
         shard = self._shards.shards[name][0]
         param_group = param_group_of(shard.weight, optimizers)
         if param_group is None:
-            return  # its gradient is of no consequence, and may stay sparse
+            return  # no optimizer uses its gradient, which may stay sparse
         self._waiting.remove(name)
         sharding = self._shards.plan[name]
         kind = type(param_group.optimizer)
@@ -51,7 +51,7 @@ class Unfreezing:
         if (sparse is None and not known) or sharding.compute_kernel.startswith("fused_uvm"):
             reason = why_not or f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
             raise OptimizerError(
-                f"table '{name}', cut {sharding.sharding_type}, was unfrozen and given to {kind.__name__}: {reason}. "
+                f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to {kind.__name__}: {reason}. "
                 "Let it learn from the start of fit, or call fit again with it unfrozen."
             )
         self._shards.set_sparse_gradient(name, sparse is not None)
