@@ -1,6 +1,9 @@
 """What a file may need of the ranks of its job, as Protocols: cluster/consensus.py has it, tests have simple ones."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class MinReduction(Protocol):
@@ -27,6 +30,9 @@ class Ranks(Protocol):
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order."""
+
+    def all_or_none(self, what: str, action: Callable[[], T]) -> T:
+        """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise."""
 
     def with_flags(self, *values: int) -> tuple[int, ...]:
         """Return `values` followed by this rank's flags, for a caller that sends them by an exchange of its own."""

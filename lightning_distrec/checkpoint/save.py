@@ -22,6 +22,7 @@ from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -37,21 +38,12 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-class Ranks(Protocol):
-    """What this file needs of a consensus, whose process group nobody else uses: a thread may call it."""
-
-    rank: int
-    num_ranks: int
+class RanksOfThread(Ranks, Protocol):
+    """What saving needs of the ranks: a process group that nothing else uses, since a thread may call it."""
 
     @property
     def group(self) -> Any:
         """The process group; None for one rank."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's value."""
-
-    def all_or_none(self, what: str, action: Callable[[], T]) -> T:
-        """Collective. Run `action` on every rank; raise on all where one fails."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ def take_snapshot(
     checkpoint: Mapping[str, Any],
     rank_state: Mapping[str, Any],
     marker: dict[str, Any],
-    ranks: Ranks,
+    ranks: RanksOfThread,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
     """Collective. Return what this rank writes; tensors share memory with the module and its optimizers.
@@ -97,7 +89,7 @@ def take_snapshot(
     return Snapshot(path, state, mine, tensors, full_marker, extra_files)
 
 
-def write(snapshot: Snapshot, ranks: Ranks) -> None:
+def write(snapshot: Snapshot, ranks: RanksOfThread) -> None:
     """Collective. Write a checkpoint; it appears under its name when it is complete.
 
     Raises CheckpointError on every rank: one of them could not write. What was there before stays.
@@ -142,7 +134,7 @@ def _must_see(folder: Path) -> None:
         )
 
 
-def _on_all_ranks(ranks: Ranks, path: Path, action: Callable[[], T]) -> T:
+def _on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T:
     def checked() -> T:
         try:
             return action()
@@ -157,7 +149,7 @@ def _on_all_ranks(ranks: Ranks, path: Path, action: Callable[[], T]) -> T:
 class Saver:
     """Saves one checkpoint after the other; in a thread if `is_async`, at most one at a time."""
 
-    def __init__(self, ranks: Ranks, is_async: bool) -> None:
+    def __init__(self, ranks: RanksOfThread, is_async: bool) -> None:
         self._ranks = ranks
         self._is_async = is_async
         self._thread: threading.Thread | None = None

@@ -22,8 +22,8 @@ from lightning_distrec.pipeline.sources import (
     JaggedSource,
     Path,
     PathSource,
+    PathStep,
     Source,
-    Step,
     UniformSource,
     ViewSource,
     path_text,
@@ -117,7 +117,7 @@ class BatchObjects:
         return JaggedSource(tuple(argument.keys()), tuple(fields))
 
 
-def _children(found: Any) -> Iterator[tuple[Step, Any]]:
+def _children(found: Any) -> Iterator[tuple[PathStep, Any]]:
     if isinstance(found, KeyedJaggedTensor):
         yield from ((("attr", name), getattr(found, name)) for name in JAGGED_TENSOR_FIELDS)
     elif isinstance(found, dict):

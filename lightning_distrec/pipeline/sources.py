@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-Step = tuple[str, Any]
+PathStep = tuple[str, Any]
 """("item", key) or ("attr", name)."""
-Path = tuple[Step, ...]
+Path = tuple[PathStep, ...]
 
 
 @dataclass(frozen=True)

@@ -109,16 +109,13 @@ class SparsePipeline:
                     "up as its step calls, without prefetching. Later ones are not reported."
                 )
         if self.depth == 2:
-            self._announce(batch)
+            batch.announce(self._message_about(batch))
 
     def agreed_status(self, batch: InFlightBatch) -> BatchStatus:
         """Collective. Return the status of a batch over all ranks."""
         if not batch.is_announced:
-            self._announce(batch)
+            batch.announce(self._message_about(batch))
         return batch.agreed_status()
-
-    def _announce(self, batch: InFlightBatch) -> None:
-        batch.announce(self._message_about(batch))
 
     def _message_about(self, batch: InFlightBatch | None, failure: int = NO_FAILURE) -> ControlMessage:
         """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
@@ -286,7 +283,7 @@ class SparsePipeline:
                 batch.objects = None
                 batch.prepare(self._calls[kind], self._tables)
         if self._following:  # only the first: ranks whose batches end have fewer, and announce one at each step
-            self._announce(self._following[0])
+            self._following[0].announce(self._message_about(self._following[0]))
             self._following[0].agreed_status()
             self._following[0].start_exchange(self._start_exchange)
 

@@ -11,16 +11,14 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth
 from lightning_distrec.sharding.planning.topology import NodeLayout
-
-T = TypeVar("T")
 
 LEAST_BYTES, MOST_BYTES, GROWTH = 64 * 2**10, 64 * 2**20, 4
 """What a rank sends in one exchange: more and more, until that takes long enough."""
@@ -34,19 +32,6 @@ COPIED_BYTES = 64 * 2**20
 MOST_DAYS = 30
 """How long a measurement is believed."""
 SECONDS_OF_DAY = 24 * 60 * 60
-
-
-class Ranks(Protocol):
-    """What this file needs of the ranks' consensus."""
-
-    rank: int
-    num_ranks: int
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's value."""
-
-    def all_or_none(self, what: str, action: Callable[[], T]) -> T:
-        """Collective. Run `action` on every rank; when it fails on one, all raise."""
 
 
 def measured_bandwidths(
