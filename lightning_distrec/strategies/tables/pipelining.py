@@ -149,15 +149,21 @@ class Pipelining:
             lookup.on_rows_arrived = self.pipeline.rows_arrived
         self._sparse_inputs: Callable[[Any], Any] | None = getattr(module, "sparse_inputs", None)
         if self._sparse_inputs is not None:
-            self._undo.append(self._override_sparse_inputs())
+            self._undo.append(self._override_sparse_inputs(self._sparse_inputs))
 
-    def _override_sparse_inputs(self) -> Callable[[], None]:
+    def _override_sparse_inputs(self, call: Callable[[Any], Any]) -> Callable[[], None]:
+        """Let the module's `sparse_inputs` return what it returned when a batch was fetched; returns an undo."""
+
+        def prefetched_or_called(batch: Any) -> Any:
+            current = self.pipeline.current
+            return current.roots.sparse_inputs if current is not None and batch is current.batch else call(batch)
+
         # The user's step calls self.sparse_inputs(batch) itself. During the run an instance attribute hides that
         # method, so that the call returns the very objects whose ids were sent when the batch was fetched.
         # It is written past nn.Module's __setattr__, which refuses it where sparse_inputs is a submodule.
         attributes = self._module.__dict__
         before = attributes.get("sparse_inputs")
-        attributes["sparse_inputs"] = self._prefetched_sparse_inputs
+        attributes["sparse_inputs"] = prefetched_or_called
 
         def undo() -> None:
             del attributes["sparse_inputs"]
@@ -165,14 +171,6 @@ class Pipelining:
                 attributes["sparse_inputs"] = before
 
         return undo
-
-    def _prefetched_sparse_inputs(self, batch: Any) -> Any:
-        """Return what the user's sparse_inputs returned when this batch was fetched; call it for other batches."""
-        current = self.pipeline.current
-        if current is not None and batch is current.batch:
-            return current.roots.sparse_inputs
-        assert self._sparse_inputs is not None
-        return self._sparse_inputs(batch)
 
     def _stepped(self, *_: Any) -> None:
         self._changes.count += 1
