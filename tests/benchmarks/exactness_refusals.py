@@ -54,7 +54,7 @@ def _cases() -> dict[str, dict[str, Call]]:
 
 def _watched() -> dict[str, Call]:
     """Return the parameters of the test in test_watches.py."""
-    marks = test_watches.test_is_told_on_every_rank.pytestmark  # type: ignore[attr-defined]
+    marks = test_watches.test_is_reported_on_every_rank.pytestmark  # type: ignore[attr-defined]
     rows = next(mark for mark in marks if mark.name == "parametrize").args[1]
     return {
         f"{_words(kind.__name__)}, {optimizer[0].__name__}": (test_watches._train, (kind, optimizer, {}, frozen))

@@ -47,7 +47,7 @@ def main() -> int:
                 if outcome.failed is None and not given.only_first:
                     outcome = try_tests(tree, ["tests"], SUITES[given.suite], workers=given.workers)
             finally:
-                undo(file, before)
+                undo(file, before, tree)
             text = _in_words(outcome, tree, SUITES[given.suite])
             survived += outcome.failed is None
             print(f"| {breakage.name} | {text} | {time.monotonic() - begin:.0f} |", flush=True)

@@ -1,8 +1,10 @@
 """A copy of the working tree, patched or not, and its tests."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -72,9 +74,13 @@ def apply(breakage: Breakage, root: Path) -> tuple[Path, str]:
     return file, before
 
 
-def undo(file: Path, before: str) -> None:
-    """Put the file's text back."""
+def undo(file: Path, before: str, root: Path) -> None:
+    """Put the file's text back, and end what the broken product has left running: a watchdog, say."""
     file.write_text(before)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(root).encode() in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def try_tests(tree: Path, tests: list[str], marks: str, workers: int = 0) -> Outcome:

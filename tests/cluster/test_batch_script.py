@@ -56,7 +56,7 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--nodes=1", "--ranks-per-node=1", "--config=none.yaml"], "there is no file none.yaml"),
     ],
 )
-def test_what_slurm_would_not_take_is_told(
+def test_what_slurm_would_not_take_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     assert _write(*arguments, folder=tmp_path) == 2

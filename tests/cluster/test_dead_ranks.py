@@ -81,7 +81,7 @@ def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
     assert GONE in said[2]
 
 
-def test_ranks_that_exchange_different_things_are_told_where_each_is(tmp_path: Path) -> None:
+def test_ranks_that_exchange_different_things_are_named_with_their_places(tmp_path: Path) -> None:
     said = _fails(tmp_path, "collective in a step", timeout_seconds=6)
     told = re.search(r"RankError: a collective failed. Where the ranks are: (.*)", "\n".join(said.values()))
     assert told is not None, said

@@ -50,7 +50,7 @@ def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
     assert all(0 < link["latency_seconds"] < 0.1 and link["bytes_per_second"] > 1e6 for link in found["links"])
 
 
-def test_ranks_that_do_not_meet_are_told(slurm: Slurm) -> None:
+def test_ranks_that_do_not_meet_are_reported(slurm: Slurm) -> None:
     command = f"[ $SLURM_PROCID = 1 ] || exec {' '.join(DOCTOR)} --timeout=3"
     done = slurm.srun(["-N2", "-n2"], ["bash", "-c", command])
     assert done.returncode == 2
@@ -68,7 +68,7 @@ def _said(one: Rank = FINE, other: Rank = OTHER, link: Link = LINK) -> list[str]
     return [f"{problem.kind}: {problem.what} {problem.advice}" for problem in problems_of(found)]
 
 
-def test_nothing_is_said_where_all_is_well() -> None:
+def test_nothing_is_reported_where_all_is_well() -> None:
     assert _said() == []
 
 
@@ -85,12 +85,12 @@ def test_nothing_is_said_where_all_is_well() -> None:
         ({"clocks": (4.0, 4.5, 5.2)}, "warning: clocks differ by 2.2 s."),
     ],
 )
-def test_what_stands_in_the_way_is_said_with_what_to_do(changes: dict, said: str) -> None:
+def test_what_stands_in_the_way_is_reported_with_what_to_do(changes: dict, said: str) -> None:
     (line,) = _said(other=replace(OTHER, **changes)) or [""]
     assert line.startswith(said)
 
 
-def test_more_ranks_than_gpus_or_cpus_and_slow_links_are_said() -> None:
+def test_more_ranks_than_gpus_or_cpus_and_slow_links_are_reported() -> None:
     one = replace(FINE, devices=("H200",), cpus=1)
     assert _said(replace(one, devices=()), replace(one, rank=1, devices=("H200",)))[0] == (
         "error: a has 2 ranks and 1 GPUs. Start one per GPU."

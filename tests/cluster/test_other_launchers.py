@@ -10,7 +10,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.slow
-def test_mpirun_says_which_ranks_there_are() -> None:
+def test_mpirun_sets_the_ranks() -> None:
     require(["mpirun"], ["openmpi-bin"])
     out, err = ended(start("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *SCRIPT))
     check(results_of(out), [2])

@@ -113,7 +113,7 @@ def test_a_batch_script_of_one_node_starts_its_own_ranks(slurm: Slurm) -> None:
     assert {result["environment"] for result in results} == {"LightningEnvironment"}
 
 
-def test_a_batch_script_of_two_nodes_without_srun_is_told_to_use_it(slurm: Slurm) -> None:
+def test_a_batch_script_of_two_nodes_without_srun_is_refused_with_the_way_out(slurm: Slurm) -> None:
     job = slurm.sbatch(SHELL, ["-N2", "--ntasks-per-node=2"], env=ONE_THREAD)
     assert slurm.wait(job) == "FAILED"
     printed = slurm.output(job)

@@ -72,7 +72,7 @@ def test_what_launched_the_tests_is_hidden_from_the_jobs(slurm: Slurm, monkeypat
 
 
 @pytest.mark.slow
-def test_what_takes_too_long_is_cancelled_and_told_with_the_logs(slurm: Slurm) -> None:
+def test_what_takes_too_long_is_cancelled_and_reported_with_the_logs(slurm: Slurm) -> None:
     for launch in (slurm.srun, slurm.salloc):
         with pytest.raises(SlurmFailed, match=r"waited 6 s for s\w+ bash(?s:.)*begun(?s:.)*log of slurmctld"):
             launch([], ["bash", "-c", "echo begun; sleep 600"], timeout_seconds=6)

@@ -29,7 +29,7 @@ def test_agents_may_have_unequal_numbers_of_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(at_most(10 * KILLS))
-def test_every_attempt_after_a_kill_begins_anew() -> None:
+def test_every_attempt_after_a_kill_starts_over() -> None:
     agent = _agent("--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}", LAUNCHED_KILLS=str(KILLS))
     out, _ = ended(agent, timeout_seconds=at_most(KILLS))
     results = results_of(out)

@@ -73,7 +73,7 @@ def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path,
     assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_is_torch_constant_says_yes_to_types_of_numbers_only() -> None:
+def test_is_torch_constant_accepts_types_of_numbers_only() -> None:
     assert all(_checkpoint.is_torch_constant("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES)
     said = {name for name in dir(torch) if _checkpoint.is_torch_constant("torch", name)}
     assert {getattr(torch, name) for name in said} == set(DTYPES)
@@ -131,7 +131,7 @@ def test_chunk_locations_refuses_records_of_another_type(info: Any) -> None:
         list(_checkpoint.chunk_locations(Metadata({}, storage_data={MetadataIndex("x"): info})))
 
 
-def test_the_place_of_a_chunk_is_told_by_what_the_reader_uses_of_it() -> None:
+def test_the_place_of_a_chunk_is_found_by_what_the_reader_uses_of_it() -> None:
     assert [f.name for f in dataclasses.fields(_StorageInfo)] == [
         "relative_path",
         "offset",

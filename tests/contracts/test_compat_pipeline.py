@@ -230,7 +230,7 @@ def test_register_container_lets_torch_take_a_container_apart() -> None:
     assert tree_unflatten([4], form)["a"].inside == 4
 
 
-def test_keyed_and_jagged_tensors_keep_their_values_where_arriving_ones_put_them() -> None:
+def test_keyed_and_jagged_tensors_keep_their_values_where_lazy_ones_put_them() -> None:
     keyed = KeyedTensor(["a"], [2], torch.ones(3, 2))
     assert vars(keyed)[_torchrec.KEYED_TENSOR_VALUES] is keyed.values()
     jagged = JaggedTensor(torch.ones(3), lengths=torch.tensor([3]))

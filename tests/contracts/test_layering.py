@@ -123,7 +123,7 @@ def test_no_import_points_the_wrong_way():
     assert not found, "\n" + "\n".join(found)
 
 
-def test_rooms_never_import_one_another():
+def test_packages_never_import_one_another():
     for place, allowed in MAY_IMPORT.items():
         room = place.partition("/")[0]
         if room in ROOMS:

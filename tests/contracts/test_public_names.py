@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import lightning_distrec
+from tests.support.environments import environment
 from tests.support.parameters import slow_except
-from tests.support.variables import environment
 
 
 def run_python(code: str, folder: Path | None = None) -> str:

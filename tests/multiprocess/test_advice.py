@@ -96,7 +96,7 @@ def counted() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_holds_what_is_reckoned(case: str, counted: list[dict[str, Any]]) -> None:
+def test_a_rank_holds_what_is_estimated(case: str, counted: list[dict[str, Any]]) -> None:
     kind, optimizer, strategy, _ = CASES[case]
     memory = _row(_advice(kind, optimizer), strategy).memory
     for part in PERSISTENT:
@@ -110,7 +110,7 @@ def _sent(case: str, counted: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", [*(name for name in CASES if "WithBags" not in name), *BY_TABLE])
-def test_a_rank_sends_what_is_reckoned(case: str, counted: list[dict[str, Any]]) -> None:
+def test_a_rank_sends_what_is_estimated(case: str, counted: list[dict[str, Any]]) -> None:
     kind, optimizer, strategy, _ = (CASES | BY_TABLE)[case]
     assert _row(_advice(kind, optimizer), strategy).sent_total == pytest.approx(
         sum(_sent(case, counted).values()), rel=0.1

@@ -23,8 +23,8 @@ from tests.support.click_model import (
     seeded,
     train_sharded,
 )
+from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
-from tests.support.saved import whole_checkpoint
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
 ADAM = (torch.optim.Adam, {"lr": 0.001})
@@ -97,7 +97,7 @@ def test_a_moving_average_is_that_of_the_unsharded_run(optimizer: Any, tmp_path:
     assert max(largest_difference(found[0][0], reference.state).values()) <= limit
     for rank in range(2):
         assert found[rank][1] == pytest.approx([of_ranks[rank] for of_ranks in reference.validated], abs=1e-4)
-    saved = whole_checkpoint(tmp_path / "saved.ckpt")
+    saved = plain_checkpoint(tmp_path / "saved.ckpt")
     assert max(largest_difference(saved["state_dict"], reference.after_two_epochs).values()) <= limit
     assert max(largest_difference(saved["current_model_state"], reference.after_two_epochs).values()) > 1e-4
 
@@ -178,5 +178,5 @@ def _copies() -> str:
     return str(told.value)
 
 
-def test_a_deep_copy_has_no_rows_and_says_so_when_it_is_called() -> None:
+def test_a_deep_copy_has_no_rows_and_reports_it_when_it_is_called() -> None:
     assert "its tables hold no rows" in run_on_warm_ranks(_copies, 2)[0]

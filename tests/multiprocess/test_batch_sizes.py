@@ -133,6 +133,6 @@ def test_rank_mean_is_the_mean_of_the_ranks_means() -> None:
     assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
 
 
-def test_an_unknown_reduction_is_told() -> None:
+def test_an_unknown_reduction_is_reported() -> None:
     with pytest.raises(ConfigError, match="loss_reduction='max' is not known. Use one of mean, sum, rank_mean"):
         TorchRecShardedStrategy(loss_reduction="max")  # type: ignore[arg-type]

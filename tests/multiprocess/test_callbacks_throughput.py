@@ -258,5 +258,5 @@ def test_settings_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize(
     ("number", "text"), [(0, "0 B"), (950, "950 B"), (1023.7, "1.0 KiB"), (123456, "120.6 KiB"), (2**45, "32768.0 GiB")]
 )
-def test_bytes_are_told_with_their_unit(number: float, text: str) -> None:
+def test_bytes_are_reported_with_their_unit(number: float, text: str) -> None:
     assert in_bytes(number) == text

@@ -35,8 +35,8 @@ from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.save import take_snapshot, write
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.process_exit import _leave
+from tests.support.checkpoint_folders import SingleRank
 from tests.support.limits import LIMIT_SECONDS, at_most
-from tests.support.lone_rank import LoneRank
 from tests.support.parameters import slow_except
 from tests.support.ports import free_port
 from tests.support.ranks import PRELOAD, _run, rank_and_num_ranks, run_on_ranks
@@ -334,7 +334,7 @@ def _write(path: Path, step: int) -> None:
     tensors = {name: torch.full((6, 4), float(step)) for name in ("a", "b")}
     state = {name: ChunkedTensor((6, 4), torch.float32, [Chunk((0, 0), tensor)]) for name, tensor in tensors.items()}
     checkpoint = {"state_dict": state, "global_step": step}
-    write(take_snapshot(path, checkpoint, {"step": step}, {}, LoneRank()), LoneRank())
+    write(take_snapshot(path, checkpoint, {"step": step}, {}, SingleRank()), SingleRank())
 
 
 def _written(path: Path) -> int:

@@ -199,7 +199,7 @@ def _folder(scratch: str, name: str) -> Path:
 
 
 @KINDS
-def test_a_full_disk_of_one_rank_is_told_on_all_and_the_old_checkpoint_stays(tmp_path: Path, is_async: bool) -> None:
+def test_a_full_disk_of_one_rank_raises_on_all_and_the_old_checkpoint_stays(tmp_path: Path, is_async: bool) -> None:
     further = (60, 4) if is_async else (60,)  # steps after it, or none
     cases: list[Any] = [(who, what, steps) for who in (0, 1) for what in TOO_LARGE for steps in further]
     cases += [(0, "tensors", 60, Model, 1), (1, "the rest", 60, WithoutTables)]
@@ -237,7 +237,7 @@ def _disk_full_for_all(folder: str, is_async: bool) -> dict[str, Any]:
 
 
 @KINDS
-def test_a_file_system_without_room_is_told_on_all_ranks_and_keeps_the_old_checkpoint(
+def test_a_file_system_without_space_is_reported_on_all_ranks_and_keeps_the_old_checkpoint(
     tmp_path: Path, is_async: bool
 ) -> None:
     mounted = subprocess.run(
@@ -306,7 +306,7 @@ def _nowhere(scratch: str, is_async: bool) -> list[str]:
 
 
 @KINDS
-def test_a_path_that_cannot_be_is_told_on_every_rank(tmp_path: Path, is_async: bool) -> None:
+def test_a_path_that_cannot_be_is_reported_on_every_rank(tmp_path: Path, is_async: bool) -> None:
     for of_rank in run_on_ranks(_nowhere, 2, str(tmp_path), is_async):
         for said, why in zip(of_rank, ["File exists", "Not a directory", "No such file"], strict=True):
             assert said.startswith("CheckpointError: "), said
@@ -580,7 +580,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("start_from", slow_except([False], [False, True]), ids=["ckpt_path", "start_from"])
-def test_a_damaged_checkpoint_is_told_on_every_rank_before_training_starts(
+def test_a_damaged_checkpoint_is_reported_on_every_rank_before_training_starts(
     tmp_path: Path, complete: Path, start_from: bool
 ) -> None:
     paths = {"complete": str(complete)}
@@ -606,7 +606,7 @@ def _not_there(scratch: str, start_from: bool) -> dict[str, tuple[str, int]]:
     return _resume_each({"absent": f"{scratch}/absent.ckpt"}, start_from)
 
 
-def test_a_checkpoint_that_is_not_there_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_reported_on_every_rank(tmp_path: Path) -> None:
     calls = {str(start_from): (_not_there, str(tmp_path), start_from) for start_from in (False, True)}
     for of_rank in run_each_on_ranks(calls, 2):
         for found in of_rank.values():
@@ -625,7 +625,7 @@ def _file_of_others(scratch: str) -> dict[str, tuple[str, int]]:
     return _resume_each(paths, True)
 
 
-def test_a_file_that_is_no_checkpoint_is_told_as_one(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_is_reported_as_one(tmp_path: Path) -> None:
     for found in run_on_ranks(_file_of_others, 2, str(tmp_path)):
         for name, (said, steps) in found.items():
             assert said.startswith("CheckpointError: "), (name, said)

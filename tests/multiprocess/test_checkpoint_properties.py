@@ -28,8 +28,8 @@ from tests.support.drawn_jobs import _table, a_job
 from tests.support.job_runs import JobModel, Outcome, make_batch, table_options
 from tests.support.jobs import FUSED, Collection, Feature, Job, Table, _Plain
 from tests.support.limits import at_most
+from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
-from tests.support.saved import whole_checkpoint
 
 PAIRS = int(os.environ.get("DISTREC_CHECKPOINT_PAIRS", "8"))
 SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
@@ -223,7 +223,7 @@ def problems_of(pair: Pair, first: Outcome, then: Outcome, folder: str) -> list[
     limit = 1e-3 if pair.job.precision == "bf16-mixed" else 1e-6 if pair.job.optimizer.startswith("SGD") else 1e-5
     if pair.job.loss == "sum":
         limit = max(limit, 1e-5)  # steps are as many times larger as a batch has examples: 2.7e-6 was seen with SGD
-    wanted, found = (whole_checkpoint(f"{folder}/{which}.ckpt") for which in ("first", "then"))
+    wanted, found = (plain_checkpoint(f"{folder}/{which}.ckpt") for which in ("first", "then"))
     problems = _too_far(found["state_dict"], wanted["state_dict"], "state", limit)
     for a, b in zip(found["optimizer_states"], wanted["optimizer_states"], strict=True):
         if pair.one_file is False or not pair.whole:  # the numbers of a file are those of the groups, alike on both
@@ -254,7 +254,7 @@ def check(pairs: list[Pair]) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_wrong_state_and_failed_ranks_are_told() -> None:
+def test_wrong_state_and_failed_ranks_are_reported() -> None:
     job = Job(((2,) * PARTS,), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),), optimizer="Adam")
     right = Pair(job, 2, job, 1)
     broken = replace(right, then=replace(job, optimizer="an optimizer that does not exist"))

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded
+from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
-from tests.support.saved import whole_checkpoint
 from tests.support.trainers import make_trainer
 
 ONE_FILE = {"checkpoint": {"distributed": False}}
@@ -128,7 +128,7 @@ def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
 CUTS = {"wide": "column_wise", "narrow": "row_wise", "shared": "table_wise"}
 
 
-def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_cut(tmp_path: Path) -> None:
+def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_sharding_type(tmp_path: Path) -> None:
     wanted = run_on_warm_ranks(_save_in_small_chunks, 3, str(tmp_path / "chunks.ckpt"))[0]
     found = torch.load(tmp_path / "chunks.ckpt", weights_only=True)["state_dict"]
     assert found.keys() == wanted.keys()
@@ -150,7 +150,7 @@ def _save_without_room(path: str) -> str:
     return "nothing"
 
 
-def test_tables_that_do_not_fit_rank_zeros_host_are_told_on_every_rank(tmp_path: Path) -> None:
+def test_tables_that_do_not_fit_rank_zeros_host_are_reported_on_every_rank(tmp_path: Path) -> None:
     for said in run_on_warm_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
         assert said.startswith("CheckpointError: ")
         assert "a checkpoint in one file gathers the tables on rank 0: 5,376 bytes" in said
@@ -180,7 +180,7 @@ def _fail(folder: str, only_rank: int | None) -> str:
         trainer.fit(model, rank_loader(6, rank_and_num_ranks()[0]))
     with pytest.raises(ValueError, match="on purpose"):
         trainer.fit(model, rank_loader(6, rank_and_num_ranks()[0]))
-    return str(whole_checkpoint(f"{folder}/on_exception.ckpt")["global_step"])
+    return str(plain_checkpoint(f"{folder}/on_exception.ckpt")["global_step"])
 
 
 def test_an_exception_of_all_ranks_is_followed_by_a_checkpoint(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]], 
         assert (set(found.values()) == {None}) == (name == "stream")
 
 
-def test_what_could_not_be_looked_at_is_said_and_the_other_ranks_batches_count(runs: list[dict[str, Any]]) -> None:
+def test_what_could_not_be_looked_at_is_reported_and_the_other_ranks_batches_count(runs: list[dict[str, Any]]) -> None:
     _, found, (said,) = runs[0]["fails"][1]
     bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
     assert found["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))

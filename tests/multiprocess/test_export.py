@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from lightning_distrec.checkpoint.tools.compare import compare
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.export import export
+from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
 from tests.support.embedding_models import loader, pairs
-from tests.support.lone_rank import by_columns, by_rows, write_folder
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -213,7 +213,7 @@ def test_a_folder_and_what_it_was_exported_to_do_not_differ(
         assert found.num_compared > 2 * tensors
 
 
-def test_inspect_says_how_each_table_was_cut(saved: tuple[int, Path, dict[str, Any]]) -> None:
+def test_inspect_shows_how_each_table_was_sharded(saved: tuple[int, Path, dict[str, Any]]) -> None:
     num_ranks, folder, _ = saved
     for kind, cut in _jobs():
         found = describe(folder / f"{kind} {cut}.ckpt")

@@ -337,7 +337,7 @@ def _refusal(said: str) -> str:
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_would_be_lost_is_told_on_every_rank(found: list[dict[str, Any]], said: str) -> None:
+def test_what_would_be_lost_is_reported_on_every_rank(found: list[dict[str, Any]], said: str) -> None:
     for of_rank in found:
         with pytest.raises(AssertionError, match=said):
             raise AssertionError(of_rank[said])

@@ -174,7 +174,7 @@ def _without_tables() -> str:
     return ""
 
 
-def test_a_module_without_tables_is_told_its_strategy() -> None:
+def test_a_module_without_tables_is_pointed_to_its_strategy() -> None:
     for said in run_on_warm_ranks(_without_tables, 2):
         assert "dense='fsdp': the module has no embedding tables" in said
         assert "strategy='fsdp_tuned'" in said

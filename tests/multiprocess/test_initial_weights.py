@@ -26,7 +26,7 @@ def _untrained(cut: str, meta: bool, seed: int, seed_by_rank: bool) -> dict[str,
     return train_sharded(model, 1, {"sharding_types": [cut], "tables": PARTITIONS})[0].final_state
 
 
-def test_the_users_weights_are_the_first_weights_under_every_cut() -> None:
+def test_the_users_weights_are_the_first_weights_under_every_sharding_type() -> None:
     torch.manual_seed(3)
     wanted = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
     for cut in CUTS:
@@ -41,7 +41,7 @@ def test_ranks_that_were_seeded_apart_all_take_rank_zeros_weights() -> None:
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-def test_tables_built_on_meta_start_alike_on_any_ranks_and_cuts_and_rows_differ() -> None:
+def test_tables_built_on_meta_start_alike_on_any_ranks_and_sharding_types_and_rows_differ() -> None:
     runs = [
         run_on_ranks(_untrained, num_ranks, cut, True, 5, False)[0]
         for num_ranks, cut in ((1, "table_wise"), (2, "row_wise"), (3, "column_wise"), (3, "table_row_wise"))
@@ -142,7 +142,7 @@ def _refit_with_another_optimizer() -> dict[str, Any]:
     return {"states": states}
 
 
-def test_sharding_anew_keeps_every_row_whatever_the_next_plan_and_optimizer() -> None:
+def test_sharding_again_keeps_every_row_whatever_the_next_plan_and_optimizer() -> None:
     found = run_on_ranks(_refit_with_another_optimizer, 2)[0]["states"]
     wanted = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.0}).state_dict()
     for state in found:

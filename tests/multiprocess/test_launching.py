@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.parameters import slow_except
-from tests.support.variables import environment
 
 SCRIPT = "tests.support.dlrm_script"
 

@@ -88,7 +88,7 @@ def _train_with_decay_added_later() -> None:
     make_trainer().fit(model, rank_loader(5, rank_and_num_ranks()[0]))
 
 
-def test_a_hyperparameter_that_changes_while_training_is_told() -> None:
+def test_a_hyperparameter_that_changes_while_training_is_reported() -> None:
     with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: table 'ebc.*weight_decay=0.1"):
         run_on_warm_ranks(_train_with_decay_added_later, 2)
 

@@ -177,7 +177,7 @@ def _line(text: str) -> str:
     return " ".join(text.partition("Planned with:")[2].split())
 
 
-def test_the_start_table_says_what_was_believed_and_why(tmp_path: Path) -> None:
+def test_the_start_table_shows_what_was_believed_and_why(tmp_path: Path) -> None:
     planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
     texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"}, tmp_path)
     assert _line(texts[0][0]).startswith(
@@ -242,13 +242,13 @@ def test_a_table_goes_to_the_rank_that_has_the_memory(memory: tuple[int, int]) -
         assert f"wide on [{roomy}]" in said
 
 
-def test_a_value_that_is_wrong_on_one_rank_is_told_on_all() -> None:
+def test_a_value_that_is_wrong_on_one_rank_is_reported_on_all() -> None:
     for said in run_on_ranks(_fit_with_memory, 2, (10**6, -1)):
         assert re.match("ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", said)
 
 
 @pytest.mark.slow
-def test_measuring_all_of_it_trains_and_says_so(tmp_path: Path) -> None:
+def test_measuring_all_of_it_trains_and_reports_it(tmp_path: Path) -> None:
     planning = {"bandwidths": "measure", "reserve": "measure"}
     (text, steps), _ = run_on_ranks(_fit, 2, planning, {}, tmp_path)
     assert steps == 1
@@ -264,7 +264,7 @@ def test_a_variable_that_is_wrong_is_refused_on_every_rank(tmp_path: Path) -> No
         assert "STORAGE_RESERVE_PERCENT='150': a number from 0 to below 100 is needed" in text
 
 
-def test_where_all_is_kept_every_rank_is_told(tmp_path: Path) -> None:
+def test_where_all_memory_is_reserved_every_rank_raises(tmp_path: Path) -> None:
     texts = run_on_ranks(_fit, 2, {"reserve": "2GB"}, {}, tmp_path)
     for text, _ in texts:
         assert text.startswith("PlanError")

@@ -145,7 +145,7 @@ def _id_out_of_range() -> dict[int, Seen]:
     return {depth: faults.id_out_of_range(depth) for depth in (1, 2, 3, 4)}
 
 
-def test_an_id_out_of_range_is_told_on_every_rank_after_the_steps_before_it() -> None:
+def test_an_id_out_of_range_is_reported_on_every_rank_after_the_steps_before_it() -> None:
     for found in run_on_warm_ranks(_id_out_of_range, 2):
         for depth, seen in found.items():
             assert seen.raised.startswith("IdsError: "), depth

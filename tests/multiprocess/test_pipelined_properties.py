@@ -77,7 +77,7 @@ def check(jobs: list[LoopJob]) -> None:
         raise AssertionError(f"{len(problems)} problems in {len(jobs)} fits:\n\n" + "\n\n".join(problems))
 
 
-def test_a_difference_and_a_rank_that_fails_are_told() -> None:
+def test_a_difference_and_a_rank_that_fails_are_reported() -> None:
     right = LoopJob(3, (2, 2))
     with pytest.raises(AssertionError, match=r"1 problems in 2 fits:\n\nLoopJob\(depth=3, train=\(2, 2\), model='no"):
         check([right, LoopJob(3, (2, 2), model="no such model")])

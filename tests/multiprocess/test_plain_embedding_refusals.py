@@ -102,7 +102,7 @@ def left_whole() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", LEFT_WHOLE)
-def test_what_stays_whole_is_said_once_by_rank_zero_and_trains_exactly(
+def test_what_stays_whole_is_reported_once_by_rank_zero_and_trains_exactly(
     left_whole: list[dict[str, Any]], case: str
 ) -> None:
     _, arguments = LEFT_WHOLE[case]

@@ -117,7 +117,7 @@ def test_a_file_whose_tables_do_not_fit_is_refused_on_every_rank(tmp_path: Path)
         assert "bytes for its tables (rows, gradients, optimizer state), but has" in said
 
 
-def test_the_plan_in_a_checkpoint_is_listed_verified_and_told(
+def test_the_plan_in_a_checkpoint_is_listed_verified_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))

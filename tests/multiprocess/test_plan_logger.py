@@ -125,7 +125,7 @@ def test_only_rank_zero_logs(fits: Any) -> None:
     assert ranks[1]["images"]["images"] == {}
 
 
-def test_the_page_has_the_cost_that_the_planner_has_reckoned(fits: Any) -> None:
+def test_the_page_has_the_cost_that_the_planner_has_estimated(fits: Any) -> None:
     folder, ranks = fits
     said = re.search(r"the slowest, spends ([\d.]+) ms", (folder / "images" / "plan.html").read_text())
     assert said is not None
@@ -173,7 +173,7 @@ def _ddp() -> list[str]:
     return [str(warning.message) for warning in caught if "PlanLogger" in str(warning.message)]
 
 
-def test_a_strategy_without_sharded_tables_is_told_once() -> None:
+def test_a_strategy_without_sharded_tables_is_reported_once() -> None:
     said = run_on_warm_ranks(_ddp, 2)
     assert len(said[0]) == 1
     assert said[0][0].startswith("PlanLogger: no tables are sharded, so that there is no plan to write.")

@@ -103,7 +103,7 @@ def check(jobs: list[Job]) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_wrong_weights_and_failed_ranks_are_told() -> None:
+def test_wrong_weights_and_failed_ranks_are_reported() -> None:
     job = Job(((2,),), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),))
     broken = replace(job, optimizer="an optimizer that does not exist")
     failed, right = outcomes_of([broken, job])

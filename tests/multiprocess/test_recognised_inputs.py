@@ -158,7 +158,7 @@ COMPUTED: dict[str, tuple[Case, str, tuple[int, int]]] = {
 }
 
 
-def test_what_is_computed_in_the_step_is_looked_up_there_and_the_reason_is_said_once() -> None:
+def test_what_is_computed_in_the_step_is_looked_up_there_and_the_reason_is_reported_once() -> None:
     found = _agree({name: case for name, (case, _, _) in COMPUTED.items()})
     for name, (_, reason, count) in COMPUTED.items():
         assert [result["counts"]["training 0"] for result in found[name]] == [count] * 2, name
@@ -229,7 +229,7 @@ BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
 
 @pytest.mark.parametrize("name", BREAKS)
 @pytest.mark.parametrize("rows", slow_except(["row_wise"], ["row_wise", "table_wise"]))
-def test_all_ranks_hear_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -> None:
+def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -> None:
     how, ranks, said_there, said_elsewhere = BREAKS[name]
     of_ranks = run_on_warm_ranks(models.go_wrong, 2, how, ranks, rows)
     for rank, (kind, message, seconds, step) in enumerate(of_ranks):

@@ -86,7 +86,7 @@ class ChecksAgain(ClickModel):
         )
 
 
-class ThawsInTheStep(ClickModel):
+class UnfreezesInTheStep(ClickModel):
     """Unfreezes its tables inside of a step."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -97,7 +97,7 @@ class ThawsInTheStep(ClickModel):
 
 def _fits(kind: type, optimizer: Any, fits: int, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
     model = seeded(kind, *optimizer, **(options or {}))
-    if kind is ThawsInTheStep:
+    if kind is UnfreezesInTheStep:
         model.ebc.requires_grad_(False)
     for _ in range(fits):
         train_sharded(model, STEPS)
@@ -129,7 +129,7 @@ def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
         ),
     ],
 )
-def test_is_told_on_every_rank(kind: type, optimizer: Any, fits: int, options: dict[str, Any], said: str) -> None:
+def test_is_reported_on_every_rank(kind: type, optimizer: Any, fits: int, options: dict[str, Any], said: str) -> None:
     with pytest.raises(RankFailed, match=said) as failed:
         run_on_warm_ranks(_fits, 2, kind, optimizer, fits, options)
     assert str(failed.value).count("raised:") == 2
@@ -137,8 +137,8 @@ def test_is_told_on_every_rank(kind: type, optimizer: Any, fits: int, options: d
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ADAM])
 def test_tables_that_are_unfrozen_inside_of_a_step_learn_from_then_on(optimizer: Any) -> None:
-    found = run_on_warm_ranks(_fits, 2, ThawsInTheStep, optimizer, 1)[0]
-    model = seeded(ThawsInTheStep, *optimizer)
+    found = run_on_warm_ranks(_fits, 2, UnfreezesInTheStep, optimizer, 1)[0]
+    model = seeded(UnfreezesInTheStep, *optimizer)
     model.ebc.requires_grad_(False)
     wanted = train_unsharded(model, STEPS, 2).final_state
     assert max(largest_difference(found, wanted).values()) <= (1e-6 if optimizer is SGD else 1e-5)

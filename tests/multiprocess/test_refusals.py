@@ -128,7 +128,7 @@ def _fails_on_rank_one() -> None:
     train_sharded(seeded(FailsOnRankOne, *SGD), 2)
 
 
-def test_what_fails_on_one_rank_is_told_on_the_others() -> None:
+def test_what_fails_on_one_rank_is_reported_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_fails_on_rank_one, 2)
     assert "KeyError: 'no learning rate here'" in str(failed.value)
@@ -148,7 +148,7 @@ def _other_tables() -> None:
     train_sharded(seeded(OtherTables, *SGD), 2)
 
 
-def test_ranks_with_different_tables_are_told() -> None:
+def test_ranks_with_different_tables_are_reported() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_other_tables, 2)
     assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
@@ -203,7 +203,7 @@ def _keeps_a_list() -> None:
     train_sharded(seeded(KeepsAList, *SGD), 2)
 
 
-def test_calling_the_unsharded_tables_by_an_old_reference_is_told() -> None:
+def test_calling_the_unsharded_tables_by_an_old_reference_is_reported() -> None:
     with pytest.raises(RankFailed, match="ShardingError: the unsharded collection of 'ebc' was called"):
         run_on_warm_ranks(_keeps_a_list, 2)
 
@@ -220,7 +220,7 @@ def _alone() -> str:
     return out.getvalue()
 
 
-def test_one_device_works_and_says_that_nothing_is_shared_out() -> None:
+def test_one_device_works_and_shows_that_nothing_is_shared_out() -> None:
     assert "1 rank: nothing is shared out" in run_on_warm_ranks(_alone, 1)[0]
 
 

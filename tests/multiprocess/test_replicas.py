@@ -44,7 +44,7 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], steps: int) -> 
         (DependsOnTheRank, SGD, {}, "mlp.2.weight"),
     ],
 )
-def test_weights_that_drift_apart_are_told_on_every_rank(
+def test_weights_that_drift_apart_are_reported_on_every_rank(
     kind: type, optimizer: Any, strategy: dict[str, Any], weight: str
 ) -> None:
     with pytest.raises(RankFailed) as failed:

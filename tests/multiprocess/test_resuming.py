@@ -22,6 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.click_model import join_batches, seeded
 from tests.support.parameters import slow_except
+from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.resuming import (
     GLOBAL_BATCH,
@@ -56,7 +57,6 @@ from tests.support.resuming import (
     train,
     train_each,
 )
-from tests.support.saved import whole_checkpoint
 from tests.support.trainers import make_trainer
 
 TW, RW, CW, TWRW, DP = CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel")
@@ -188,7 +188,7 @@ def averaged_late() -> dict[str, Any]:
     return {"callbacks": [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2)]}
 
 
-def thawed() -> dict[str, Any]:
+def unfrozen() -> dict[str, Any]:
     return {"callbacks": [Unfreezes(epoch=2)]}
 
 
@@ -221,7 +221,7 @@ LOOPS = {
     "stops early": Life(
         Run(more=stops_early, validates=True, epochs=9, save=("on_train_epoch_end", 10)), 2, (ALIKE, (1, {}))
     ),
-    "thawed later": Life(Run(model=LearnsInPart, more=thawed), 2, (ALIKE, ONE_DENSE)),
+    "unfrozen later": Life(Run(model=LearnsInPart, more=unfrozen), 2, (ALIKE, ONE_DENSE)),
     "random": Life(RANDOM, 2, ((2, OTHER_START),)),
     "random, middle": Life(Run(**vars(RANDOM) | {"save": MIDDLE}), 2, ((2, OTHER_START),)),
     "random, validated": Life(
@@ -311,7 +311,7 @@ def test_any_number_of_ranks_goes_on_with_any_plan(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_cut_and_update_was_followed_by_every_other() -> None:
+def test_every_sharding_type_and_update_was_followed_by_every_other() -> None:
     cuts, updates = set(), set()
     for life in (lived("plans") | lived("plans", usual=False)).values():
         for then in life.then:
@@ -359,13 +359,13 @@ def test_one_file_is_a_checkpoint_that_the_users_own_module_loads(forms: dict[st
         assert ("optimizer_states" in found) is has_optimizers
         model = Clicks(*FROM_A_VALUE)
         model.load_state_dict(found["state_dict"], strict=True)
-        wanted = whole_checkpoint(forms["folder"])["state_dict"]
+        wanted = plain_checkpoint(forms["folder"])["state_dict"]
         assert differences(dict(model.state_dict()), dict(wanted), "state_dict", 0.0) == []
         if has_optimizers:
             model.configure_optimizers().load_state_dict(found["optimizer_states"][0])
 
 
-def test_differences_are_told() -> None:
+def test_differences_are_reported() -> None:
     life, run = Life(Run(), 1, ((1, {}),)), Outcome(losses=[2.0] * 25, rates=[[0.1]] * 25)
     run.final = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": []}
     then = Outcome(losses=[2.0] * 19 + [2.0001], rates=[[0.1]] * 20)
@@ -434,7 +434,7 @@ def test_a_folder_is_evaluated_on_any_number_of_ranks(tmp_path: Path, weights_on
     path = str(tmp_path / "saved.ckpt")
     run_on_warm_ranks(_save, 2, path, weights_only)
     model = Clicks(*ADAGRAD)
-    model.load_state_dict(whole_checkpoint(path)["state_dict"])
+    model.load_state_dict(plain_checkpoint(path)["state_dict"])
     examples = Examples(2 * GLOBAL_BATCH, 10_000).examples
     with torch.no_grad():
         wanted = model(join_batches(examples))
@@ -480,7 +480,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("forms")
     run_on_warm_ranks(_save_forms, 2, str(folder))
     run_on_warm_ranks(train, 1, Run(strategy=None, optimizer=FROM_A_VALUE, epochs=1), str(folder / "stock"))
-    state = whole_checkpoint(folder / "folder" / "saved.ckpt")["state_dict"]
+    state = plain_checkpoint(folder / "folder" / "saved.ckpt")["state_dict"]
     torch.save(state, folder / "bare.pt")
     save_file(state, folder / "bare.safetensors")
     names = ("weights of a folder", "one file", "weights in a file", "bare.pt", "bare.safetensors")
@@ -511,7 +511,7 @@ FORMS = ("folder", "weights of a folder", "one file", "weights in a file", "bare
 def test_a_new_run_starts_from_weights_in_any_form(
     forms: dict[str, str], started: dict[str, Outcome], form: str
 ) -> None:
-    wanted = whole_checkpoint(forms[form])["state_dict"]
+    wanted = plain_checkpoint(forms[form])["state_dict"]
     begun = started[form]
     assert not begun.failed, begun.trace
     assert differences(begun.saved["state_dict"], wanted, "state_dict", 0.0) == []
@@ -531,7 +531,7 @@ def test_a_new_run_starts_from_weights_in_any_form(
 def test_grown_tables_keep_their_rows_and_begin_the_others(
     forms: dict[str, str], started: dict[str, Outcome], form: str
 ) -> None:
-    wanted, built = whole_checkpoint(forms[form])["state_dict"], seeded(Grown, *FROM_A_VALUE).state_dict()
+    wanted, built = plain_checkpoint(forms[form])["state_dict"], seeded(Grown, *FROM_A_VALUE).state_dict()
     begun = started[f"{form}, grown"]
     assert not begun.failed, begun.trace
     for key, value in begun.saved["state_dict"].items():
@@ -544,7 +544,7 @@ def test_grown_tables_keep_their_rows_and_begin_the_others(
 def test_what_a_checkpoint_does_not_have_stays_as_it_was_built(
     forms: dict[str, str], started: dict[str, Outcome]
 ) -> None:
-    wanted, built = whole_checkpoint(forms["folder"])["state_dict"], seeded(Renamed, *FROM_A_VALUE).state_dict()
+    wanted, built = plain_checkpoint(forms["folder"])["state_dict"], seeded(Renamed, *FROM_A_VALUE).state_dict()
     begun = started["loose"]
     assert not begun.failed, begun.trace
     for key, value in begun.saved["state_dict"].items():
@@ -717,7 +717,7 @@ GOES_ON = {
         ((2, {"optimizer": ADAGRAD, "strategy": {"embedding_update": "dense"}}),),
     ),
 }
-GROUPS_ADDED = Life(Run(model=LearnsInPart, more=thawed, save=LATER, epochs=4), 2, (ALIKE,))
+GROUPS_ADDED = Life(Run(model=LearnsInPart, more=unfrozen, save=LATER, epochs=4), 2, (ALIKE,))
 
 
 @pytest.fixture(scope="module")
@@ -727,7 +727,7 @@ def gone_on() -> dict[str, Lived]:
 
 
 @pytest.mark.slow
-def test_another_optimizer_begins_anew_and_says_so(gone_on: dict[str, Lived]) -> None:
+def test_another_optimizer_starts_over_and_reports_it(gone_on: dict[str, Lived]) -> None:
     kinds = ("torch.optim.sgd.SGD", "torch.optim.adam.Adam", "torchrec.optim.rowwise_adagrad.RowWiseAdagrad")
     for kind, outcomes in zip(kinds, gone_on["another optimizer"].then, strict=True):
         assert not outcomes[0].failed, outcomes[0].trace
@@ -743,7 +743,7 @@ def test_another_optimizer_begins_anew_and_says_so(gone_on: dict[str, Lived]) ->
 
 
 @pytest.mark.slow
-def test_a_table_that_was_not_saved_begins_anew_and_says_so(gone_on: dict[str, Lived]) -> None:
+def test_a_table_that_was_not_saved_starts_over_and_reports_it(gone_on: dict[str, Lived]) -> None:
     for outcomes in gone_on["a table more"].then:
         assert not outcomes[0].failed, outcomes[0].trace
         assert len(outcomes[0].losses) == 20

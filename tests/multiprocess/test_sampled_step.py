@@ -165,7 +165,7 @@ def test_the_most_that_any_rank_keeps_is_what_the_module_itself_keeps(runs: list
             assert 0 <= of_rank[name][2] - expected <= 2 * SIZE * 8 * 8
 
 
-def test_it_is_kept_beside_the_layers_and_said(runs: list[dict[str, Any]]) -> None:
+def test_it_is_kept_beside_the_layers_and_reported(runs: list[dict[str, Any]]) -> None:
     _, said, kept = runs[0]["with"]
     numbers = sum(p.numel() for p in AllKinds().mlp.parameters())
     buffers = sum(b.nbytes for b in AllKinds().buffers())
@@ -187,7 +187,7 @@ def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]]) 
         ("rank 0 only", "rank 1: a Batches is no DataLoader, and may not start twice with the same batches."),
     ],
 )
-def test_what_cannot_be_measured_is_said_and_the_layers_count(runs: list[dict[str, Any]], name: str, why: str) -> None:
+def test_what_cannot_be_measured_is_named_and_the_layers_count(runs: list[dict[str, Any]], name: str, why: str) -> None:
     for of_rank in runs:
         losses, _, kept = of_rank[name]
         assert len(losses) == 6

@@ -92,7 +92,7 @@ def factor(step: int) -> float:
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_the_factor_multiplies_what_every_scheduler_of_torch_says(interval: str) -> None:
+def test_the_factor_multiplies_what_every_scheduler_of_torch_sets(interval: str) -> None:
     scaling = {"warmup_steps": 5}
     calls = {name: (_with_options, "CountingRates", scaling, (name, interval), {}) for name in SCHEDULERS}
     for results in run_each_on_ranks(calls, 3):
@@ -226,7 +226,7 @@ def _train_click_model(kind: str, embedding_update: str) -> None:
         ("SetsItsRate", "auto", "param group 0 of SGD was set while a step was made.*in on_train_batch_start"),
     ],
 )
-def test_rates_that_would_not_be_scaled_are_told(kind: str, embedding_update: str, said: str) -> None:
+def test_rates_that_would_not_be_scaled_are_reported(kind: str, embedding_update: str, said: str) -> None:
     with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: ScaledLearningRate: .*{said}"):
         run_on_warm_ranks(_train_click_model, 2, kind, embedding_update)
 

@@ -154,7 +154,7 @@ def _choose(seconds: tuple[float, float]) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [((2, 1), "dense tensors"), ((1, 2), "rows")])
-def test_the_faster_way_is_kept_and_said(seconds: Any, kept: str) -> None:
+def test_the_faster_way_is_kept_and_reported(seconds: Any, kept: str) -> None:
     for exchange, said in run_on_warm_ranks(_choose, 2, seconds):
         assert exchange.max_dense_bytes == (sparse_trial.MAX_DENSE_BYTES if kept == "dense tensors" else 0)
         assert any(f"sparse gradients are exchanged as {kept}: a step takes" in line for line in said), said

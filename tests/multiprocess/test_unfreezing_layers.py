@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
-from tests.support.dense_models import Thaws, ThawsAlone, ThawsBesideATable, loader, whole_batches
+from tests.support.dense_models import Unfreezes, UnfreezesAlone, UnfreezesBesideATable, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
 
-def _thawed(kind: type[pl.LightningModule], strategy: Any) -> dict[str, Tensor]:
+def _unfrozen(kind: type[pl.LightningModule], strategy: Any) -> dict[str, Tensor]:
     pl.seed_everything(5)
     rank, num_ranks = rank_and_num_ranks()
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | {"max_epochs": 2})
@@ -25,11 +25,11 @@ def _thawed(kind: type[pl.LightningModule], strategy: Any) -> dict[str, Tensor]:
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "ddp_tuned": (_thawed, Thaws, TunedDDPStrategy()),
-    "fsdp_tuned": (_thawed, Thaws, TunedFSDPStrategy(min_num_parameters=8)),
-    "torchrec_sharded without tables": (_thawed, Thaws, TorchRecShardedStrategy()),
-    "torchrec_sharded": (_thawed, ThawsBesideATable, TorchRecShardedStrategy(min_rows=1)),
-    "torchrec_sharded, nothing dense at first": (_thawed, ThawsAlone, TorchRecShardedStrategy(min_rows=1)),
+    "ddp_tuned": (_unfrozen, Unfreezes, TunedDDPStrategy()),
+    "fsdp_tuned": (_unfrozen, Unfreezes, TunedFSDPStrategy(min_num_parameters=8)),
+    "torchrec_sharded without tables": (_unfrozen, Unfreezes, TorchRecShardedStrategy()),
+    "torchrec_sharded": (_unfrozen, UnfreezesBesideATable, TorchRecShardedStrategy(min_rows=1)),
+    "torchrec_sharded, nothing dense at first": (_unfrozen, UnfreezesAlone, TorchRecShardedStrategy(min_rows=1)),
 }
 
 
@@ -39,7 +39,7 @@ def found() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layers_that_thaw_learn_as_in_one_process(found: dict[str, dict[str, Tensor]], case: str) -> None:
+def test_layers_that_are_unfrozen_learn_as_in_one_process(found: dict[str, dict[str, Tensor]], case: str) -> None:
     pl.seed_everything(5)
     alone = CASES[case][1]()
     pl.Trainer(**DEFAULTS | {"max_epochs": 2}).fit(alone, whole_batches(2))

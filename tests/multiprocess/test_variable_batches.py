@@ -59,7 +59,7 @@ def test_variable_batches_look_up_what_the_unsharded_tables_would(cut: str, pool
         ("row_wise", (torch.optim.SGD, {"lr": 1.0}), "mean", "a mean-pooled table of it is sharded by rows"),
     ],
 )
-def test_variable_batches_that_the_kernels_get_wrong_are_told(
+def test_variable_batches_that_the_kernels_get_wrong_are_reported(
     cut: str, optimizer: Any, pooling: str, said: str
 ) -> None:
     with pytest.raises(RankFailed, match=f"ShardingError: 'ebc' was called with unequal batch sizes.*{said}"):

@@ -115,7 +115,7 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = 
         (ReadsWeight, ADAM, False, "ShardedWeightError: the weight of a sharded table was read"),
     ],
 )
-def test_is_told_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: str) -> None:
+def test_is_reported_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: str) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_train, 2, kind, optimizer, {}, frozen)
     assert len(re.findall(f"^.*{re.escape(said)}", str(failed.value), re.M)) == 2
@@ -354,7 +354,7 @@ def _one_rank_without_tables() -> None:
     make_trainer().fit(model, rank_loader(2, rank))
 
 
-def test_a_rank_without_tables_is_told_to_all() -> None:
+def test_a_rank_without_tables_is_reported_to_all() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_one_rank_without_tables, 2)
     assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_strategy_that_refuses_the_module_is_a_row_that_says_why(tmp_path: Path) -> None:
+def test_a_strategy_that_refuses_the_module_is_a_row_that_gives_the_reason(tmp_path: Path) -> None:
     model = {
         "class_path": "tests.support.advised_models.WithTable",
         "init_args": {"optimizer": "SGD", "sparse": True},

@@ -253,7 +253,7 @@ def test_the_download_appears_whole_and_happens_once(path, tmp_path, monkeypatch
         (subprocess.TimeoutExpired("pip", 1), "nothing after .* s.*data_dir"),
     ],
 )
-def test_a_failed_download_says_what_to_do_and_leaves_nothing_behind(tmp_path, monkeypatch, failure, message):
+def test_a_failed_download_shows_what_to_do_and_leaves_nothing_behind(tmp_path, monkeypatch, failure, message):
     def fail(*_: object, **__: object) -> None:
         raise failure
 

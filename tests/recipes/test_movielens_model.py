@@ -164,12 +164,12 @@ def test_the_report_draws_the_curves_and_prints_the_comparison(data, tmp_path, c
     assert (Path(logger.log_dir) / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_csv_logger_the_report_says_why_there_is_no_picture(data, tmp_path, capsys):
+def test_without_a_csv_logger_the_report_explains_the_missing_picture(data, tmp_path, capsys):
     fit(ClickModel(), data, tmp_path, epochs=1, logger=False, enable_checkpointing=False, callbacks=[Report()])
     printed = capsys.readouterr().out
     assert "No picture: it is drawn from a CSVLogger's metrics.csv, and the Trainer has no CSVLogger." in printed
 
 
-def test_without_validation_the_report_says_so(data, tmp_path, capsys):
+def test_without_validation_the_report_mentions_it(data, tmp_path, capsys):
     fit(ClickModel(), data, tmp_path, epochs=1, logger=False, limit_val_batches=0, callbacks=[Report()])
     assert "Validation did not run" in capsys.readouterr().out

@@ -12,9 +12,9 @@ from lightning_distrec import TorchRecShardedStrategy
 from recipes.movielens_dlrm.data import MovieLensDataModule
 from recipes.movielens_dlrm.model import ClickModel
 from tests.support.click_model import NO_OUTPUT
+from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ranks import run_on_ranks
-from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_sharded_and_unsharded_runs_reach_the_same_validation_auroc(data_dir: st
     assert sharded["val_auroc"] > baseline.baseline("val").auroc + 0.02
 
 
-def test_cpu_yaml_trains_and_says_what_it_did(data_dir: str, tmp_path: Path) -> None:
+def test_cpu_yaml_trains_and_reports_what_it_did(data_dir: str, tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "lightning-distrec"
     arguments = [
         *("--config", "recipes/movielens_dlrm/cpu.yaml", "--trainer.max_epochs=1"),

@@ -56,7 +56,7 @@ def print_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("file", FRAGMENTS, ids=lambda file: file.stem)
-def test_a_fragment_says_its_strategy_and_nothing_else(file: Path) -> None:
+def test_a_fragment_sets_its_strategy_and_nothing_else(file: Path) -> None:
     assert yaml.safe_load(file.read_text()) == {"trainer": {"strategy": file.stem}}
     assert f"--config recipes/strategies/{file.name}" in file.read_text()
 
@@ -95,7 +95,7 @@ def test_a_run_has_the_strategy_of_the_fragment(name: str, tmp_path: Path) -> No
         *("--config", str(BY_NAME.relative_to(ROOT)), "--config", str(with_options(other, tmp_path))),
         *("--config", f"recipes/strategies/{name}.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"),
         *("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
-        "--trainer.callbacks+=tests.support.telling.TellsStrategy",
+        "--trainer.callbacks+=tests.support.strategy_printer.PrintsStrategy",
     ]
     done = fit_by_console(*arguments)
     assert done.stdout.count(f"trained by {CLASSES[name]}") == 2

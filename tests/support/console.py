@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -227,7 +227,7 @@ class Block(nn.Module):
         return self.layer(self.norm(inputs).relu()).view(-1, WIDTH)
 
 
-class Thaws(Recording):
+class Unfreezes(Recording):
     """Its first layer is frozen, and learns from the second epoch on, in a param group of its own."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class Thaws(Recording):
             self.trainer.optimizers[0].add_param_group({"params": list(self.low.parameters()), "lr": 1e-3})
 
 
-class ThawsBesideATable(Thaws):
+class UnfreezesBesideATable(Unfreezes):
     """The same, with a table that learns from the start."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class ThawsBesideATable(Thaws):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
 
-class ThawsAlone(ThawsBesideATable):
+class UnfreezesAlone(UnfreezesBesideATable):
     """A table alone learns at first."""
 
     def __init__(self) -> None:

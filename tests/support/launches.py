@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.environments import environment
 from tests.support.launched_script import NUM_SAMPLES, RESULT, train
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
-from tests.support.variables import environment
 
 SCRIPT = [sys.executable, "-m", "tests.support.launched_script"]
 SHELL = " ".join(SCRIPT)

@@ -31,8 +31,8 @@ from tests.support.click_model import (
     make_batch,
     seeded,
 )
+from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
-from tests.support.saved import whole_checkpoint
 from tests.support.trainers import DEFAULTS, make_trainer
 
 GLOBAL_BATCH = 12
@@ -394,8 +394,8 @@ def train(run: Run, folder: str) -> Outcome:
     found = recorder.outcome
     found.losses, found.said = model.losses, [str(warning.message) for warning in said]
     if rank == 0:
-        found.final = whole_checkpoint(f"{folder}/final.ckpt")
-        found.saved = {} if run.resume else whole_checkpoint(f"{folder}/saved.ckpt")
+        found.final = plain_checkpoint(f"{folder}/final.ckpt")
+        found.saved = {} if run.resume else plain_checkpoint(f"{folder}/saved.ckpt")
     return found
 
 

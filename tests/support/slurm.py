@@ -18,9 +18,9 @@ import pytest
 
 from tests.support import processes
 from tests.support.debian import require
+from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_ports
-from tests.support.variables import environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")

@@ -205,7 +205,7 @@ def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
     assert "activations are left out: no batch was run" in of(module).notes
 
 
-def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_says_why() -> None:
+def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_gives_the_reason() -> None:
     profile = profile_step(TwoLayers(), torch.ones(10, 9), 10, "32-true")
     assert profile.activation_bytes is None
     assert profile.notes[0].startswith(

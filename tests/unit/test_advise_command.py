@@ -13,8 +13,8 @@ import yaml
 
 from lightning_distrec.cli import main as cli
 from tests.support.advised_models import Ids
+from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.variables import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]
@@ -101,7 +101,7 @@ def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
         ((), {"accelerator": "gpu", "devices": 4}, "this machine has no GPU to read the memory from. Set --device-mem"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(
+def test_what_cannot_be_is_reported_in_one_line(
     run: Run, args: tuple[str, ...], trainer: dict[str, Any], said: str
 ) -> None:
     code, out, error = run("Wide", IDS, *args, **trainer)

@@ -48,14 +48,14 @@ def test_a_dict_and_an_object_say_the_same() -> None:
     assert chosen(given) == chosen(Bandwidths(**given))
 
 
-def test_measure_asks_for_what_neither_argument_nor_environment_says() -> None:
+def test_measure_asks_for_what_neither_argument_nor_environment_gives() -> None:
     asked = asked_bandwidths("measure", ENVIRONMENT)
     assert asked.wanted == ("device_memory", "host_memory", "host_to_device")
     assert not asked.afresh
     assert said(chosen("measure", ENVIRONMENT))["host_memory"] == (1.0, "measured")
 
 
-def test_one_bandwidth_may_be_measured_although_the_environment_says_it() -> None:
+def test_one_bandwidth_may_be_measured_although_the_environment_gives_it() -> None:
     asked = asked_bandwidths({"cross_node": "measure", "intra_node": "remeasure"}, ENVIRONMENT)
     assert asked.wanted == ("intra_node", "cross_node")
     assert asked.afresh
@@ -73,7 +73,7 @@ def test_a_number_without_a_unit_in_the_environment_is_noted() -> None:
     assert asked_bandwidths(None, {"CROSS_NODE_BANDWIDTH": ""}).bare == ()
 
 
-def test_a_variable_that_is_no_bandwidth_is_told_by_name() -> None:
+def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
     with pytest.raises(ConfigError, match="the environment's CROSS_NODE_BANDWIDTH='25 GBs': the unit 'GBs' is not kno"):
         asked_bandwidths(None, {"CROSS_NODE_BANDWIDTH": "25 GBs"})
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused_when_the_strategy_is_made(given: object, mess
         PlanningOptions(bandwidths=given)  # type: ignore[arg-type]
 
 
-def test_those_of_one_origin_are_said_together() -> None:
+def test_those_of_one_origin_are_reported_together() -> None:
     found = chosen({"intra_node": "25GB/s", "cross_node": "2GB/s"}).in_words((
         "intra_node",
         "cross_node",

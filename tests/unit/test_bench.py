@@ -58,7 +58,7 @@ def test_numbers_are_medians_over_rounds_and_efficiency_is_per_device() -> None:
     assert found[2] == {"strategy": "fsdp_tuned", "devices": 2, "failure": "'users' has sparse gradients"}
 
 
-def test_the_table_has_a_row_for_what_was_refused_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_for_what_was_refused_and_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     print_results(made(), 30, Console(width=140))
     text = capsys.readouterr().out
     assert "12.0 (10.0 to 30.0)" in text
@@ -143,7 +143,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
         (("--config", "a.yaml", "--strategies", ","), "--strategies ',': name at least one strategy."),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_runs(
+def test_what_cannot_be_is_reported_before_anything_runs(
     args: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

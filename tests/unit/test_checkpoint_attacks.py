@@ -34,7 +34,7 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.storage import METADATA_FILE, read_metadata
 from lightning_distrec.errors import CheckpointError
-from tests.support.lone_rank import by_rows, write_folder
+from tests.support.checkpoint_folders import by_rows, write_folder
 
 STATE, RANK, TENSORS = "state.pt", "rank_0.pt", "__0_0.distcp"
 
@@ -513,7 +513,7 @@ METADATA: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.usefixtures("nothing_changed")
 @pytest.mark.parametrize("what", METADATA)
-def test_metadata_that_lie_are_told_as_damage(folder: Path, what: str) -> None:
+def test_metadata_that_lie_are_reported_as_damage(folder: Path, what: str) -> None:
     said = _refusal(_edit_metadata(folder, METADATA[what]))
     assert str(folder) in said
 
@@ -566,13 +566,13 @@ STATES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", STATES)
-def test_a_state_that_lies_is_told_as_damage(folder: Path, what: str) -> None:
+def test_a_state_that_lies_is_reported_as_damage(folder: Path, what: str) -> None:
     stand_in = {key: value for key, value in (STAND_IN | STATES[what]).items() if value is not ...}
     said = _refusal(_edit_state(folder, lambda state: state["state_dict"].update(table=stand_in)))
     assert str(folder) in said
 
 
-def test_a_state_of_another_kind_is_told_as_damage(folder: Path) -> None:
+def test_a_state_of_another_kind_is_reported_as_damage(folder: Path) -> None:
     for content in ([1], 7, None, torch.ones(2), {"state_dict": [1]}, {}):
         buffer = io.BytesIO()
         torch.save(content, buffer)
@@ -606,7 +606,7 @@ MARKERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", MARKERS)
-def test_a_marker_that_lies_is_told_as_damage(folder: Path, what: str) -> None:
+def test_a_marker_that_lies_is_reported_as_damage(folder: Path, what: str) -> None:
     content = MARKERS[what]
     if isinstance(content, dict):
         marker = json.loads((folder / MARKER).read_text()) | content
@@ -635,7 +635,7 @@ CHUNKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", CHUNKS)
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_chunk_that_is_no_tensor_of_its_shape_is_told_as_damage(folder: Path, what: str) -> None:
+def test_a_chunk_that_is_no_tensor_of_its_shape_is_reported_as_damage(folder: Path, what: str) -> None:
     content = _chunks(CHUNKS[what])
     assert str(folder) in _refusal(_chunks_at(_put(folder, TENSORS, content), TENSORS, len(content)))
 
@@ -680,7 +680,7 @@ SAFE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("what", SAFE)
-def test_a_safetensors_file_that_lies_is_told_as_one(tmp_path: Path, what: str) -> None:
+def test_a_safetensors_file_that_lies_is_reported_as_one(tmp_path: Path, what: str) -> None:
     pytest.importorskip("safetensors")
     assert "it.safetensors" in _refusal(_file(tmp_path / "it.safetensors", SAFE[what]))
 
@@ -694,7 +694,7 @@ def test_small_safetensors_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["it.ckpt", "it.pt", "it.bin"])
-def test_plain_files_of_other_kinds_are_told_as_such(tmp_path: Path, name: str) -> None:
+def test_plain_files_of_other_kinds_are_reported_as_such(tmp_path: Path, name: str) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("x", "y")
@@ -794,7 +794,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_for_ever(
     assert grew < 300
 
 
-def test_files_with_flipped_bytes_load_or_are_told_as_damaged(folder: Path) -> None:
+def test_files_with_flipped_bytes_load_or_are_reported_as_damaged(folder: Path) -> None:
     draw = random.Random(7)
     files = {name: (folder / name).read_bytes() for name in (MARKER, METADATA_FILE, STATE, RANK, TENSORS)}
 

@@ -36,7 +36,7 @@ def test_the_section_comes_before_the_one_about_gpus_and_replaces_the_one_that_i
     assert with_section("# How fast\n", SECTION).endswith(f"{END}\n")
 
 
-def test_a_page_that_is_written_anew_keeps_its_section() -> None:
+def test_a_page_that_is_rewritten_keeps_its_section() -> None:
     page = with_section(PAGE, SECTION)
     anew = PAGE.replace("words", "other words")
     assert with_section_of(page, anew) == page.replace("words", "other words")

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_distrec.cli import fit, main
-from tests.support.lone_rank import by_rows, write_folder
+from tests.support.checkpoint_folders import by_rows, write_folder
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -18,7 +18,7 @@ from lightning_distrec.checkpoint.tools.compare import Difference, compare, larg
 from lightning_distrec.checkpoint.tools.describe import describe, print_description
 from lightning_distrec.checkpoint.tools.export import export
 from lightning_distrec.errors import CheckpointError
-from tests.support.lone_rank import by_columns, by_rows, write_folder
+from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 
 PLAN = {
     "ebc.users": {"sharding_type": "row_wise", "kernel": "fused", "ranks": [0, 1, 2]},
@@ -182,7 +182,7 @@ def _overwrite(name: str) -> Callable[[Path], None]:
         (_overwrite("state.pt"), "state.pt cannot be read: it holds something other than tensors and plain types"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+def test_what_is_wrong_with_a_folder_is_reported(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
     path = _folder(tmp_path / "a.ckpt")
     damage(path)
     found = describe(path)
@@ -238,7 +238,9 @@ def test_the_largest_difference_of_two_tensors(a: Tensor, b: Tensor, wanted: flo
         assert found == pytest.approx(wanted, rel=1e-4, abs=0, nan_ok=True)
 
 
-def test_a_difference_is_found_in_every_piece_whatever_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_found_in_every_chunk_of_any_sharding_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks_module, "BLOCK_BYTES", 700)
     table = torch.rand(300, 16)
     write_folder(tmp_path / "rows.ckpt", {"state_dict": {"t": by_rows(table, 100)}})
@@ -251,7 +253,7 @@ def test_a_difference_is_found_in_every_piece_whatever_the_cut(tmp_path: Path, m
         assert (found.facts, found.tensors, found.others, found.num_compared) == ([], [], [], 1)
 
 
-def test_what_only_one_has_and_what_has_another_shape_or_type_is_told(tmp_path: Path) -> None:
+def test_what_only_one_has_and_what_has_another_shape_or_type_is_reported(tmp_path: Path) -> None:
     base = {"same": torch.rand(3), "shape": torch.rand(3, 2), "type": torch.ones(4), "left": torch.tensor(1.0)}
     torch.save(base, tmp_path / "a.pt")
     other = {"same": base["same"], "shape": torch.rand(2, 3), "type": torch.ones(4).half(), "right": torch.rand(5)}

@@ -50,7 +50,7 @@ def test_where_no_number_will_do_none_is_found() -> None:
     assert (edge.found, edge.beyond, edge.why, edge.stopped) == (None, 100, "100 is too few", "")
 
 
-def test_a_search_ends_before_the_try_that_would_be_too_late_and_says_so() -> None:
+def test_a_search_ends_before_the_try_that_would_be_too_late_and_reports_it() -> None:
     def slow(number: int) -> str:
         time.sleep(0.05)
         return ""

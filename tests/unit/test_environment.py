@@ -28,7 +28,7 @@ def test_other_numbers_are_refused() -> None:
         check_numbers(TWO_NODES, 4, 4, 3)
 
 
-def test_idle_devices_are_said_once() -> None:
+def test_idle_devices_are_reported_once() -> None:
     with pytest.warns(UserWarning, match="4 ranks on a node with 8 devices: 4 stay idle"):
         check_numbers(replace(TWO_NODES, rank=0), 8, 8, 1)
 
@@ -48,7 +48,7 @@ TORCHRUN = {
 }
 
 
-def test_torchrun_says_all_and_hosts_the_meeting() -> None:
+def test_torchrun_gives_all_and_hosts_the_meeting() -> None:
     launched = by_torchrun(TORCHRUN)
     assert launched == Launched(
         "torchrun",
@@ -78,7 +78,7 @@ def test_open_mpi_needs_an_address_for_several_nodes() -> None:
     assert by_open_mpi({}) is None
 
 
-def test_variables_of_a_pytorchjob_and_of_lightnings_own_launcher_are_told_apart() -> None:
+def test_variables_of_a_pytorchjob_and_of_lightnings_own_launcher_are_distinguished() -> None:
     given = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
     launched = by_variables(given)
     assert (launched.rank, launched.num_ranks, launched.local_num_ranks, launched.num_nodes) == (1, 3, 1, 3)

@@ -19,7 +19,7 @@ from lightning_distrec import chunks as chunks_module
 from lightning_distrec.checkpoint.storage import read_metadata
 from lightning_distrec.checkpoint.tools.export import export
 from lightning_distrec.errors import CheckpointError
-from tests.support.lone_rank import by_columns, by_rows, write_folder
+from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 
 
 def weights() -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def test_a_folder_from_which_rows_are_missing_is_refused(tmp_path: Path) -> None
         export(path, tmp_path / "out.pt")
 
 
-def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_raises_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _folder(tmp_path / "a.ckpt")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -255,7 +255,7 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monk
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors", "ckpt"])
 @pytest.mark.parametrize("limit_bytes", [100, 100_000], ids=["at once", "on the way"])
-def test_a_write_that_fails_is_told_and_leaves_nothing(tmp_path: Path, suffix: str, limit_bytes: int) -> None:
+def test_a_write_that_fails_is_reported_and_leaves_nothing(tmp_path: Path, suffix: str, limit_bytes: int) -> None:
     """A limit on files' sizes stands in for a full disk: torch's writer and ours meet it in the same way."""
     source = _folder(tmp_path / "a.ckpt")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -279,7 +279,7 @@ def test_an_export_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def test_how_far_it_is_is_told_and_ends_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_and_ends_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks_module, "BLOCK_BYTES", 4000)
     said: list[tuple[int, int]] = []
     export(

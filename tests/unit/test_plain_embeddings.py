@@ -48,7 +48,7 @@ def test_a_module_under_two_names_is_one_table_that_either_name_names() -> None:
         assert [table.full_name for table in _found(root, which).tables] == ["user"]
 
 
-def test_auto_takes_tables_of_min_rows_and_says_nothing_of_smaller_ones() -> None:
+def test_auto_takes_tables_of_min_rows_and_reports_nothing_of_smaller_ones() -> None:
     root = _root(small=nn.Embedding(9, 8), large=nn.Embedding(10, 8), odd=nn.Embedding(9, 6))
     found = _found(root, "auto", 10)
     assert [table.full_name for table in found.tables] == ["large"]
@@ -57,7 +57,7 @@ def test_auto_takes_tables_of_min_rows_and_says_nothing_of_smaller_ones() -> Non
     assert _found(root, "auto").tables == []
 
 
-def test_none_takes_none_and_says_nothing() -> None:
+def test_none_takes_none_and_reports_nothing() -> None:
     found = _found(_root(item=nn.Embedding(9, 8), odd=nn.Embedding(9, 6)), "none")
     assert found == FoundTables([], {})
 
@@ -98,7 +98,7 @@ def test_a_weight_that_another_module_has_too_stays_whole_and_names_it() -> None
     assert _found(root).tables == []
 
 
-def test_an_unknown_path_is_told_with_a_near_match_and_those_there_are() -> None:
+def test_an_unknown_path_is_reported_with_a_near_match_and_those_there_are() -> None:
     root = _root(towers=nn.ModuleList([_root(item=nn.Embedding(9, 8))]), head=nn.Linear(8, 1))
     with pytest.raises(ConfigError, match=r"'towers\.0\.itm'; did you mean 'towers\.0\.item'\?"):
         _found(root, ["towers.0.itm"])
@@ -109,7 +109,7 @@ def test_an_unknown_path_is_told_with_a_near_match_and_those_there_are() -> None
 
 
 @pytest.mark.parametrize("which", ["every", "All", ""])
-def test_an_unknown_way_to_convert_is_told(which: str) -> None:
+def test_an_unknown_way_to_convert_is_reported(which: str) -> None:
     with pytest.raises(ConfigError, match="convert_embeddings=.*'auto', 'all', 'none' or a list"):
         Conversion(which)  # type: ignore[arg-type]
 

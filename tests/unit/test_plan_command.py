@@ -143,7 +143,7 @@ def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
     assert batch["why_not"] in text.replace("\n", " ").replace("  ", " ") or batch["why_not"][:60] in text
 
 
-def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_said(run: Run) -> None:
+def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_reported(run: Run) -> None:
     code, text, error = run("Huge", "--device-memory", "80GB", "--nodes", "1", "--html", "plan.html")
     assert code == 1
     assert text.startswith(
@@ -198,7 +198,7 @@ def test_the_options_of_the_strategy_count_and_those_of_the_command_line_more(ru
     assert origins["intra_node"] == ("400.0 GB/s", "argument")
 
 
-def test_tables_may_lie_in_the_hosts_memory_where_it_is_said_how_much_there_is(run: Run) -> None:
+def test_tables_may_lie_in_the_hosts_memory_where_it_is_given_how_much_there_is(run: Run) -> None:
     args = ["--device-memory", "40GB", "--nodes", "1", "--quick", "--json"]
     assert run("Huge", *args)[0] == 1
     code, text, _ = run("Huge", *args, "--host-memory", "2TB")
@@ -206,7 +206,7 @@ def test_tables_may_lie_in_the_hosts_memory_where_it_is_said_how_much_there_is(r
     assert sum(json.loads(text)["ranks"]["host_memory_bytes"]) > 300 * GB
 
 
-def test_what_was_assumed_is_said(run: Run) -> None:
+def test_what_was_assumed_is_reported(run: Run) -> None:
     memory = ("--device-memory", "80GB", "--quick", "--json")
     found = json.loads(run("NeedsTrainer", "--nodes", "8", *memory)[1])
     assert "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not attached to" in str(found)
@@ -253,7 +253,7 @@ def test_what_was_assumed_is_said(run: Run) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(run: Run, model: str, args: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_is_reported_in_one_line(run: Run, model: str, args: tuple[str, ...], said: str) -> None:
     code, out, error = run(model, *args)
     assert (code, out) == (2, "")
     last = error.splitlines()[-1]

@@ -127,7 +127,7 @@ CHANGES = st.one_of(
 
 @settings(max_examples=400, deadline=None, database=None)
 @given(edits=st.lists(st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=6), CHANGES), min_size=1, max_size=3))
-def test_a_changed_file_says_what_it_says_or_is_refused_by_an_error_of_ours(
+def test_a_changed_file_is_read_as_it_is_or_refused_by_an_error_of_ours(
     tmp_path_factory: pytest.TempPathFactory, mixed: dict[str, Any], edits: list[tuple[list[int], Any]]
 ) -> None:
     content = json.loads(json.dumps(mixed))
@@ -176,7 +176,7 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     assert file.read_text() == before
 
 
-def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_told() -> None:
+def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_reported() -> None:
     tables = tables_of({"users": (60, 16)})
     _, plan = make(tables, NodeLayout.of_nodes(2), "row_wise")
     sharding = plan["ebc.users"]
@@ -234,7 +234,7 @@ USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "fi
         ((*HOURS, "shards", 0, "rank"), 1, "data_parallel: each of 2 ranks must hold the table once"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_its_place(
+def test_what_is_wrong_in_a_file_is_reported_with_its_place(
     tmp_path: Path, mixed: dict[str, Any], place: tuple[Any, ...], value: Any, said: str
 ) -> None:
     content = json.loads(json.dumps(mixed))
@@ -250,7 +250,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(
     assert f"{tmp_path / 'plan.json'} is no plan that can be followed: " in str(raised.value)
 
 
-def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_cannot_hold_are_told(
+def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_cannot_hold_are_reported(
     tmp_path: Path, mixed: dict[str, Any]
 ) -> None:
     uneven = json.loads(json.dumps(mixed))
@@ -288,13 +288,13 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
         ("\udcff", "is no plan: "),
     ],
 )
-def test_what_is_no_json_is_told(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_no_json_is_reported(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
     with pytest.raises(PlanError, match=said):
         load_plan(tmp_path / "plan.json")
 
 
-def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_told(
+def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_reported(
     tmp_path: Path, mixed: dict[str, Any]
 ) -> None:
     plan = loaded(mixed, tmp_path)
@@ -336,7 +336,7 @@ def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> Written
     return fitting_plan(loaded(content, folder), "plan_file='it'", tables, **given)
 
 
-def test_a_file_of_another_module_is_told_by_all_differences(tmp_path: Path) -> None:
+def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path) -> None:
     plan, _ = make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise")
     content = json.loads(plan_text(plan))
     others = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
@@ -376,7 +376,7 @@ def test_a_file_of_another_module_is_told_by_all_differences(tmp_path: Path) -> 
         ("row_wise", {"compute_kernel": "fused_uvm_caching"}, {}, "and the ranks have no GPU; use fused"),
     ],
 )
-def test_a_place_that_a_table_cannot_have_in_this_run_is_told(
+def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
     tmp_path: Path, cut: str, change: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     tables = tables_of({"users": (60, 16)})
@@ -418,7 +418,7 @@ def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_le
     assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == ("table_wise", "fused", [1])
 
 
-def test_the_argument_wins_over_the_variable_and_says_so(capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+def test_the_argument_wins_over_the_variable_and_reports_it(capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
     assert wanted_plan(PlanningOptions(), {}) is None
     assert wanted_plan(PlanningOptions(), {VARIABLE: ""}) is None
     assert wanted_plan(PlanningOptions(), {VARIABLE: "v.json"}) == ("v.json", "LIGHTNING_DISTREC_PLAN_FILE=v.json")

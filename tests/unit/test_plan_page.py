@@ -97,7 +97,7 @@ def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> Pl
     )
 
 
-def test_the_page_of_two_ranks_says_what_they_hold_take_and_send() -> None:
+def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
     facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), on_gpu=True)
     read = Read(page(facts))
     assert read.texts["h1"] == ["2 tables over 2 ranks: all fits"]
@@ -119,7 +119,7 @@ def test_the_page_of_two_ranks_says_what_they_hold_take_and_send() -> None:
     assert len(read.pictures) == 5
 
 
-def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_said_to_be_unknown() -> None:
+def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_reported_to_be_unknown() -> None:
     read = Read(page(two_ranks()))
     assert "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB." in read.texts["li"]
     assert "How long a step takes is not known: the plan was not reckoned." in read.texts["li"]
@@ -256,11 +256,11 @@ def test_every_shape_of_a_job_is_drawn(places: NodeLayout) -> None:
 
 
 @pytest.mark.parametrize(("number", "said"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")])
-def test_times_are_said_with_their_unit(number: float, said: str) -> None:
+def test_times_are_reported_with_their_unit(number: float, said: str) -> None:
     assert milliseconds_in_words(number) == said
 
 
-def test_ranks_that_take_alike_are_said_to() -> None:
+def test_ranks_that_take_alike_are_reported_as_such() -> None:
     assert time_in_words(two_ranks(cost=costs([2.0, 2.0], [0.1, 0.1], [0.0, 0.0]))) == (
         "Rank 0, the slowest, spends 2 ms of a step on tables, as do all"
     )

@@ -101,7 +101,7 @@ def test_ranks_hold_rows_state_and_gradients_of_their_shards() -> None:
     assert [table.num_bytes for table in found] == [(64 + i) * 32 for i in range(4)]
 
 
-def test_a_plan_that_leaves_a_table_out_is_told() -> None:
+def test_a_plan_that_leaves_a_table_out_is_reported() -> None:
     tables = tables_of(2)
     plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
     with pytest.raises(PlanError, match=r"the plan has no table 'ebc.t1'. It has ebc.t0."):
@@ -131,7 +131,7 @@ def test_time_and_bytes_are_printed_where_they_are_known() -> None:
     assert not any("Estimated time" in line for line in printed(tables, plan, places))
 
 
-def test_ranks_that_are_equally_slow_are_not_told_apart() -> None:
+def test_ranks_that_are_equally_slow_are_not_distinguished() -> None:
     tables, places = tables_of(1), NodeLayout.equal(2, 2)
     plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
     said = " ".join(printed(tables, plan, places, cost_of([0.5, 0.5])))

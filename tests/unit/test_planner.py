@@ -95,7 +95,7 @@ def test_the_critical_path_is_no_longer_than_that_of_torchrecs_planner(seed: int
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS[:2], KINDS))
-def test_a_plan_keeps_to_the_room_and_costs_what_its_parts_cost(kind: str) -> None:
+def test_a_plan_keeps_to_the_memory_and_costs_what_its_shards_cost(kind: str) -> None:
     tables = draw_tables(kind, 20, 8, 4, 9 if kind != "tiny" else 0.5, 3)  # type: ignore[arg-type]
     made = planned(tables)
     cost = made.cost
@@ -183,7 +183,7 @@ def test_tables_that_would_fit_together_but_on_no_rank_are_proven_not_to() -> No
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_whether_tables_fit_is_what_trying_everything_says(data: st.DataObject) -> None:
+def test_whether_tables_fit_is_what_trying_everything_finds(data: st.DataObject) -> None:
     num_ranks, on_node = data.draw(st.sampled_from([(2, 2), (3, 3), (4, 2)]))
     megabytes = data.draw(st.lists(st.integers(2, 12), min_size=1, max_size=4))
     types = ["table_wise", "row_wise"] + (["table_row_wise"] if on_node < num_ranks else [])

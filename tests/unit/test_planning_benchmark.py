@@ -25,7 +25,7 @@ def test_another_process_comes_to_the_plan_that_this_one_comes_to() -> None:
 
 
 @pytest.mark.slow
-def test_a_planner_that_takes_too_long_or_fails_is_told_and_nothing_waits_for_it() -> None:
+def test_a_planner_that_takes_too_long_or_fails_is_reported_and_nothing_waits_for_it() -> None:
     large = Job(kind="uniform", num_tables=300, num_ranks=64, memory_gb=16)
     assert run_one("default", large, 1) == "not ended after 1 s"
     full = Job(kind="uniform", num_tables=300, num_ranks=2, ranks_on_node=2, memory_gb=1)

@@ -380,7 +380,7 @@ def test_ranks_with_batches_of_unequal_size_go_on_from_their_own_states():
     assert resumed == [whole[3:] for whole in wholes]
 
 
-def test_one_state_is_made_of_all_ranks_only_where_it_says_the_same_to_all():
+def test_one_state_is_made_of_all_ranks_only_where_it_is_the_same_to_all():
     dealt = [[_state_after(_dealt(40, 2, rank, 2), 3)] for rank in range(2)]
     (state,) = states_of_all_ranks(dealt)
     assert (state["order"], state["batches"]) == ("DistributedSampler", 3)
@@ -481,7 +481,7 @@ REFUSED: dict[str, tuple[Callable[[], State], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_position_that_cannot_be_used_is_told_and_the_epoch_begins_anew(name):
+def test_a_position_that_cannot_be_used_is_reported_and_the_epoch_starts_over(name):
     make_state, make_loader, reason = REFUSED[name]
     said: list[str] = []
     torch.manual_seed(1)
@@ -500,7 +500,7 @@ def test_a_position_that_cannot_be_used_is_told_and_the_epoch_begins_anew(name):
         assert rescaled(state["batches"] - 1, state, num_ranks, 2) == -1
 
 
-def test_workers_that_were_begun_before_are_told():
+def test_workers_that_were_begun_before_are_reported():
     said: list[str] = []
     loader = DataLoader(Numbers(10), 2, num_workers=1, persistent_workers=True)
     state = _state_after(DataLoader(Numbers(10), 2), 2)
@@ -512,7 +512,7 @@ def test_workers_that_were_begun_before_are_told():
     assert "DataLoader started its workers before" in said[0]
 
 
-def test_a_position_is_used_once_and_told_until_then():
+def test_a_position_is_used_once_and_reported_until_then():
     state = _state_after(_dealt(12, 1, 0, 2, shuffle=False), 4)
     wrapped = _wrapped(_dealt(12, 1, 0, 2, shuffle=False))
     wrapped.load_state_dict(state)
@@ -556,7 +556,7 @@ def test_a_position_of_another_epoch_is_not_used():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_epoch_may_be_told_after_the_loader_was_begun(num_workers):
+def test_the_epoch_may_be_set_after_the_loader_was_begun(num_workers):
     plain = _all_of(_dealt(12, 2, 0, 2, epoch=3))
     state = _state_after(_dealt(12, 2, 0, 2, epoch=3), 1)
     template = _dealt(12, 2, 0, 2)
@@ -883,7 +883,7 @@ def test_a_step_that_failed_is_made_again(tmp_path, name, failed):
     assert _fit(wrapped, seed=2, ckpt_path=tmp_path / "failed.ckpt")[:left] == plain[failed : failed + left]
 
 
-def test_a_fit_that_cannot_go_on_begins_its_epoch_anew_and_trains_all_of_it(tmp_path):
+def test_a_fit_that_cannot_go_on_starts_its_epoch_over_and_trains_all_of_it(tmp_path):
     def make(num_ranks: int, say: Callable[[str], None]) -> Any:
         return resumable(LOADERS["weighted"](), 0, num_ranks, say)
 

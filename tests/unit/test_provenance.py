@@ -326,7 +326,7 @@ def test_a_batch_in_which_a_view_cannot_be_made_raises_instead_of_giving_another
         source.get(BatchRoots({"z": other}))
 
 
-def test_two_entries_that_are_one_tensor_in_the_first_batch_are_told_apart_later() -> None:
+def test_two_entries_that_are_one_tensor_in_the_first_batch_are_distinguished_later() -> None:
     ids = _ids(5, 1)
     batch, other = {"left": ids, "right": ids}, {"left": _ids(5, 2), "right": _ids(5, 3)}
     source = _source(batch, batch["right"])
@@ -420,7 +420,7 @@ def test_writes_in_place_in_inference_mode_are_noticed() -> None:
     assert noticed
 
 
-def test_what_is_foreseen_is_told_from_what_is_not() -> None:
+def test_what_is_prefetched_is_distinguished_from_what_is_not() -> None:
     batch, other = _batch(5, 10), _batch(5, 20)
     features = _jagged(batch, lengths=batch["lengths"], weights=batch["weights"])
     assert is_same_input(_jagged(batch, lengths=batch["lengths"], weights=batch["weights"]), features)

@@ -119,14 +119,14 @@ def test_a_rank_that_is_missing_is_named_on_all(point: MeetingPoint) -> None:
     assert all(line.startswith(f"{wanted}, after") for line in said), said
 
 
-def test_a_missing_first_rank_is_said_by_the_others(point: MeetingPoint) -> None:
+def test_a_missing_first_rank_is_reported_by_the_others(point: MeetingPoint) -> None:
     said: list[str] = []
     (outcome,) = _run(_rank(point, 1, 2, said, seconds=1))
     assert str(outcome).startswith(f"waiting for rank 0 at 127.0.0.1, port {point.ports[0]} and 2 others: not within")
     assert said
 
 
-def test_ranks_that_count_differently_are_told(point: MeetingPoint) -> None:
+def test_ranks_that_count_differently_are_reported(point: MeetingPoint) -> None:
     outcomes = _run(_rank(point, 0, 2, []), _rank(point, 1, 3, []))
     assert [str(outcome) for outcome in outcomes] == [
         "rank 0 expects 2 ranks, and rank 1 expects 3: start all with one number."

@@ -61,7 +61,7 @@ def test_what_cannot_be_is_refused(given: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "100", "many", "nan", "15%"])
-def test_a_variable_that_is_no_percentage_is_told(text: str) -> None:
+def test_a_variable_that_is_no_percentage_is_reported(text: str) -> None:
     with pytest.raises(ConfigError, match=f"STORAGE_RESERVE_PERCENT='{text}': a number from 0 to below 100 is needed"):
         chosen_reservation(None, {"STORAGE_RESERVE_PERCENT": text})
 
@@ -82,7 +82,7 @@ def test_what_is_kept_is_taken_off_every_rank() -> None:
     assert memory.less(chosen_reservation("20%", {})) == RankMemory(device_bytes=(800, 1600), host_bytes=(3200, 3200))
 
 
-def test_where_nothing_is_left_the_rank_is_told() -> None:
+def test_where_nothing_is_left_the_rank_is_named() -> None:
     memory = RankMemory(device_bytes=(5000, 3000), host_bytes=(0, 0))
     with pytest.raises(PlanError, match="3.9 KiB .argument. are kept .* rank 1 has 3,000 bytes: nothing is left"):
         memory.less(chosen_reservation("4KB", {}))

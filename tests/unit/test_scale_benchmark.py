@@ -20,7 +20,7 @@ SIZES = 3 * 8
 
 @pytest.mark.parametrize("cut", FORMULAS)
 @pytest.mark.parametrize(("num_ranks", "on_node"), [(4, 4), (4, 2), (12, 4), (16, 2)])
-def test_formulas_are_the_mean_over_ranks_of_what_is_reckoned(cut: str, num_ranks: int, on_node: int) -> None:
+def test_formulas_are_the_mean_over_ranks_of_what_is_estimated(cut: str, num_ranks: int, on_node: int) -> None:
     rows, dim, batch, ids = 48, 8, 10, 3.0
     places = NodeLayout.equal(num_ranks, on_node)
     update = "dense" if cut == "data_parallel" else "fused"
@@ -82,7 +82,7 @@ def test_a_small_run_writes_the_page_and_its_pictures_and_redraws_them(tmp_path:
     assert (tmp_path / "scale.md").read_text(encoding="utf-8") == page
 
 
-def test_the_page_says_what_its_numbers_say() -> None:
+def test_the_page_shows_its_numbers_in_words() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     points = load(docs / "images" / "scale.json")
     measured = read_checkpoints((docs / "performance.md").read_text(encoding="utf-8"))

@@ -69,7 +69,7 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_names")
-def test_a_task_is_told_by_its_step() -> None:
+def test_a_task_is_recognised_by_its_step() -> None:
     launched = [by_srun(_task(rank)) for rank in range(3)]
     assert [(task.rank, task.num_ranks, task.local_rank) for task in launched] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
     assert [(task.node, task.num_nodes, task.local_num_ranks) for task in launched] == [(0, 2, 2)] * 2 + [(1, 2, 1)]
@@ -134,7 +134,7 @@ def test_counts(short: str, long: list[int]) -> None:
     assert counts(short) == long
 
 
-def test_counts_of_another_kind_are_told() -> None:
+def test_counts_of_another_kind_are_reported() -> None:
     with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE=2x3 cannot be parsed"):
         counts("2x3")
 

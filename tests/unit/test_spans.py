@@ -42,7 +42,7 @@ def heard() -> Iterator[list[Span]]:
     stop()
 
 
-def test_a_span_is_told_with_its_begin_and_end(clock: SimpleNamespace, heard: list[Span]) -> None:
+def test_a_span_is_reported_with_its_begin_and_end(clock: SimpleNamespace, heard: list[Span]) -> None:
     with span(FORWARD):
         clock.now += 2.0
     emit(INPUT_DIST, 90.0, 101.0)
@@ -50,13 +50,13 @@ def test_a_span_is_told_with_its_begin_and_end(clock: SimpleNamespace, heard: li
     assert [s.seconds for s in heard] == [2.0, 11.0]
 
 
-def test_inner_spans_are_told_before_outer_ones_also_where_they_raise(heard: list[Span]) -> None:
+def test_inner_spans_are_reported_before_outer_ones_also_where_they_raise(heard: list[Span]) -> None:
     with pytest.raises(KeyError), span(FORWARD), span(WAIT_OUTPUT_DIST):
         raise KeyError
     assert [s.name for s in heard] == [WAIT_OUTPUT_DIST, FORWARD]
 
 
-def test_nothing_is_told_after_stop_and_stop_may_be_called_twice() -> None:
+def test_nothing_is_reported_after_stop_and_stop_may_be_called_twice() -> None:
     heard: list[Span] = []
     stop = subscribe(heard.append)
     stop()
@@ -66,7 +66,7 @@ def test_nothing_is_told_after_stop_and_stop_may_be_called_twice() -> None:
     assert heard == []
 
 
-def test_a_span_that_began_without_a_listener_is_not_told() -> None:
+def test_a_span_that_began_without_a_listener_is_not_reported() -> None:
     heard: list[Span] = []
     outer = span(FORWARD)
     outer.__enter__()
@@ -76,7 +76,7 @@ def test_a_span_that_began_without_a_listener_is_not_told() -> None:
     assert heard == []
 
 
-def test_spans_of_other_threads_are_heard(heard: list[Span]) -> None:
+def test_spans_of_other_threads_are_recorded(heard: list[Span]) -> None:
     thread = threading.Thread(target=emit, args=(WAIT_OUTPUT_DIST, 1.0, 2.0))
     thread.start()
     thread.join()

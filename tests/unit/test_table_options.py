@@ -83,7 +83,7 @@ def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherev
     }
 
 
-def test_what_a_pattern_keeps_whole_forgets_what_was_said_before_and_a_name_may_take_it_back() -> None:
+def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may_take_it_back() -> None:
     given = {
         "*": {"sharding_types": ["row_wise"]},
         "small_*": {"keep_whole": True},
@@ -129,7 +129,7 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_said_before_and_a_name_may_
         ),
     ],
 )
-def test_options_that_cannot_be_are_told_with_near_matches(given: Any, said: str) -> None:
+def test_options_that_cannot_be_are_reported_with_near_matches(given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         options_by_table(tables_named("t"), TableOptions(), given)
 
@@ -205,7 +205,7 @@ def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
     assert left_whole(tables, {"rows.*": {"keep_whole": True}}) == {"rows"}
 
 
-def test_what_was_said_and_counted_reaches_the_planner_feature_by_feature() -> None:
+def test_what_was_given_and_counted_reaches_the_planner_feature_by_feature() -> None:
     tables = two_of_one_name()[1:]
     name = tables[0].full_name
 

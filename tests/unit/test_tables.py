@@ -49,21 +49,21 @@ def test_output_names_are_those_of_the_unsharded_collection() -> None:
     assert output_names(find_tables(root).tables) == root.ebc._embedding_names == ["a", "b@wide", "c", "b@shared", "d"]
 
 
-def test_a_dim_that_is_no_multiple_of_four_is_told_with_the_next_that_is() -> None:
+def test_a_dim_that_is_no_multiple_of_four_is_reported_with_the_next_that_is() -> None:
     root = nn.Module()
     root.ebc = bags(embedding_dim=10)
     with pytest.raises(ShardingError, match="table 'ebc.t': embedding_dim=10.*Set embedding_dim=12"):
         find_tables(root)
 
 
-def test_a_data_type_that_cannot_be_trained_is_told() -> None:
+def test_a_data_type_that_cannot_be_trained_is_reported() -> None:
     root = nn.Module()
     root.ebc = bags(data_type=DataType.BF16)
     with pytest.raises(ShardingError, match="table 'ebc.t': data_type=BF16.*Use FP32 or FP16"):
         find_tables(root)
 
 
-def test_two_tables_that_share_a_weight_are_told() -> None:
+def test_two_tables_that_share_a_weight_are_reported() -> None:
     root = nn.Module()
     root.first, root.second = bags(), bags()
     root.second.embedding_bags["t"].weight = root.first.embedding_bags["t"].weight

@@ -152,7 +152,7 @@ def test_where_batches_are_accumulated_each_step_is_logged_once(sleep: Callable[
     assert rows[1]["throughput/step_ms"] == pytest.approx(10_000)  # of a batch
 
 
-def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_anew(sleep: Callable[[float], None]) -> None:
+def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_over(sleep: Callable[[float], None]) -> None:
     callback = Throughput()
     broken = Job(sleep)
     broken.on_before_zero_grad = lambda optimizer: 1 / 0  # type: ignore[method-assign,assignment,return-value]

@@ -106,19 +106,19 @@ def test_the_picture_is_written_also_where_the_fit_is_shorter(tmp_path: Path, ba
     assert path.stat().st_size > 10_000
 
 
-def test_a_fit_that_ends_before_the_first_step_is_told(tmp_path: Path) -> None:
+def test_a_fit_that_ends_before_the_first_step_is_reported(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="ended after 3 batches, before first_step=3; nothing was drawn. Set a sm"):
         fit(Timeline(path=str(tmp_path / "picture.png"), first_step=3), 3)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_strategy_that_tells_nothing_is_told(tmp_path: Path) -> None:
+def test_a_strategy_that_reports_nothing_is_reported(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="nothing was told about the time of the steps, so nothing was drawn. Use"):
         fit(Timeline(path=str(tmp_path / "picture.png"), first_step=0), 3, tells=False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_matplotlib_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_reported_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else found(name))
     job = Job()

@@ -44,7 +44,7 @@ def options(described: Topology, cut: str) -> ShardingOption:
     return next(o for o in found if o.sharding_type == cut and o.compute_kernel == "fused")
 
 
-def test_nodes_are_told_apart_by_their_numbers() -> None:
+def test_nodes_are_distinguished_by_their_numbers() -> None:
     places = NodeLayout.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
     assert places == NodeLayout.of_nodes(2, 2)
     assert (places.num_ranks, places.num_nodes, places.ranks_on_node, places.alike) == (4, 2, 2, True)
@@ -95,7 +95,7 @@ def test_on_unequal_nodes_everything_travels_at_the_speed_between_them() -> None
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_unequal_memory_is_told_and_row_wise_cuts_stay_equal(device: torch.device) -> None:
+def test_unequal_memory_is_reported_and_row_wise_shards_stay_equal(device: torch.device) -> None:
     memory = (10**6, 3 * 10**6)
     described = topology(NodeLayout.of_nodes(2), device, memory)
     storage = [d.storage.hbm if device.type == "cuda" else d.storage.ddr for d in described.devices]

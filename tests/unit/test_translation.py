@@ -84,7 +84,7 @@ def test_frozen_tables_are_left_where_they_are() -> None:
     assert updates["frozen"].param_group is not None  # it keeps its place in the group, in case it is unfrozen
 
 
-def test_a_table_in_two_optimizers_is_told() -> None:
+def test_a_table_in_two_optimizers_is_reported() -> None:
     table = nn.Parameter(torch.zeros(4, 8))
     with pytest.raises(OptimizerError, match="table 't' is in two optimizers"):
         translate({"t": table}, {"t": "auto"}, [optim.SGD([table], lr=0.1), optim.Adam([table])], "cpu", "")

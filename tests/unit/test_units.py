@@ -19,7 +19,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_bytes(text, "size")
 
 
-def test_a_unit_of_sizes_that_is_not_known_is_told_with_one_that_is_like_it() -> None:
+def test_a_unit_of_sizes_that_is_not_known_is_reported_with_one_that_is_like_it() -> None:
     with pytest.raises(ConfigError, match="the unit 'Gibs' is not known; did you mean 'GiB'"):
         parse_bytes("80Gibs", "size")
 
@@ -59,7 +59,7 @@ def test_what_is_no_bandwidth_is_refused(given: object) -> None:
         ("25gib/s", "'gib/s' may be bits or bytes. Write Gbit/s .bits. or GiB/s .bytes."),
     ],
 )
-def test_a_unit_that_is_not_known_is_told_with_what_may_be_meant(given: str, said: str) -> None:
+def test_a_unit_that_is_not_known_is_reported_with_what_may_be_meant(given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_bandwidth(given, "b")
 

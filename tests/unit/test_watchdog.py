@@ -111,7 +111,7 @@ def test_who_is_silent_for_longer_than_the_limit_holds_the_others_up() -> None:
     assert _verdict(*states, num_ticks=limit + 2).startswith("rank 2 on b has been silent for 3 s")
 
 
-def test_where_ranks_are_is_said_when_none_gets_on_and_they_differ() -> None:
+def test_where_ranks_are_is_reported_when_none_gets_on_and_they_differ() -> None:
     num_ticks = round(2.5 * SETTINGS.stall_seconds / TICK_SECONDS)
     parted = [*RUNS[:2], replace(RUNS[2], location="y.py:7 in f (all_reduce)")]
     _, said = asyncio.run(_receive(parted, num_ticks, SETTINGS.token))

@@ -1,10 +1,10 @@
-"""A callback for runs of the console script that tells what it was run with."""
+"""A callback for runs of the console script that prints what it was run with."""
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 
-class TellsStrategy(pl.Callback):
+class PrintsStrategy(pl.Callback):
     """Prints the strategy's class when training begins."""
 
     @override

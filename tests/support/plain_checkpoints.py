@@ -8,7 +8,7 @@ from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.plain_state import map_nested
 
 
-def whole_checkpoint(path: Path | str) -> dict[str, Any]:
+def plain_checkpoint(path: Path | str) -> dict[str, Any]:
     """Return a checkpoint of whatever form with all its tensors in memory."""
 
     def read(value: Any, where: str) -> Any:

@@ -9,7 +9,7 @@ from lightning_distrec.checkpoint.save import take_snapshot, write
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 
 
-class LoneRank:
+class SingleRank:
     """The only rank."""
 
     rank = 0
@@ -44,5 +44,5 @@ def write_folder(path: Path, checkpoint: dict[str, Any], **marker: Any) -> Path:
     """Write a checkpoint's folder; returns its path. marker: what it says of itself besides what is needed."""
     whole = {"epoch": 2, "global_step": 30, "pytorch-lightning_version": "2.6.0", "loops": {}, **checkpoint}
     marker = {"epoch": whole["epoch"], "global_step": whole["global_step"], "versions": "torch 2.13.0", **marker}
-    write(take_snapshot(path.absolute(), whole, {}, marker, LoneRank()), LoneRank())
+    write(take_snapshot(path.absolute(), whole, {}, marker, SingleRank()), SingleRank())
     return path
