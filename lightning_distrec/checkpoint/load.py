@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.folders import read_marker
+from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, stored_tensor
 from lightning_distrec.checkpoint.plain_state import CHUNKED, insert_tensors, read_plain
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from lightning_distrec.atomic_files import write_file
-from lightning_distrec.checkpoint.folders import UnfinishedFolder, clean_up, remove
+from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, clean_up, remove
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
 from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors

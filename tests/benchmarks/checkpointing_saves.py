@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from lightning_distrec.checkpoint.folders import is_checkpoint
+from lightning_distrec.checkpoint.atomic_folder import is_checkpoint
 from tests.benchmarks.checkpointing_model import (
     SavedDLRM,
     endless_loader,

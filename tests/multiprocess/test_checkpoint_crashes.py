@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec import atomic_files as on_disk
-from lightning_distrec.checkpoint import folders
-from lightning_distrec.checkpoint.folders import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
+from lightning_distrec.checkpoint import atomic_folder
+from lightning_distrec.checkpoint.atomic_folder import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.save import take_snapshot, write
@@ -45,7 +45,7 @@ from tests.support.trainers import make_trainer
 SECONDS_OF_KILLS = 15.0
 KILLS = int(os.environ.get("DISTREC_CRASHES", "0"))
 SURVIVOR_SECONDS = 120.0
-ON_DISK = (folders.__file__, on_disk.__file__)
+ON_DISK = (atomic_folder.__file__, on_disk.__file__)
 """The files that decide in what order things reach the disk."""
 ROWS, DIM = 8192, 64
 """2 MiB a table, as much again for its optimizer's state."""
@@ -367,7 +367,7 @@ def _dies_at(line: int, action: Callable[[], None]) -> int:
 
 
 def _without_exchange() -> None:
-    folders.ctypes.CDLL = lambda *_, **__: object()
+    atomic_folder.ctypes.CDLL = lambda *_, **__: object()
 
 
 def _die_everywhere(scratch: str, before: bool, exchange: bool) -> dict[str, int]:
@@ -521,7 +521,7 @@ def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, rename, exchange = os.fsync, os.rename, folders._exchange
+    fsync, rename, exchange = os.fsync, os.rename, atomic_folder._exchange
 
     def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -533,7 +533,7 @@ def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
 
     monkeypatch.setattr(os, "fsync", noted("fsync", fsync))
     monkeypatch.setattr(os, "rename", noted("rename", rename))
-    monkeypatch.setattr(folders, "_exchange", noted("exchange", exchange))
+    monkeypatch.setattr(atomic_folder, "_exchange", noted("exchange", exchange))
     for step in (1, 2):
         events.clear()
         _write(tmp_path / "last.ckpt", step)

@@ -24,8 +24,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_distrec.checkpoint import folders, storage
-from lightning_distrec.checkpoint.folders import MARKER, UNFINISHED, is_checkpoint
+from lightning_distrec.checkpoint import atomic_folder, storage
+from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import load
 from tests.support.click_model import ClickModel, rank_loader, seeded
@@ -258,7 +258,7 @@ def test_a_file_system_without_space_is_reported_on_all_ranks_and_keeps_the_old_
 def _fails_at_the_end(scratch: str, is_async: bool, what: str) -> dict[str, Any]:
     """The last steps of a write fail on rank 0, the only one that has them."""
     path, trainer = _folder(scratch, f"{is_async}-{what}") / "it.ckpt", _trainer(is_async)
-    write_file, exchange = folders.write_file, folders._exchange
+    write_file, exchange = atomic_folder.write_file, atomic_folder._exchange
 
     def no_marker(file: Path, content: bytes) -> None:
         if file.name == MARKER:
@@ -272,15 +272,15 @@ def _fails_at_the_end(scratch: str, is_async: bool, what: str) -> dict[str, Any]
         if is_async:
             trainer.strategy.session.checkpoints._saver.finish()
         if what == "marker":
-            folders.write_file = no_marker
+            atomic_folder.write_file = no_marker
         else:
-            folders._exchange = no_exchange
+            atomic_folder._exchange = no_exchange
         trainer.save_checkpoint(path)
 
     try:
         raised = _fit(trainer, _model({2: lambda: trainer.save_checkpoint(path), 4: again}), 4)
     finally:
-        folders.write_file, folders._exchange = write_file, exchange
+        atomic_folder.write_file, atomic_folder._exchange = write_file, exchange
     return {"raised": raised, "old": _step(path), "names": _names_in_the_end(path.parent)}
 
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_distrec._compat.checkpoint import DCP_METADATA_NAMES
-from lightning_distrec.checkpoint.folders import MARKER, UNFINISHED, clean_up, remove
+from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, clean_up, remove
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.storage import METADATA_FILE, read_metadata
@@ -183,7 +183,7 @@ def _gadgets(canary: Path, evil: Path) -> list[tuple[str, str, str]]:
         ("torch.distributed.checkpoint.filesystem", "os.system", touch),
         ("torch.distributed.checkpoint.filesystem", "FileSystem", "x"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo.__init__.__globals__", "os"),
-        ("lightning_distrec.checkpoint.folders", "remove", str(canary.parent)),
+        ("lightning_distrec.checkpoint.atomic_folder", "remove", str(canary.parent)),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.folders import read_marker
+from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, stored_tensor
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.plain_state import insert_tensors, map_nested, read_plain

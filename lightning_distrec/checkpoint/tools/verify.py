@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_distrec.checkpoint.folders import read_marker
+from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.checkpoint.save import CHECKSUMS
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.errors import CheckpointError

@@ -5,7 +5,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from lightning_distrec.checkpoint.folders import is_checkpoint, remove
+from lightning_distrec.checkpoint.atomic_folder import is_checkpoint, remove
 from lightning_distrec.cluster.consensus import Consensus
 
 _fits = itertools.count(1)
