@@ -22,11 +22,9 @@ system is {file_system}.""",
         summary,
         *(["\n".join(notes)] if notes else []),
         f"""\
-Medians of {rounds} rounds, contenders in turns, the slowest rank's time. Every round compares bitwise what was saved or
-loaded. A save counts until it is complete on disk, against `torch.distributed.checkpoint.save` and against
-`dd conv=fsync` by each rank. The stall of an asynchronous save is compared with `clone()` of the shards (fresh memory)
-and with `copy_` (memory that is there). A load is compared with `torch.distributed.checkpoint.load`. Growth
-is VmHWM.""",
+Medians of {rounds} rounds, contenders in turns, the slowest rank's time; every round compares bitwise. A save counts
+until it is complete on disk. `dd` runs with `conv=fsync`, once per rank. Fresh memory: `clone()` of the shards; memory
+that is there: `copy_`. Growth is VmHWM.""",
         seconds,
         END,
     ]

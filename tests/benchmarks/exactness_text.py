@@ -56,10 +56,8 @@ stands where a fused update is asked for and something must happen
 between backward and step; `embedding_update="auto"` chooses another update there. Every way changes the unsharded run
 by more than ten times what is allowed.
 
-- accumulate: `accumulate_grad_batches=4`. Clip by norm: `gradient_clip_val={CLIPS["clip norm"][1]}`, by value:
-  {CLIPS["clip value"][1]}.
-- loss scaling: a `torch.amp.GradScaler` (init_scale={a_scaler().get_scale():.0f}); one rank's loss overflows at
-  {len(SKIPPED_STEPS)} steps, which all ranks skip.
+- accumulate: `accumulate_grad_batches=4`; clip: by norm {CLIPS["clip norm"][1]}, by value {CLIPS["clip value"][1]}.
+- loss scaling: `GradScaler(init_scale={a_scaler().get_scale():.0f})`; one rank overflows at {len(SKIPPED_STEPS)} steps.
 - manual: `automatic_optimization=False`, two backwards for each step, one where the update is fused.
 - freezing: some tables rest for three steps.
 - unequal batches: the loss is the mean over all examples."""

@@ -59,6 +59,7 @@ def main() -> int:
     print(found)
     if options.write:
         PAGE.write_text(text.with_section(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+        PAGE.with_name(text.DETAILS).write_text(text.cuts_csv(results), encoding="utf-8")
     _tell(f"{time.monotonic() - began:.0f} s, {text.missed(results)} aims missed")
     return int(wrong)
 

@@ -23,11 +23,10 @@ Seconds are those of one thread's processor; 350 of the MiB are torch and torchr
 `EmbeddingShardingPlanner`, where it ends within minutes.""",
         times,
         f"""\
-The critical path is what the slowest rank spends on tables in a step, as torchrec's estimators have it for both plans,
-with the exchange of ids. The default planner has the same memory, constraints and bandwidths, and {limit_seconds:.0f}
-seconds for each set. No plan can be below the lower bound, which need not be within reach. Sets are drawn from seeds:
-`uniform` has 10 thousand to 5 million rows a table, `zipf` 50 million over the table's number, `giant` one table of 200
-million, `tiny` thousands. [This file]({DETAILS}) has a line for each set.""",
+The critical path is the slowest rank's time for tables in a step, by torchrec's estimators, exchange of ids included.
+The default planner has the same memory, constraints and bandwidths, and {limit_seconds:.0f} seconds for each set.
+[This file]({DETAILS}) has a line for each set, drawn from seeds: `uniform` has 10 thousand to 5 million rows a table,
+`zipf` 50 million over the table's number, `giant` one table of 200 million, `tiny` thousands.""",
         END,
     ]
     return "\n\n".join(part for part in parts if part)
