@@ -1,4 +1,4 @@
-"""A module without memory, and what is decided about its tables whatever the ranks are."""
+"""A module on the meta device, and the decisions about its tables that do not depend on ranks."""
 
 import os
 from contextlib import nullcontext
@@ -15,17 +15,13 @@ from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
-from lightning_distrec.strategies.tables.decisions import (
-    TableSettings,
-    WantedTables,
-    updates_in_fit,
-    wanted_tables,
-)
+from lightning_distrec.strategies.tables.decisions import WantedTables, updates_in_fit, wanted_tables
+from lightning_distrec.strategies.tables.table_run import TableSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryModule:
-    """A module without memory, and what is decided about its tables whatever the ranks are."""
+    """A module on the meta device, and the decisions about its tables that do not depend on ranks."""
 
     module: LightningModule
     """Configured, on the meta device."""
@@ -33,18 +29,18 @@ class DryModule:
     wanted: WantedTables
     updates: dict[str, TableUpdate]
     trainer: Any
-    """Has what decisions need of a Trainer."""
+    """Stands for a Trainer: has the attributes that decisions need."""
     settings: TableSettings
-    said: list[str]
-    """What was assumed."""
+    assumed: list[str]
+    """Assumptions, for the report."""
 
 
 def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, device: torch.device) -> DryModule:
-    """Look at a module that was built on the meta device; it is left as it is.
+    """Inspect a module that was built on the meta device, without changing it.
 
     trainer: has callbacks, precision, accumulate_grad_batches and gradient_clip_val, as a Trainer would.
-    Raises ConfigError: configure_model cannot run without memory, or without a Trainer; there are no tables. And what
-    the strategy would refuse.
+    Raises ConfigError: configure_model cannot run without memory, or without a Trainer; there are no tables. And the
+    strategy's own errors.
     """
     precision = trainer.precision
     try:
@@ -58,24 +54,24 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         ) from error
     wanted = wanted_tables(there, settings)
     if not wanted.tables:
-        alone = "".join(f" '{path}' is left alone: {why}." for path, why in list(wanted.left_alone.items())[:3])
+        alone = "".join(f" '{path}' is not sharded: {why}." for path, why in list(wanted.left_alone.items())[:3])
         raise ConfigError(
             f"plan: nothing to plan: {type(module).__name__} has no embedding tables that torchrec_sharded would "
             f"shard.{alone} See convert_embeddings and min_rows, or train it with another strategy."
         )
-    said = list(wanted.warnings)
+    assumed = list(wanted.warnings)
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
     try:
         optimizers = configured_optimizers(there)
     except Exception as error:
-        said.append(
-            f"configure_optimizers failed without a Trainer ({_line(error)}): every table is taken to be updated by "
-            f"the user's optimizer on its rank, with {UNKNOWN_TENSORS} numbers of state beside each of its own, as Adam"
+        assumed.append(
+            f"configure_optimizers failed without a Trainer ({_line(error)}): the user's optimizer is assumed to "
+            f"update every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its own, as Adam"
         )
         updates = {table.full_name: _assumed(table.parameter) for table in wanted.tables}
     else:
         updates, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {})
-        said += more
+        assumed += more
     return DryModule(
         module=there,
         unconfigured=module,
@@ -83,7 +79,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         updates=updates,
         trainer=trainer,
         settings=settings,
-        said=said,
+        assumed=assumed,
     )
 
 
@@ -101,7 +97,7 @@ def default_type(precision: str) -> Any:
 
 
 def place_of(error: BaseException) -> str:
-    """Return which module's code raised, as "Scale.__init__, model.py:12: "; "" where no module's did."""
+    """Return which module's code raised, as "Scale.__init__, model.py:12: "; "" if none did."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         frame = trace.tb_frame

@@ -1,4 +1,4 @@
-"""A dry run for people, as a page of text, and for programs, as JSON."""
+"""Reports of a dry run: text for people, JSON for programs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,104 +10,103 @@ from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun
 from lightning_distrec.advice.limit_search import Edge
-from lightning_distrec.advice.limits import MOST_BATCH, MOST_RANKS
-from lightning_distrec.sharding.plan_report.facts import PlanFacts
+from lightning_distrec.advice.limits import MAX_BATCH, MAX_RANKS
+from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, ShardingPlan
+from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.plan_report.sentences import milliseconds_in_words
-from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
-from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes, quantity
 
-MOST_LETTERS = 300
-"""Of a reason for what does not fit."""
+MAX_LETTERS = 300
+"""Length of the reason for what does not fit."""
 Vector = NDArray[Any]
 
 
 def print_dry_run(found: DryRun, console: Console) -> None:
-    """Print whether it fits, what each rank does, how far the batch and the nodes can go, and what was assumed."""
+    """Print whether the tables fit, what each rank does, the limits of batch and nodes, and the assumptions."""
     job = found.job
-    ranks = f"{quantity(job.places.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
+    ranks = f"{quantity(job.layout.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
     tables = f"{quantity(found.num_tables, 'table')} of {format_bytes(found.table_bytes)}"
     console.print(
-        f"{'FITS' if found.fits else 'DOES NOT FIT'}: {tables} on {ranks}, {found.batch_size:,} examples each"
+        f"{'FITS' if found.fits else 'DOES NOT FIT'}: {tables} on {ranks}, {found.batch_size:,} examples per rank"
     )
     if not found.fits:
         console.print(found.why_not)
-    if found.facts is not None:
-        console.print(_ranks(found.facts))
+    if found.plan is not None:
+        console.print(_ranks(found.plan))
     if found.largest_batch is not None:
         console.print(_batch_in_words(found.largest_batch))
-    if found.fewest_nodes is not None:
-        console.print(_nodes_in_words(found.fewest_nodes, job.ranks_on_node))
+    if found.min_nodes is not None:
+        console.print(_nodes_in_words(found.min_nodes, job.ranks_on_node))
     console.print(f"{found.planned_with}.")
-    console.print(f"Reckoned, not measured: {'; '.join(found.said)}.")
+    console.print(f"Estimated, not measured: {'; '.join(found.assumed)}.")
 
 
-def _ranks(facts: PlanFacts) -> TextTable:
-    text = TextTable(title="Of a rank, for tables in a step", title_justify="left")
+def _ranks(plan: ShardingPlan) -> TextTable:
+    text = TextTable(title="Embedding tables, per rank and step", title_justify="left")
     text.add_column("")
-    for heading in ("least", "mean", "most", "on rank"):
+    for heading in ("min", "mean", "max", "max on rank"):
         text.add_column(heading, justify="right")
-    for what, values, said in _columns(facts):
+    for what, values, text_of in _columns(plan):
         worst = int(values.argmax())
-        text.add_row(what, *(said(float(of)) for of in (values.min(), values.mean(), values[worst])), f"{worst:,}")
+        text.add_row(what, *(text_of(float(of)) for of in (values.min(), values.mean(), values[worst])), f"{worst:,}")
     return text
 
 
-def _columns(facts: PlanFacts) -> list[tuple[str, Vector, Callable[[float], str]]]:
-    memory, traffic = facts.memory, facts.traffic
+def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], str]]]:
+    memory, traffic = plan.memory, plan.traffic
     columns: list[tuple[str, Vector, Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
-        ("... of what is usable", memory.tables / np.maximum(memory.usable, 1), "{:.1%}".format),
+        ("... share of usable memory", memory.tables / np.maximum(memory.usable, 1), "{:.1%}".format),
     ]
-    if facts.host_memory is not None:
-        columns.append(("host memory for tables", facts.host_memory.tables, format_bytes))
-    if facts.cost is not None:
-        columns.append(("estimated time", facts.cost.milliseconds_by_rank, milliseconds_in_words))
-    columns.append(("sent within its node", traffic.within_node(), format_bytes))
-    if facts.places.num_nodes > 1:
+    if plan.host_memory is not None:
+        columns.append(("host memory for tables", plan.host_memory.tables, format_bytes))
+    if plan.cost.known:
+        columns.append(("estimated time", plan.cost.milliseconds_by_rank, milliseconds_in_words))
+    columns.append(("sent within the node", traffic.within_node(), format_bytes))
+    if plan.layout.num_nodes > 1:
         columns.append(("sent to other nodes", traffic.across_nodes(), format_bytes))
     return columns
 
 
 def _batch_in_words(edge: Edge) -> str:
-    said = "Largest batch of a rank: "
+    text = "Largest batch per rank: "
     if edge.found is None:
-        said += "none was found to fit"
+        text += "no fitting size found"
     elif edge.beyond is None and not edge.stopped:
-        said += f"no limit was met up to {edge.found:,} examples" if edge.found >= MOST_BATCH else f"{edge.found:,}"
+        text += f"no limit up to {edge.found:,} examples" if edge.found >= MAX_BATCH else f"{edge.found:,}"
     else:
-        said += f"{'at least ' if edge.beyond is None else ''}{edge.found:,} examples"
+        text += f"{'at least ' if edge.beyond is None else ''}{edge.found:,} examples"
     if edge.beyond is not None:
-        said += f"; {edge.beyond:,} do not fit: {_short(edge.why)}"
-    return _ended(said, edge)
+        text += f"; {edge.beyond:,} do not fit: {_short(edge.why)}"
+    return _ended(text, edge)
 
 
 def _nodes_in_words(edge: Edge, ranks_on_node: int) -> str:
-    said = f"Fewest nodes of {quantity(ranks_on_node, 'rank')}: "
+    text = f"Minimum nodes of {quantity(ranks_on_node, 'rank')}: "
     if edge.found is None:
-        said += "none were found that do" if edge.stopped else f"none up to {MOST_RANKS // ranks_on_node:,} do"
+        text += "no fitting size found" if edge.stopped else f"no fitting size up to {MAX_RANKS // ranks_on_node:,}"
     else:
-        said += f"{'at most ' if edge.stopped else ''}{edge.found:,}"
+        text += f"{'at most ' if edge.stopped else ''}{edge.found:,}"
     if edge.beyond is not None:
-        said += f"; {edge.beyond:,} {'does' if edge.beyond == 1 else 'do'} not: {_short(edge.why)}"
+        text += f"; {edge.beyond:,} {'does' if edge.beyond == 1 else 'do'} not fit: {_short(edge.why)}"
     elif edge.found not in (None, 1) and not edge.stopped:
-        said += "; fewer have less memory than the tables' rows and their updates take"
-    return _ended(said, edge)
+        text += "; fewer have less memory than the tables' rows and their updates need"
+    return _ended(text, edge)
 
 
-def _ended(said: str, edge: Edge) -> str:
-    said = said.rstrip(".")
-    return f"{said}. The search ended early: {edge.stopped}." if edge.stopped else f"{said}."
+def _ended(text: str, edge: Edge) -> str:
+    text = text.rstrip(".")
+    return f"{text}. The search ended early: {edge.stopped}." if edge.stopped else f"{text}."
 
 
 def _short(why: str) -> str:
-    """Return what a message has to say of the table, or the rank."""
-    said = why.removeprefix("the tables do not fit: ").split(". ")[0]
-    return said if len(said) <= MOST_LETTERS else f"{said[:MOST_LETTERS]}..."
+    """Return the first sentence of an error, about the table or the rank."""
+    text = why.removeprefix("the tables do not fit: ").split(". ")[0]
+    return text if len(text) <= MAX_LETTERS else f"{text[:MAX_LETTERS]}..."
 
 
 def as_json(found: DryRun) -> dict[str, Any]:
-    """Return all of a dry run as plain values: bytes, milliseconds."""
+    """Return a dry run as plain values: bytes, milliseconds."""
     job = found.job
     return {
         "fits": found.fits,
@@ -119,32 +118,32 @@ def as_json(found: DryRun) -> dict[str, Any]:
         "batch_size_per_rank": found.batch_size,
         "num_tables": found.num_tables,
         "table_bytes": found.table_bytes,
-        "ranks": None if found.facts is None else _ranks_as_json(found.facts),
+        "ranks": None if found.plan is None else _ranks_as_json(found.plan),
         "largest_batch": _edge_as_json(found.largest_batch),
-        "fewest_nodes": _edge_as_json(found.fewest_nodes),
+        "min_nodes": _edge_as_json(found.min_nodes),
         "planning_seconds": round(found.seconds, 3),
         "planned_with": [list(origin) for origin in found.origins],
-        "assumed": found.said,
+        "assumed": found.assumed,
     }
 
 
-def _ranks_as_json(facts: PlanFacts) -> dict[str, Any]:
-    """Return what each rank does: lists by rank."""
-    memory, traffic, cost = facts.memory, facts.traffic, facts.cost
-    told: dict[str, Any] = {
+def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
+    """Return what each rank does, as lists by rank."""
+    memory, traffic, cost = plan.memory, plan.traffic, plan.cost
+    by_rank: dict[str, Any] = {
         "memory_bytes": memory.tables.tolist(),
         "usable_bytes": memory.usable.tolist(),
-        "host_memory_bytes": None if facts.host_memory is None else facts.host_memory.tables.tolist(),
+        "host_memory_bytes": None if plan.host_memory is None else plan.host_memory.tables.tolist(),
         "sent_within_node_bytes": _rounded(traffic.within_node()),
         "sent_across_nodes_bytes": _rounded(traffic.across_nodes()),
         "sent_bytes_by_kind": {kind: _rounded(traffic.sent(kind)) for kind in TRAFFIC_KINDS},
     }
-    if cost is not None:
-        told["milliseconds"] = [round(float(of), 6) for of in cost.milliseconds_by_rank]
-        told["milliseconds_by_part"] = {
+    if cost.known:
+        by_rank["milliseconds"] = [round(float(of), 6) for of in cost.milliseconds_by_rank]
+        by_rank["milliseconds_by_part"] = {
             part: [round(float(of), 6) for of in cost.milliseconds[:, number]] for number, part in enumerate(TIME_PARTS)
         }
-    return told
+    return by_rank
 
 
 def _rounded(values: Vector) -> list[int]:

@@ -1,30 +1,30 @@
-"""How far a number can go: by doubling and halving, with an end to the tries and to the time that they take."""
+"""Finds the largest or smallest possible number by doubling and halving, within a limit of tries and of time."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MOST_TRIES = 60
-FINE = 100
-"""The largest number is found to within a hundredth of it."""
+MAX_TRIES = 60
+FINENESS = 100
+"""The largest number is found to within this fraction of it."""
 
 WhyNot = Callable[[int], str]
-"""Number -> why it cannot be; "" where it can."""
+"""Number -> why it is not possible; "" where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """What was found between numbers that can be and numbers that cannot."""
+    """The edge between possible and impossible numbers."""
 
     found: int | None
-    """The last number that can be; None: none was found."""
+    """The last possible number; None if none was found."""
     beyond: int | None
-    """The next one that was seen not to be possible; None: none was seen."""
+    """The next number that was found impossible; None if none was."""
     why: str = ""
-    """Why not."""
+    """Why that is impossible."""
     tries: int = 0
     stopped: str = ""
-    """Why the search ended early; "" where it did not."""
+    """Why the search ended early; "" if it did not."""
 
 
 class _TimeIsUp(Exception):
@@ -32,55 +32,55 @@ class _TimeIsUp(Exception):
 
 
 class EdgeSearch:
-    """One search. Numbers that are known beforehand cost no try."""
+    """One search. Numbers that are known beforehand are not tried."""
 
-    def __init__(self, why_not: WhyNot, known: dict[int, str], most_seconds: float, seconds_of_try: float) -> None:
-        """known: number -> as `why_not` would say. seconds_of_try: how long the first one is taken to last."""
+    def __init__(self, why_not: WhyNot, known: dict[int, str], max_seconds: float, seconds_of_try: float) -> None:
+        """known: number -> the result of `why_not`. seconds_of_try: estimated time of the first try."""
         self._why_not = why_not
         self._known = dict(known)
-        self._most_seconds = most_seconds
+        self._max_seconds = max_seconds
         self._longest = seconds_of_try
         self._began = time.perf_counter()
         self._tries = 0
 
-    def largest(self, start: int, most: int) -> Edge:
-        """Return how far up numbers from 1 to `most` can go; `start` is where to look first."""
+    def largest(self, start: int, upper: int) -> Edge:
+        """Return the largest possible number from 1 to `upper`; `start` is tried first."""
         found = beyond = None
         stopped = ""
         try:
             number = start
             if self._can(number):
                 found = number
-                while beyond is None and found < most:
-                    number = min(most, 1 << found.bit_length())
+                while beyond is None and found < upper:
+                    number = min(upper, 1 << found.bit_length())
                     found, beyond = (number, None) if self._can(number) else (found, number)
             else:
                 beyond = number
                 while found is None and beyond > 1:
                     number = 1 << (beyond - 1).bit_length() - 1
                     found, beyond = (number, beyond) if self._can(number) else (None, number)
-            while found is not None and beyond is not None and beyond - found > max(1, found // FINE):
+            while found is not None and beyond is not None and beyond - found > max(1, found // FINENESS):
                 number = (found + beyond) // 2
                 found, beyond = (number, beyond) if self._can(number) else (found, number)
         except _TimeIsUp as up:
             stopped = str(up)
         return self._edge(found, beyond, stopped)
 
-    def smallest(self, least: int, most: int) -> Edge:
-        """Return how far down numbers from `most` to `least` can go. Doubling goes up from `least`, to spare tries."""
+    def smallest(self, lower: int, upper: int) -> Edge:
+        """Return the smallest possible number from `lower` to `upper`, by doubling from `lower` to save tries."""
         found = min((n for n, why in self._known.items() if not why), default=None)
         beyond = max((n for n, why in self._known.items() if why and (found is None or n < found)), default=None)
-        floor = max(least - 1, beyond or 0)
+        floor = max(lower - 1, beyond or 0)
         stopped = ""
         try:
             number = floor + 1
-            while number <= most and (found is None or number < found):
+            while number <= upper and (found is None or number < found):
                 if self._can(number):
                     found = number
                 else:
                     floor = beyond = number
                     following = 1 << number.bit_length()
-                    number = min(following, most) if number < most else following
+                    number = min(following, upper) if number < upper else following
             while found is not None and found - floor > 1:
                 number = (found + floor) // 2
                 if self._can(number):
@@ -98,10 +98,10 @@ class EdgeSearch:
     def _can(self, number: int) -> bool:
         if number not in self._known:
             spent = time.perf_counter() - self._began
-            if spent + self._longest > self._most_seconds:
-                raise _TimeIsUp(f"the next plan would have taken it beyond {self._most_seconds:g} s")
-            if self._tries >= MOST_TRIES:
-                raise _TimeIsUp(f"{MOST_TRIES} plans were tried")
+            if spent + self._longest > self._max_seconds:
+                raise _TimeIsUp(f"the next plan would have exceeded {self._max_seconds:g} s")
+            if self._tries >= MAX_TRIES:
+                raise _TimeIsUp(f"{MAX_TRIES} plans were tried")
             begun = time.perf_counter()
             self._known[number] = self._why_not(number)
             self._tries += 1

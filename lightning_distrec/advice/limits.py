@@ -1,77 +1,76 @@
-"""How far a job can go: the largest batch of a rank, and the fewest nodes."""
+"""The limits of a job: the largest batch per rank, and the minimum number of nodes."""
 
 import math
 import os
 from dataclasses import replace
 
-from lightning_distrec.advice.dry_job import DryJob, decisions_of, facts_of, holds, too_full
+from lightning_distrec.advice.dry_job import DryJob, decisions_of, facts_of, why_too_full
 from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.advice.limit_search import Edge, EdgeSearch
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
-from lightning_distrec.sharding.planning.planner import MadePlan
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
-from lightning_distrec.strategies.tables.decisions import (
-    Decisions,
-)
-from lightning_distrec.strategies.tables.plan import cost_of, facts_of_plan, plan_anew, plan_or_follow
-from lightning_distrec.strategies.tables.plan_files import wanted_plan
+from lightning_distrec.strategies.tables.decisions import Decisions
+from lightning_distrec.strategies.tables.plan import cost_of, new_plan, plan_or_follow, wanted_plan
 
-MOST_BATCH = 2**24
-"""Examples per rank from where on no larger batch is looked for."""
-MOST_RANKS = 8192
-"""Ranks from where on no more nodes are looked for."""
+MAX_BATCH = 2**24
+"""Largest number of examples per rank that is tried."""
+MAX_RANKS = 8192
+"""Largest number of ranks that is tried."""
 SEARCH_SECONDS = 60.0
-"""How long each of the two searches may take."""
+"""Limit of each of the two searches."""
 
 
 def largest_batch_of(
-    dry: DryModule, look: Decisions, facts: ClusterFacts, made: MadePlan | None, why_not: str, seconds: float
+    dry: DryModule,
+    decisions: Decisions,
+    facts: ClusterFacts,
+    plan: ShardingPlan | None,
+    why_not: str,
+    seconds: float,
 ) -> Edge:
-    """Return how far examples per rank can go. A plan that is there is tried first, because that is quick."""
-    latest = [] if made is None or why_not else [made]
+    """Return the largest batch per rank that fits. An existing plan is tried first, because that is quick."""
+    latest = [] if plan is None or why_not else [plan]
     follows = wanted_plan(dry.settings.planning, os.environ) is not None
 
     def reason(batch_size: int) -> str:
         settings = replace(dry.settings, batch_size_per_rank=batch_size)
         try:
             if latest:
-                held = cost_of(look, latest[-1].plan, settings, facts)
-                if holds(held):
-                    return ""
-                if follows:
-                    return too_full(facts_of_plan(look, settings, facts, held), ("", "the plan that is followed"))
-            planned = plan_or_follow(look, {}, settings, facts)
-            if not holds(planned):
-                return too_full(facts_of_plan(look, settings, facts, planned), ("", "the plan that is followed"))
-            latest.append(planned)
+                why = why_too_full(cost_of(decisions, latest[-1], settings, facts), "the plan in the file")
+                if not why or follows:
+                    return why
+            planned = plan_or_follow(decisions, None, settings, facts)
         except InfeasiblePlanError as error:
             return str(error)
-        return ""
+        if not (why := why_too_full(planned, "the plan in the file")):
+            latest.append(planned)
+        return why
 
     start = dry.settings.batch_size_per_rank
-    return EdgeSearch(reason, {start: why_not}, SEARCH_SECONDS, seconds).largest(start, max(MOST_BATCH, start))
+    return EdgeSearch(reason, {start: why_not}, SEARCH_SECONDS, seconds).largest(start, max(MAX_BATCH, start))
 
 
-def fewest_nodes_of(dry: DryModule, job: DryJob, look: Decisions, why_not: str, seconds: float) -> Edge:
-    """Return how few nodes would do, each with as many ranks as the job's."""
+def min_nodes_of(dry: DryModule, job: DryJob, decisions: Decisions, why_not: str, seconds: float) -> Edge:
+    """Return the minimum number of nodes that fit, each with as many ranks as the job's."""
 
     def reason(num_nodes: int) -> str:
         other = replace(job, num_nodes=num_nodes)
         try:
-            plan_anew(decisions_of(dry, other), dry.settings, facts_of(dry, other))
+            new_plan(decisions_of(dry, other), dry.settings, facts_of(dry, other))
         except PlanError as error:
             return str(error)
         return ""
 
-    most = max(job.num_nodes, MOST_RANKS // job.ranks_on_node)
-    least = min(most, _least_nodes(dry, job, look))
-    return EdgeSearch(reason, {job.num_nodes: why_not}, SEARCH_SECONDS, seconds).smallest(least, most)
+    upper = max(job.num_nodes, MAX_RANKS // job.ranks_on_node)
+    lower = min(upper, _lower_bound_of_nodes(dry, job, decisions))
+    return EdgeSearch(reason, {job.num_nodes: why_not}, SEARCH_SECONDS, seconds).smallest(lower, upper)
 
 
-def _least_nodes(dry: DryModule, job: DryJob, look: Decisions) -> int:
-    """Return a number of nodes below which there is no room for the tables' rows, however they are placed."""
+def _lower_bound_of_nodes(dry: DryModule, job: DryJob, decisions: Decisions) -> int:
+    """Return a number of nodes below which the tables' rows and updates do not fit, however they are sharded."""
     needed = 0.0
-    for table in look.tables:
+    for table in decisions.tables:
         of_table, update = table.parameter, dry.updates[table.full_name]
         needed += of_table.numel() * (of_table.element_size() + update.bytes_per_element)
         needed += of_table.shape[0] * update.bytes_per_row

@@ -1,4 +1,4 @@
-"""The command `plan`: a dry run of a recipe's YAML. Its module is built without memory, and nothing is trained."""
+"""The command `plan`: a dry run of a recipe's YAML. Its module is built on the meta device, and nothing is trained."""
 
 import json
 import sys
@@ -25,11 +25,11 @@ from lightning_distrec.cli.recipes import (
 )
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.sharding.plan.plan_file import save_plan
 from lightning_distrec.sharding.plan_report.page import write_page
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
-from lightning_distrec.sharding.planning.plan_file import save_plan
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-from lightning_distrec.strategies.tables.decisions import TableSettings
+from lightning_distrec.strategies.tables.table_run import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import parse_bandwidth, parse_bytes
 
@@ -68,7 +68,7 @@ def run(options: Namespace) -> int:
         print(json.dumps(as_json(found), indent=1))
     else:
         print_dry_run(found, console())
-    if found.facts is None and (options.html or options.save_plan):
+    if found.plan is None and (options.html or options.save_plan):
         print("lightning-distrec: there is no plan, so no file was written.", file=sys.stderr)
     return EXIT_OK if found.fits else EXIT_NEGATIVE
 
@@ -95,7 +95,7 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
 def plan_ahead(given: Namespace) -> DryRun:
     """Return the dry run that the command line asks for, and write the files that it names.
 
-    Raises ConfigError, and what the strategy refuses.
+    Raises ConfigError, and the strategy's own errors.
     """
     bandwidths = _bandwidths(given.bandwidth or [])
     _check(given)
@@ -107,11 +107,11 @@ def plan_ahead(given: Namespace) -> DryRun:
         memory = parse_bytes(given.device_memory, f"--device-memory {given.device_memory!r}")
     hide_upstream_deprecations()
     built = _built(given.config)
-    trainer, said = built.settings, []
+    trainer, assumed = built.settings, []
     trainer.precision = full_precision_name(trainer.precision)
     device = given.accelerator or ("cuda" if is_on_gpu(trainer.accelerator) else "cpu")
     if given.accelerator is None and trainer.accelerator == "auto":
-        said.append(f"accelerator: auto stands for {device}, which is what this machine has; else say --accelerator")
+        assumed.append(f"accelerator: auto is {device}, which this machine has; set --accelerator for another")
     if trainer.precision == "16-mixed" and device == "cpu":
         trainer.precision = "bf16-mixed"  # as Lightning does
     strategy, of_strategy = _strategy(trainer)
@@ -121,7 +121,7 @@ def plan_ahead(given: Namespace) -> DryRun:
     origin = "--device-memory" if memory is not None else "memory_bytes_per_rank"
     if memory is None and settings.memory_bytes_per_rank is None:
         if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("plan: there is no GPU here to ask for its memory. Say it: --device-memory 80GB.")
+            raise ConfigError("plan: this machine has no GPU to ask for its memory. Give it: --device-memory 80GB.")
         origin = "this machine's"
     job = DryJob(
         num_nodes=num_nodes,
@@ -131,12 +131,12 @@ def plan_ahead(given: Namespace) -> DryRun:
         memory_origin=origin,
         host_bytes=host_bytes,
         bandwidths=bandwidths,
-        cuts_dense=strategy.cuts_dense,
+        shards_dense=strategy.cuts_dense,
     )
     found = dry_run(dry_module(built.model, trainer, settings, job.device), job, quick=given.quick)
-    found = replace(found, said=[*of_strategy, *said, *found.said])
-    if found.facts is not None and given.html is not None:
-        write_page(given.html, found.facts)
+    found = replace(found, assumed=[*of_strategy, *assumed, *found.assumed])
+    if found.plan is not None and given.html is not None:
+        write_page(given.html, found.plan)
     if found.plan is not None and given.save_plan is not None:
         Path(given.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
         save_plan(given.save_plan, found.plan)
@@ -171,7 +171,7 @@ def _built(configs: Sequence[str]) -> Any:
     try:
         return build_recipe(configs, PlanRecipeBuilder)
     except Exception as error:
-        cause = error  # of what jsonargparse makes of it, which tells all that a value might have been
+        cause = error  # below jsonargparse's own error, which lists all types that a value might have had
         while isinstance(cause.__cause__, Exception) and not place_of(cause):
             cause = cause.__cause__
         if not (place := place_of(cause)):
@@ -184,7 +184,7 @@ def _built(configs: Sequence[str]) -> Any:
 
 
 def _strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
-    """Return the YAML's strategy, or torchrec_sharded as it is by default, which is then said."""
+    """Return the YAML's strategy, or torchrec_sharded with its defaults and a line about that."""
     built = trainer.strategy_built
     if isinstance(built, TorchRecShardedStrategy):
         return built, []
@@ -192,11 +192,11 @@ def _strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
     if trainer.strategy == name:
         return TorchRecShardedStrategy(), []
     kind = trainer.strategy if isinstance(trainer.strategy, str) else type(built).__name__
-    return TorchRecShardedStrategy(), [f"the strategy is {kind}: planned is what {name} would do by default"]
+    return TorchRecShardedStrategy(), [f"the strategy is {kind}: the plan is for {name} with its defaults"]
 
 
 def _overridden(settings: TableSettings, given: Namespace) -> TableSettings:
-    """Return the strategy's settings with what the command line says instead."""
+    """Return the strategy's settings, overridden by the command line."""
     planning = settings.planning
     if given.reserve is not None:
         planning = replace(planning, reserve=given.reserve)

@@ -22,10 +22,10 @@ from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
 from lightning_distrec.sharding.lookup.ids_check import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, TableOptions
-from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, full_value
@@ -36,8 +36,7 @@ from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.precision import MatmulPrecision
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.tables.decisions import TableSettings
-from lightning_distrec.strategies.tables.plan_files import save_beside_logs
+from lightning_distrec.strategies.tables.table_run import TableSettings
 from lightning_distrec.strategies.tables.table_setup import TableSetup
 from lightning_distrec.strategies.torchrec_run import TorchRecRun, fsdp_options_of_dense, holds_shards
 
@@ -61,7 +60,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
         sharding_types: sharding types that the planner may choose, for example ["table_wise", "row_wise"]; None: all.
         tables: options for single tables, by name or by a pattern such as "user_*": embedding_update, sharding_types,
             compute_kernels, min_partition, pooling_factor, batch_size, cache_load_factor, device_group, dtype,
-            keep_whole: see TableOptions.
+            replicated: see TableOptions.
         check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or "ignore", which looks
             up row 0.
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
@@ -201,8 +200,6 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
             self.model = self._layer_sync.apply(run.module)
         run.set_up_dense(self, tables, self._fsdp_on_mesh([ranks_on_node for _, ranks_on_node in nodes]))
         run.session.checkpoints.begin(tables)
-        if tables.written_plan is not None:
-            save_beside_logs(trainer, tables.written_plan)
         if self._pipeline_options.depth > 1:
             end = EndPolicy(run.session.consensus, self._uneven_inputs, rank_zero_warn)
             self._lookups_ahead = run.start_pipelining(self, tables, self._pipeline_options.depth, end)

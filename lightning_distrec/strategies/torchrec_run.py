@@ -14,7 +14,7 @@ from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_d
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
-from lightning_distrec.sharding.planning.topology import NodeLayout
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
 from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
@@ -27,11 +27,10 @@ from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
-from lightning_distrec.strategies.tables.decisions import TableSettings
 from lightning_distrec.strategies.tables.no_tables import NoPipelining, NoTables
 from lightning_distrec.strategies.tables.pipelining import Pipelining
 from lightning_distrec.strategies.tables.set_up import set_up_tables
-from lightning_distrec.strategies.tables.table_run import TableRun
+from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
 from lightning_distrec.strategies.tables.table_setup import TableSetup
 
 
@@ -70,9 +69,9 @@ class TorchRecRun(Run):
                 settings=settings,
                 consensus=self.session.consensus,
                 device=strategy.root_device,
-                places=nodes,
+                layout=nodes,
                 output_dtype=output_dtype(str(self.trainer.precision)),
-                cuts_dense=shards_dense,
+                shards_dense=shards_dense,
             )
         )
         if tables is not None:

@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.cluster.consensus import consensus_of_all_ranks
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, load_plan, save_plan
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.planning.topology import NodeLayout
-from lightning_distrec.sharding.planning.written_plan import WrittenPlan
 from tests.benchmarks.performance_contenders import Clock, Turn
 from tests.benchmarks.performance_rounds import silence
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, LitTables, batches, options
@@ -48,7 +48,7 @@ class Job:
 class Tried:
     """One plan, and what rank 0 saw of it."""
 
-    plan: WrittenPlan
+    plan: ShardingPlan
     estimate: float
     """Milliseconds of its critical path, by measured bandwidths."""
     estimate_default: float
@@ -99,7 +99,7 @@ def _take_turns(job: Job, folder: Path) -> Measured:
     if dist.get_rank() == 0:
         chosen[TORCHRECS] = space.torchrecs(bandwidths)
         chosen[TORCHRECS_DEFAULT] = space.torchrecs(default_bandwidths())
-        named = chosen | space.of_one_cut(bandwidths)
+        named = chosen | space.of_one_type(bandwidths)
         same = _same(space, named)
         others = {name: named[name] for name in dict.fromkeys(same.values())}
         plans = sampled(space, others, OURS, job.num_plans, job.seed)
@@ -131,14 +131,14 @@ def _measured(places: NodeLayout) -> ChosenBandwidths:
     return asked.with_measured(measured_bandwidths(asked.wanted, places, torch.device("cpu"), ranks))
 
 
-def _chosen(job: Job, folder: Path, planning: dict[str, Any]) -> WrittenPlan:
+def _chosen(job: Job, folder: Path, planning: dict[str, Any]) -> ShardingPlan:
     """Collective. Return the plan of a fit that plans by itself."""
     _fit(job, planning, limit_train_batches=1, logger=CSVLogger(folder))
     dist.barrier()
     return load_plan(next(folder.rglob(PLAN_FILE)))
 
 
-def _same(space: Space, named: dict[str, WrittenPlan]) -> dict[str, str]:
+def _same(space: Space, named: dict[str, ShardingPlan]) -> dict[str, str]:
     """Return name -> the first name of the same plan."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(space.key(plan), name) for name, plan in named.items()}

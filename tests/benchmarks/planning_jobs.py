@@ -32,7 +32,7 @@ class Job:
         if self.rows_times == 1:
             return drawn
         sizes = [(t.config.num_embeddings * self.rows_times, t.config.embedding_dim) for t in drawn.tables]
-        pooling = [drawn.demands[t.full_name].options.pooling_factor or 1.0 for t in drawn.tables]
+        pooling = [drawn.constraints[t.full_name].options.pooling_factor or 1.0 for t in drawn.tables]
         return table_set(sizes, self.num_ranks, self.ranks_on_node, self.memory_gb, pooling)
 
 

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
-from lightning_distrec.sharding.planning.planned_tables import UpdateCost, planned_tables
-from lightning_distrec.sharding.planning.planner import MadePlan, make_plan
-from lightning_distrec.sharding.planning.topology import NodeLayout
-from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS, estimate_traffic
+from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, ShardingPlan
+from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
+from lightning_distrec.sharding.planning.planner import make_plan
 from tests.benchmarks.planning_jobs import Job
-from tests.support.planned_tables import TableSet, default_critical_path
+from tests.support.planned_tables import default_critical_path
 
 Planner = Literal["ours", "default"]
 WALL_TIMES, START_SECONDS = 6, 120
@@ -76,18 +74,14 @@ def plan_here(planner: Planner, job: Job, limit_seconds: float | None = None) ->
     if planner == "default":
         critical_path = default_critical_path(given)
         return Planned(time.process_time() - began, critical_path, peak_bytes=_peak_bytes())
-    made = make_plan(given.tables, given.demands, given.topology, given.batch_size)
+    made = make_plan(given.tables, given.constraints, given.topology, given.batch_size)
     seconds, peak_bytes = time.process_time() - began, _peak_bytes()
-    return Planned(seconds, made.cost.critical_path, made.lower_bound, peak_bytes, _facts(made, given, job))
+    return Planned(seconds, made.cost.critical_path, made.cost.lower_bound, peak_bytes, _facts(made))
 
 
-def _facts(made: MadePlan, given: TableSet, job: Job) -> dict[str, Any]:
+def _facts(made: ShardingPlan) -> dict[str, Any]:
     """Return means and maxima over ranks: bytes held, bytes of a step by kind, milliseconds by part."""
-    names = [table.full_name for table in given.tables]
-    update = UpdateCost("fused", "", 0.0, 0.0)
-    pooling = {name: (given.demands[name].options.pooling_factor or 1.0,) for name in names}
-    tables = planned_tables(given.tables, made.plan, dict.fromkeys(names, update), job.num_ranks, pooling)
-    traffic = estimate_traffic(tables, NodeLayout.equal(job.num_ranks, job.ranks_on_node), given.batch_size)
+    tables, traffic = list(made.tables.values()), made.traffic
     slowest = made.cost.milliseconds[made.cost.milliseconds_by_rank.argmax()]
     return {
         "row_bytes": sum(table.num_bytes for table in tables),
@@ -100,7 +94,7 @@ def _facts(made: MadePlan, given: TableSet, job: Job) -> dict[str, Any]:
         "across_max": float(traffic.across_nodes().max()),
         "milliseconds_mean": dict(zip(TIME_PARTS, made.cost.milliseconds.mean(axis=0).tolist(), strict=True)),
         "milliseconds_slowest": dict(zip(TIME_PARTS, slowest.tolist(), strict=True)),
-        "cuts": dict(Counter(table.cut for table in tables)),
+        "sharding_types": dict(Counter(table.sharding_type for table in tables)),
         "on_host": sum(table.on_host for table in tables),
     }
 

@@ -80,10 +80,10 @@ def _time(points: Points) -> Any:
     _line(
         left, ranks, _of(points.ranks, lambda p: p.planned.lower_bound or 0), "lower bound of any plan", 4, dashed=True
     )
-    cuts = sorted({cut for point in points.ranks for cut in point.planned.facts["cuts"]})
+    cuts = sorted({cut for point in points.ranks for cut in point.planned.facts["sharding_types"]})
     bottom = [0.0] * len(ranks)
     for number, cut in enumerate(cuts):
-        share = [100 * p.planned.facts["cuts"].get(cut, 0) / p.job.num_tables for p in points.ranks]
+        share = [100 * p.planned.facts["sharding_types"].get(cut, 0) / p.job.num_tables for p in points.ranks]
         right.bar(range(len(ranks)), share, 0.8, bottom=bottom, color=COLOURS[number], label=cut)
         bottom = [below + here for below, here in zip(bottom, share, strict=True)]
     right.set_xticks(range(len(ranks)), [_short(number) for number in ranks])

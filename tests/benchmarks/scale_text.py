@@ -153,7 +153,7 @@ def _of_checkpoints(measured: Checkpoints) -> dict[str, str]:
 
 def _cuts(point: Point) -> str:
     """Return how many tables are cut how, in words."""
-    cuts = sorted(point.planned.facts["cuts"].items(), key=lambda pair: -pair[1])
+    cuts = sorted(point.planned.facts["sharding_types"].items(), key=lambda pair: -pair[1])
     return ", ".join(f"{number:,} `{cut}`" for cut, number in cuts)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec.errors import DataError
-from lightning_distrec.strategies.tables import pooling as estimated_pooling
+from lightning_distrec.strategies.tables import counted_ids
 from lightning_distrec.strategies.tables import set_up as set_up_tables
 from tests.support.click_model import FEATURES, ClickModel, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
@@ -95,11 +95,11 @@ def fit(
     said: list[str] = []
 
     def noted(*args: Any) -> Any:
-        demands = estimated_pooling.estimate_pooling(*args)
-        found.update({name: demand.pooling_factors for name, demand in demands.items()})
-        return demands
+        constraints = counted_ids.with_counted_ids(*args)
+        found.update({name: of_table.pooling_factors for name, of_table in constraints.items()})
+        return constraints
 
-    set_up_tables.estimate_pooling, estimated_pooling.rank_zero_info = noted, said.append  # type: ignore[assignment]
+    set_up_tables.with_counted_ids, counted_ids.rank_zero_info = noted, said.append  # type: ignore[assignment]
     random.seed(2)
     np.random.seed(2)
     trained = seeded(model)
@@ -173,7 +173,7 @@ def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]], 
         (without, nothing, silence), (losses, found, _) = run[name]
         assert losses == without
         assert len(losses) == 2 * min(BATCHES)
-        assert set(nothing.values()) == {None}
+        assert nothing == {}
         assert not silence
         assert (set(found.values()) == {None}) == (name == "stream")
 
@@ -183,7 +183,7 @@ def test_what_could_not_be_looked_at_is_reported_and_the_other_ranks_batches_cou
     bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
     assert found["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
     assert "counted in 3 batches of 2 ranks" in said
-    assert said.endswith(". not looked at: rank 1: OSError: the share is not mounted yet.")
+    assert said.endswith(". not read: rank 1: OSError: the share is not mounted yet.")
     _, _, (said,) = runs[0]["stream"][1]
     assert said.startswith(
         "torchrec_sharded: estimate_pooling: ids per example of ebc.wide, ebc.narrow, ebc.shared, item"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.planner.types import CollectiveType
 
-from lightning_distrec.sharding.planning.gloo_bandwidths import GlooBandwidths
+from lightning_distrec.sharding.planning.topology import GlooBandwidths
 from tests.support.ranks import run_on_warm_ranks
 
 NUMBERS = 2**21

@@ -17,9 +17,9 @@ from lightning_distrec.checkpoint.tools.verify import verify
 from lightning_distrec.cli.main import main
 from lightning_distrec.cli.output import EXIT_OK
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.sharding.planning.plan_file import load_plan
+from lightning_distrec.sharding.plan.plan_file import load_plan
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from lightning_distrec.strategies.tables.plan_files import VARIABLE
+from lightning_distrec.strategies.tables.plan import VARIABLE
 from tests.support.click_model import (
     ClickModel,
     EvaluatedModel,
@@ -180,7 +180,7 @@ def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Pa
         assert max(largest_difference(ranks[0][name]["state"], state).values()) < 1e-5  # rank 0 has the whole tables
     for found in ranks:
         for of_run in found.values():
-            assert of_run["plan"] == wanted.as_plan("cpu", 2)
+            assert of_run["plan"] == wanted.for_torchrec([torch.device("cpu")] * 2)
 
 
 def _refusals(folder: str, of_other: str, of_four: str) -> dict[str, str]:
@@ -230,7 +230,7 @@ def test_a_file_that_only_rank_0_sees_is_followed_by_all(tmp_path: Path) -> None
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
     shutil.copy(tmp_path / "logs" / "version_0" / "plan.json", tmp_path / "0" / "plan.json")
-    wanted = load_plan(tmp_path / "0").as_plan("cpu", 2)
+    wanted = load_plan(tmp_path / "0").for_torchrec([torch.device("cpu")] * 2)
     assert all(found["plan"] == wanted for found in run_on_warm_ranks(_follow_alone, 2, str(tmp_path)))
 
 
@@ -299,6 +299,6 @@ def test_a_folder_that_cannot_be_written_is_a_warning_that_names_the_file(tmp_pa
     taken = tmp_path / "logs" / "version_0" / "plan.json"
     taken.mkdir(parents=True)
     found = run_on_warm_ranks(_fit_where_the_disk_refuses, 2, str(tmp_path))
-    said = f"the plan is not saved: {taken} cannot be written (Is a directory). The run goes on"
+    said = f"the plan is not saved: {taken} cannot be written (Is a directory). Training continues"
     assert any(text.startswith(said) for text in found[0]["said"]), found[0]["said"]
     assert all(len(of_rank["losses"]) == 2 for of_rank in found)

@@ -14,7 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfi
 
 from lightning_distrec.sharding.tables import find_tables
 from lightning_distrec.strategies.estimates.step_profile import profile_step
-from lightning_distrec.strategies.tables import reserved_memory
+from lightning_distrec.strategies.tables import cluster_facts
 from lightning_distrec.strategies.tables.sampled_step import _with_small_tables
 from lightning_distrec.units import format_bytes
 from tests.support.click_model import FEATURES, bag_configs
@@ -109,7 +109,7 @@ def _fit(kind: str, reserve: str, data: str = "loader") -> tuple[list[float], st
     pl.seed_everything(5, verbose=False)
     rank = rank_and_num_ranks()[0]
     model, out, found = globals()[kind](), io.StringIO(), []
-    real = reserved_memory.sample_step
+    real = cluster_facts.sample_step
 
     def noted(*args: Any) -> Any:
         found.append(real(*args))
@@ -120,14 +120,14 @@ def _fit(kind: str, reserve: str, data: str = "loader") -> tuple[list[float], st
         batches = Batches(list(batches))
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(handler := logging.StreamHandler(out))
-    reserved_memory.sample_step = noted
+    cluster_facts.sample_step = noted
     try:
         options = {"planning": {"reserve": reserve}, "convert_embeddings": "all", "memory_bytes_per_rank": 10**9}
         with contextlib.redirect_stdout(out):
             make_trainer(options).fit(model, batches)
     finally:
         logger.removeHandler(handler)
-        reserved_memory.sample_step = real
+        cluster_facts.sample_step = real
     return model.losses, " ".join(out.getvalue().split()), found[0][0] if found else None
 
 
@@ -169,7 +169,7 @@ def test_it_is_kept_beside_the_layers_and_reported(runs: list[dict[str, Any]]) -
     _, said, kept = runs[0]["with"]
     numbers = sum(p.numel() for p in AllKinds().mlp.parameters())
     buffers = sum(b.nbytes for b in AllKinds().buffers())
-    assert f"{format_bytes(8 * numbers + buffers + kept)} and 10% kept (measured with a batch)" in said
+    assert f"{format_bytes(8 * numbers + buffers + kept)} and 10% reserved (measured with a batch)" in said
 
 
 def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]]) -> None:
@@ -193,8 +193,8 @@ def test_what_cannot_be_measured_is_named_and_the_layers_count(runs: list[dict[s
         assert len(losses) == 6
         assert kept is None
     said = runs[0][name][1]
-    assert f"torchrec_sharded: reserve='measure': activations are not reserved for: {why}" in said
-    assert "kept (measured without a batch)" in said
+    assert f"torchrec_sharded: reserve='measure': nothing is reserved for activations: {why}" in said
+    assert "reserved (measured without a batch)" in said
 
 
 def test_the_copy_has_one_row_a_table_and_the_module_keeps_its_own() -> None:

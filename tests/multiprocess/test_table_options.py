@@ -27,8 +27,8 @@ OPTIONS: dict[str, Any] = {
     "convert_embeddings": "all",
     "tables": {
         "ebc.*": {"sharding_types": ["row_wise"], "compute_kernels": ["fused"], "batch_size": 8, "device_group": "cpu"},
-        "narrow": {"keep_whole": True},
-        "kept*": {"keep_whole": True},
+        "narrow": {"replicated": True},
+        "kept*": {"replicated": True},
         "own_*": {"sharding_types": ["table_wise"], "dtype": "fp32"},
     },
 }
@@ -66,8 +66,8 @@ def _keep() -> dict[str, Any]:
     assert sharded_tables_of(model) is shards, "tables stay as they are for an evaluation"
     trainer.fit(model, rank_loader(STEPS, rank))
     found["second"] = model.final_state
-    changed = OPTIONS | {"tables": OPTIONS["tables"] | {"own_*": {"keep_whole": True}}}
-    with pytest.raises(ShardingError, match="'own_rows' was sharded in an earlier run .* a keep_whole would keep it"):
+    changed = OPTIONS | {"tables": OPTIONS["tables"] | {"own_*": {"replicated": True}}}
+    with pytest.raises(ShardingError, match="'own_rows' was sharded in an earlier run .* a replicated would keep it"):
         make_trainer(changed).fit(model, rank_loader(STEPS, rank))
     return found
 
@@ -115,11 +115,11 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
     "dtype": (Mixed, {"own_rows": {"dtype": "fp16"}}, ConfigError, "'own_rows': dtype='fp16', but the module has made"),
     "pattern": (
         Mixed,
-        {"ebd.*": {"keep_whole": True}},
+        {"ebd.*": {"replicated": True}},
         ConfigError,
         r"no table fits 'ebd.\*'.*The tables are ebc.",
     ),
-    "meta": (OnMeta, {"kept.t": {"keep_whole": True}}, ShardingError, r"'kept' is left alone \(keep_whole=True\), so"),
+    "meta": (OnMeta, {"kept.t": {"replicated": True}}, ShardingError, r"'kept' is left alone \(replicated=True\), so"),
 }
 
 

@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
-from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, WHOLE_GRADIENTS
+from lightning_distrec.sharding.plan.traffic import IDS, REPLICATED_GRADIENTS, ROW_GRADIENTS, ROWS
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -112,7 +112,7 @@ def _fit(
     def look() -> None:
         setup = trainer.strategy.table_setup  # type: ignore[attr-defined]
         found["cuts"] = {name: sharding.sharding_type for name, sharding in setup.shards.plan.items()}
-        found["facts"] = setup.facts
+        found["plan"] = setup.plan
 
     model.on_train_start = look  # type: ignore[method-assign]
     trainer.fit(model, DataLoader([_batch()] * STEPS, batch_size=None))
@@ -157,21 +157,21 @@ def found() -> dict[tuple[int, str], list[dict[str, Any]]]:
 )
 def test_estimated_bytes_are_those_that_ranks_send(found: Any, ranks: int, job: str) -> None:
     of_ranks = found[ranks, job]
-    traffic = of_ranks[0]["facts"].traffic
-    assert traffic.places.num_nodes == ranks // 2
+    traffic = of_ranks[0]["plan"].traffic
+    assert traffic.layout.num_nodes == ranks // 2
     for rank, here in enumerate(of_ranks):
         sent = here["sent"]
         assert traffic.sent(IDS)[rank] + AGREED * (ranks - 1) == pytest.approx(sent[IDS], abs=1e-6)
         assert traffic.sent(ROWS)[rank] == pytest.approx(sent[ROWS], abs=1e-6)
         assert traffic.sent(ROW_GRADIENTS)[rank] == pytest.approx(sent[ROW_GRADIENTS], abs=1e-6)
         dense = 2 * DENSE_BYTES * (ranks - 1) / ranks
-        assert traffic.sent(WHOLE_GRADIENTS)[rank] + dense == pytest.approx(sent[DENSE_GRADIENTS], abs=1e-6)
+        assert traffic.sent(REPLICATED_GRADIENTS)[rank] + dense == pytest.approx(sent[DENSE_GRADIENTS], abs=1e-6)
     assert all(traffic.sent(kind).sum() > 0 for kind in (IDS, ROWS, ROW_GRADIENTS))
 
 
 def test_ids_that_travel_ahead_of_their_step_are_as_many(found: Any) -> None:
     of_ranks = found[2, "ahead"]
-    traffic = of_ranks[0]["facts"].traffic
+    traffic = of_ranks[0]["plan"].traffic
     for rank, here in enumerate(of_ranks):
         assert 0 <= here["sent"][IDS] - traffic.sent(IDS)[rank] <= AGREED
         assert here["sent"][ROWS] == traffic.sent(ROWS)[rank]
@@ -180,7 +180,7 @@ def test_ids_that_travel_ahead_of_their_step_are_as_many(found: Any) -> None:
 @pytest.mark.parametrize("job", JOBS[4])
 def test_estimated_bytes_across_nodes_are_those_that_leave_nodes(found: Any, job: str) -> None:
     of_ranks = found[4, job]
-    traffic = of_ranks[0]["facts"].traffic
+    traffic = of_ranks[0]["plan"].traffic
     for kind in (IDS, ROWS, ROW_GRADIENTS):
         left = sum(here["across"][kind] for here in of_ranks)  # of rings the counters know the mean of ranks only
         said = AGREED * 2 * 4 if kind == IDS else 0
@@ -194,5 +194,6 @@ def test_every_cut_was_among_those_compared(found: Any) -> None:
     }
 
 
-def test_ranks_other_than_zero_keep_no_facts(found: Any) -> None:
-    assert all(here["facts"] is None for of_ranks in found.values() for here in of_ranks[1:])
+def test_all_ranks_have_the_plan(found: Any) -> None:
+    for of_ranks in found.values():
+        assert all(here["plan"].tables == of_ranks[0]["plan"].tables for here in of_ranks[1:])

@@ -13,11 +13,13 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat.torchrec import silence_torchrec
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
-from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types, constraints_of
-from lightning_distrec.sharding.planning.planner import cost_of_plan
+from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
+from lightning_distrec.sharding.planning.planner import estimate_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
+from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import Table, find_tables
 
@@ -30,7 +32,7 @@ class TableSet:
     """Tables, and where they are to go."""
 
     tables: list[Table]
-    demands: Mapping[str, TableConstraints]
+    constraints: Mapping[str, TableConstraints]
     topology: Topology
     batch_size: int = 512
 
@@ -83,19 +85,19 @@ def table_set(
     module = nn.Module()
     module.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     tables = find_tables(module).tables
-    places = NodeLayout.of_nodes(*[ranks_on_node] * (num_ranks // ranks_on_node))
-    demands = {}
+    layout = NodeLayout.of_nodes(*[ranks_on_node] * (num_ranks // ranks_on_node))
+    constraints = {}
     for i, table in enumerate(tables):
         chosen = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
-        demands[table.full_name] = TableConstraints(allowed_types(table, chosen, places, ""), False, chosen)
-    return TableSet(tables, demands, topology_of(places, device, int(memory_gb * 1e9)))
+        constraints[table.full_name] = TableConstraints(allowed_types(table, chosen, layout, ""), False, chosen)
+    return TableSet(tables, constraints, topology_of(layout, device, int(memory_gb * 1e9)))
 
 
-def topology_of(places: NodeLayout, device: Literal["cuda", "cpu"], memory_bytes: int) -> Topology:
+def topology_of(layout: NodeLayout, device: Literal["cuda", "cpu"], memory_bytes: int) -> Topology:
     """Return ranks with so many bytes each for tables, and torchrec's bandwidths."""
-    ranks = places.num_ranks
+    ranks = layout.num_ranks
     memory = RankMemory(device_bytes=(memory_bytes,) * ranks, host_bytes=(128 * 10**9,) * ranks)
-    return make_topology(torch.device(device), places, memory, asked_bandwidths(None, {}).with_measured({}))
+    return make_topology(torch.device(device), layout, memory, asked_bandwidths(None, {}).with_measured({}))
 
 
 def default_critical_path(given: TableSet) -> float:
@@ -103,7 +105,7 @@ def default_critical_path(given: TableSet) -> float:
     planner = EmbeddingShardingPlanner(
         topology=given.topology,
         batch_size=given.batch_size,
-        constraints=constraints_of(given.tables, given.demands),
+        constraints=torchrec_constraints(given.tables, given.constraints),
         storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=NoopEmbeddingStats(),
         debug=False,
@@ -112,5 +114,8 @@ def default_critical_path(given: TableSet) -> float:
     tree.ebc = given.tables[0].module
     with silence_torchrec():
         found = planner.plan(tree, sharders()).plan["ebc"]
-    plan = {table.full_name: found[table.name] for table in given.tables}
-    return cost_of_plan(given.tables, plan, given.demands, given.topology, given.batch_size).critical_path
+    shardings = {table.full_name: found[table.name] for table in given.tables}
+    layout = NodeLayout.equal(given.topology.world_size, given.topology.local_world_size)
+    plan = ShardingPlan.from_torchrec(given.tables, shardings, layout, given.topology.compute_device)
+    estimated = estimate_plan(plan, given.tables, given.constraints, given.topology, given.batch_size)
+    return estimated.cost.critical_path

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lightning_distrec.advice.limit_search import FINE, EdgeSearch
+from lightning_distrec.advice.limit_search import FINENESS, EdgeSearch
 
 
 def _below(limit: int) -> EdgeSearch:
@@ -19,7 +19,7 @@ def test_the_largest_number_is_found_to_within_a_hundredth(limit: int, start: in
     assert edge.found is not None
     assert edge.beyond is not None
     assert edge.found <= limit < edge.beyond
-    assert edge.beyond - edge.found <= max(1, edge.found // FINE)
+    assert edge.beyond - edge.found <= max(1, edge.found // FINENESS)
     assert (edge.why, edge.stopped) == (f"{edge.beyond} is too much", "")
     assert edge.tries <= 30
 
@@ -58,7 +58,7 @@ def test_a_search_ends_before_the_try_that_would_be_too_late_and_reports_it() ->
     edge = EdgeSearch(slow, {4: ""}, 0.12, 0.05).largest(4, 2**20)
     assert edge.found in (8, 16)
     assert edge.beyond is None
-    assert edge.stopped == "the next plan would have taken it beyond 0.12 s"
+    assert edge.stopped == "the next plan would have exceeded 0.12 s"
     skipped = EdgeSearch(slow, {64: ""}, 60.0, 61.0).smallest(1, 100)
     assert (skipped.found, skipped.tries) == (64, 0)
-    assert skipped.stopped == "the next plan would have taken it beyond 60 s"
+    assert skipped.stopped == "the next plan would have exceeded 60 s"

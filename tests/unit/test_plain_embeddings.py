@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.planning.named_options import options_by_table
-from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions, options_by_table
 from lightning_distrec.sharding.tables import FoundTables, find_tables
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec.cli import main as cli
-from lightning_distrec.sharding.planning.plan_file import load_plan
+from lightning_distrec.sharding.plan.plan_file import load_plan
 from tests.support.advised_models import Advised
 
 Run = Callable[..., tuple[int, str, str]]
@@ -132,7 +132,7 @@ def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(run: Run
 
 def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
     found = json.loads(run("Huge", "--device-memory", "80GB", "--json")[1])
-    batch, nodes = found["largest_batch"], found["fewest_nodes"]
+    batch, nodes = found["largest_batch"], found["min_nodes"]
     assert (nodes["fits"], batch["ended_early"], nodes["ended_early"]) == (2, None, None)
     assert batch["fits"] > 512
     for flag, edge in (("--batch-size", batch), ("--nodes", nodes)):
@@ -147,10 +147,10 @@ def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_rep
     code, text, error = run("Huge", "--device-memory", "80GB", "--nodes", "1", "--html", "plan.html")
     assert code == 1
     assert text.startswith(
-        "DOES NOT FIT: 3 tables of 596.0 GiB on 8 ranks on 1 node, 512 examples each\nthe tables do not"
+        "DOES NOT FIT: 3 tables of 596.0 GiB on 8 ranks on 1 node, 512 examples per rank\nthe tables do not"
     )
     assert "table 'bags.huge'" in text
-    assert "Fewest nodes of 8 ranks: 2; 1 does not: table 'bags.huge'" in text
+    assert "Minimum nodes of 8 ranks: 2; 1 does not fit: table 'bags.huge'" in text
     assert "there is no plan, so no file was written." in error
     assert not Path("plan.html").exists()
 
@@ -158,21 +158,21 @@ def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_rep
 def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
     code, text, _ = run("Huge", "--device-memory", "80GB", "--nodes", "4", "--html", "plan.html", "--quick")
     assert code == 0
-    assert text.startswith("FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples each")
+    assert text.startswith("FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples per rank")
     for row in (
         "memory for tables",
-        "... of what is usable",
+        "... share of usable memory",
         "estimated time",
-        "sent within its node",
+        "sent within the node",
         "sent to other",
     ):
         assert row in text
     said = " ".join(text.split())
-    assert "Planned with: 74.5 GiB a rank (--device-memory), 15% kept (default);" in said
-    assert "one id per example and feature is taken for 3 tables without pooling_factor" in said
-    assert "15% of a rank is kept for them (default), however large the batch" in said
-    assert "--quick: neither the largest batch nor the fewest nodes were tried" in said
-    assert "3 tables over 32 ranks on 4 nodes: all fits" in Path("plan.html").read_text()
+    assert "Planned with: 74.5 GiB per rank (--device-memory), 15% reserved (default);" in said
+    assert "one id per example and feature is assumed for 3 tables without pooling_factor" in said
+    assert "15% of a rank is reserved for them (default), whatever the batch size" in said
+    assert "--quick: the largest batch and the minimum number of nodes were not searched for" in said
+    assert "3 tables over 32 ranks on 4 nodes: all tables fit" in Path("plan.html").read_text()
 
 
 def test_the_options_of_the_strategy_count_and_those_of_the_command_line_more(run: Run) -> None:
@@ -185,15 +185,15 @@ def test_the_options_of_the_strategy_count_and_those_of_the_command_line_more(ru
     found = json.loads(run("Huge", "--quick", "--json", "--save-plan", "plan.json", strategy=strategy)[1])
     origins = {what: (value, origin) for what, value, origin in found["planned_with"]}
     assert (found["batch_size_per_rank"], found["memory_bytes_per_rank"]) == (64, 70 * GB)
-    assert origins["kept for all but tables"] == ("10%", "argument")
+    assert origins["reserved for all but tables"] == ("10%", "argument")
     assert origins["cross_node"] == ("30.0 GB/s", "argument")
     assert load_plan("plan.json").tables["bags.huge"].sharding_type == "row_wise"
-    assert "one id per example and feature is taken for 2 tables" in " ".join(found["assumed"])
+    assert "one id per example and feature is assumed for 2 tables" in " ".join(found["assumed"])
     args = ["--batch-size", "128", "--device-memory", "40GB", "--reserve", "5GB", "--bandwidth", "cross_node=25GB/s"]
     found = json.loads(run("Huge", "--quick", "--json", *args, strategy=strategy)[1])
     origins = {what: (value, origin) for what, value, origin in found["planned_with"]}
     assert (found["batch_size_per_rank"], found["memory_bytes_per_rank"]) == (128, 40 * GB)
-    assert origins["kept for all but tables"] == ("4.7 GiB", "argument")
+    assert origins["reserved for all but tables"] == ("4.7 GiB", "argument")
     assert origins["cross_node"] == ("25.0 GB/s", "--bandwidth")
     assert origins["intra_node"] == ("400.0 GB/s", "argument")
 
@@ -212,13 +212,13 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
     assert "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not attached to" in str(found)
     assert sum(found["ranks"]["memory_bytes"]) > 3 * found["table_bytes"]
     said = str(json.loads(run("Huge", *memory, strategy="ddp")[1])["assumed"])
-    assert "the strategy is ddp: planned is what torchrec_sharded would do by default" in said
+    assert "the strategy is ddp: the plan is for torchrec_sharded with its defaults" in said
     options = _torchrec(planning={"bandwidths": "measure", "estimate_pooling": 3})
     said = str(json.loads(run("Huge", *memory, strategy=options)[1])["assumed"])
-    assert "cannot be measured without ranks: torchrec's defaults are taken" in said
+    assert "cannot be measured without ranks: torchrec's defaults are used" in said
     assert "planning.estimate_pooling: no data is read, so ids per example are not counted" in said
     said = str(json.loads(run("Huge", *memory, accelerator="auto")[1])["assumed"])
-    assert "accelerator: auto stands for" in said
+    assert "accelerator: auto is " in said
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
         ("Huge", ("--nodes", "0"), "--nodes 0: must be at least 1."),
         ("Huge", ("--devices", "-1"), "--devices -1: must be at least 1."),
         ("Huge", ("--batch-size", "0"), "--batch-size 0: must be at least 1."),
-        ("Huge", (), "plan: there is no GPU here to ask for its memory. Say it: --device-memory 80GB."),
+        ("Huge", (), "plan: this machine has no GPU to ask for its memory. Give it: --device-memory 80GB."),
         ("Huge", ("--device-memory", "80QB"), "--device-memory '80QB': the unit 'QB' is not known; did you mean"),
         ("Huge", ("--host-memory", "much"), "--host-memory 'much': A size above 0 is needed"),
         ("Huge", ("--bandwidth", "25GB/s"), "--bandwidth 25GB/s: a name and a value are needed, such as cross_node=25"),

@@ -2,10 +2,12 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
@@ -16,18 +18,18 @@ from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.planning.plan import TableConstraints
-from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
-from lightning_distrec.sharding.planning.plan_fits import fitting_plan
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.plan_differences import differences
+from lightning_distrec.sharding.plan.plan_file import load_plan, plan_text, save_plan
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.constraints import TableConstraints
+from lightning_distrec.sharding.planning.plan_checks import plan_for_run
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.planning.topology import NodeLayout
-from lightning_distrec.sharding.planning.written_plan import WrittenPlan, differences, written_plan
-from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.tables.plan_files import VARIABLE, folder_of, wanted_plan
+from lightning_distrec.strategies.tables.plan import VARIABLE, folder_of, wanted_plan
 from tests.support.planned_tables import topology_of
 
 SIZES = {"users": (60, 16), "films": (37, 8), "days": (11, 8)}
@@ -47,30 +49,34 @@ def tables_of(sizes: dict[str, tuple[int, int]], pooled: bool = True) -> list[Ta
     return find_tables(root).tables
 
 
-def demands_of(tables: list[Table], *cuts: str, kept: bool = False, **more: Any) -> dict[str, TableConstraints]:
-    """Return demands that allow these cuts, or all where there are none."""
-    options = TableOptions(sharding_types=list(cuts) or None, min_partition=4)
-    allowed = cuts or SHARDING_TYPES
+def constraints_of(tables: list[Table], *types: str, kept: bool = False, **more: Any) -> dict[str, TableConstraints]:
+    """Return constraints that allow these sharding types, or all where there are none."""
+    options = TableOptions(sharding_types=list(types) or None, min_partition=4)
+    allowed = types or SHARDING_TYPES
     return {table.full_name: TableConstraints(tuple(allowed), kept, options, **more) for table in tables}
 
 
-def make(tables: list[Table], places: NodeLayout, *cuts: str) -> tuple[WrittenPlan, ShardingByTable]:
-    """Return what torchrec's planner makes for these cuts, written and as it is."""
-    plan = make_plan(tables, demands_of(tables, *cuts), topology_of(places, "cpu", 1 << 34), 64).plan
-    return written_plan(tables, plan, places, "cpu"), plan
+def make(tables: list[Table], layout: NodeLayout, *types: str) -> ShardingPlan:
+    """Return what the planner makes with these sharding types."""
+    return make_plan(tables, constraints_of(tables, *types), topology_of(layout, "cpu", 1 << 34), 64)
 
 
 @pytest.fixture(scope="module")
 def mixed() -> dict[str, Any]:
-    """The content of a file with a table cut by rows, one by columns, one not, and one on all ranks."""
-    tables, places = tables_of({**SIZES, "hours": (24, 4)}), NodeLayout.of_nodes(2)
-    cuts = {"ebc.users": "row_wise", "ebc.films": "column_wise", "ebc.days": "table_wise", "ebc.hours": "data_parallel"}
-    made = {cut: make(tables, places, cut)[0] for cut in cuts.values()}
-    plan = WrittenPlan(2, 2, "cpu", {name: made[cut].tables[name] for name, cut in cuts.items()})
-    return json.loads(plan_text(plan))
+    """The content of a file with a row-wise, a column-wise, a table-wise and a data-parallel table."""
+    tables, layout = tables_of({**SIZES, "hours": (24, 4)}), NodeLayout.of_nodes(2)
+    types = {
+        "ebc.users": "row_wise",
+        "ebc.films": "column_wise",
+        "ebc.days": "table_wise",
+        "ebc.hours": "data_parallel",
+    }
+    made = {kind: make(tables, layout, kind) for kind in types.values()}
+    of_tables = {name: made[kind].tables[name] for name, kind in types.items()}
+    return json.loads(plan_text(ShardingPlan(layout=layout, device="cpu", tables=of_tables)))
 
 
-def loaded(content: Any, folder: Path) -> WrittenPlan:
+def loaded(content: Any, folder: Path) -> ShardingPlan:
     """Return the plan in a file with this content."""
     (folder / "plan.json").write_text(content if isinstance(content, str) else json.dumps(content))
     return load_plan(folder / "plan.json")
@@ -79,23 +85,26 @@ def loaded(content: Any, folder: Path) -> WrittenPlan:
 @settings(max_examples=40, deadline=None, database=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(16, 200), st.sampled_from([4, 8, 12, 32])), min_size=1, max_size=3),
-    places=st.sampled_from([
+    layout=st.sampled_from([
         NodeLayout.of_nodes(1),
         NodeLayout.of_nodes(2),
         NodeLayout.of_nodes(2, 2),
         NodeLayout.of_nodes(3),
     ]),
-    cut=st.sampled_from(SHARDING_TYPES),
+    sharding_type=st.sampled_from(SHARDING_TYPES),
 )
 def test_any_plan_that_is_made_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[int, int]], places: NodeLayout, cut: str
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[int, int]], layout: NodeLayout, sharding_type: str
 ) -> None:
     file = tmp_path_factory.mktemp("any") / "plan.json"
     tables = tables_of({f"täble {i}": size for i, size in enumerate(sizes)})
-    written, plan = make(tables, places, cut)
-    save_plan(file, written)
-    assert load_plan(file) == written
-    assert load_plan(file).as_plan("cpu", places.ranks_on_node) == plan
+    plan = make(tables, layout, sharding_type)
+    save_plan(file, plan)
+    assert differences(load_plan(file), plan) == []
+    devices = [torch.device("cpu")] * layout.num_ranks
+    assert load_plan(file).for_torchrec(devices) == plan.for_torchrec(devices)
+    again = ShardingPlan.from_torchrec(tables, plan.for_torchrec(devices), layout, "cpu")
+    assert again == load_plan(file)
 
 
 def _change(content: Any, path: list[int], change: Any) -> None:
@@ -152,7 +161,7 @@ def test_a_changed_file_is_read_as_it_is_or_refused_by_an_error_of_ours(
 def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, _ = make(tables_of(SIZES), NodeLayout.of_nodes(2), "row_wise")
+    written = make(tables_of(SIZES), NodeLayout.of_nodes(2), "row_wise")
     file = tmp_path / "new" / "plan.json"
     save_plan(file, written)
     before = file.read_text()
@@ -171,29 +180,20 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
 
     monkeypatch.setattr(on_disk.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        save_plan(file, make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise")[0])
+        save_plan(file, make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise"))
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
     assert file.read_text() == before
 
 
-def test_a_cache_load_factor_is_kept_and_what_files_have_no_word_for_is_reported() -> None:
-    tables = tables_of({"users": (60, 16)})
-    _, plan = make(tables, NodeLayout.of_nodes(2), "row_wise")
-    sharding = plan["ebc.users"]
-    sharding.compute_kernel, sharding.cache_params = "fused_uvm_caching", CacheParams(load_factor=0.25)
-    written = written_plan(tables, plan, NodeLayout.of_nodes(2), "cuda")
-    assert json.loads(plan_text(written))["tables"]["ebc.users"]["cache_load_factor"] == 0.25
-    assert written.as_plan("cpu", 2)["ebc.users"] == sharding
-    on_gpus = written.as_plan("cuda", 1)["ebc.users"].sharding_spec.shards
-    assert [str(shard.placement) for shard in on_gpus] == ["rank:0/cuda:0", "rank:1/cuda:0"]
-    sharding.cache_params = CacheParams(load_factor=0.25, reserved_memory=1.0)
-    with pytest.raises(
-        PlanError, match="table 'ebc.users': plan files hold no more of cache_params=.*than load_factor"
-    ):
-        written_plan(tables, plan, NodeLayout.of_nodes(2), "cuda")
-    sharding.cache_params, sharding.enforce_hbm = None, True
-    with pytest.raises(PlanError, match="table 'ebc.users': enforce_hbm=True is in its plan, and not in plan files"):
-        written_plan(tables, plan, NodeLayout.of_nodes(2), "cuda")
+def test_a_cache_load_factor_is_kept() -> None:
+    layout = NodeLayout.of_nodes(2)
+    plan = make(tables_of({"users": (60, 16)}), layout, "row_wise")
+    users = replace(plan.tables["ebc.users"], compute_kernel="fused_uvm_caching", cache_load_factor=0.25)
+    plan = ShardingPlan(layout=layout, device="cuda", tables={"ebc.users": users})
+    assert json.loads(plan_text(plan))["tables"]["ebc.users"]["cache_load_factor"] == 0.25
+    on_gpus = plan.for_torchrec([torch.device("cuda", 0)] * 2)["ebc.users"]
+    assert on_gpus.cache_params == CacheParams(load_factor=0.25)
+    assert [str(s.placement) for s in on_gpus.sharding_spec.shards] == ["rank:0/cuda:0", "rank:1/cuda:0"]
 
 
 USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "films", "days", "hours"))
@@ -203,23 +203,23 @@ USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "fi
     ("place", "value", "said"),
     [
         (("version",), 2, "version: 2, and this version of lightning_distrec reads 1. Install the version that"),
-        (("version",), "1", "it does not begin with the version of its format"),
+        (("version",), "1", "it has no integer version"),
         (("num_ranks",), None, "num_ranks is missing"),
         (("num_ranks",), 0, "num_ranks: 0 is not a whole number of at least 1"),
-        (("ranks_per_node",), 3, "ranks_per_node: 2 ranks are not some nodes of 3 each"),
+        (("ranks_per_node",), 3, "ranks_per_node: 2 ranks cannot be divided into nodes of 3 ranks each"),
         (("device",), "cude", "device: 'cude' is not known; did you mean 'cuda'"),
         (("device",), 1, "device: 1 is not known. Use one of cpu, cuda"),
         (("tables",), [], "tables: an object is needed"),
         (("rank",), 1, "'rank' is not known; did you mean 'num_ranks'.*There are version, num_ranks"),
         (USERS, [1], r"tables\['ebc.users'\]: an object with rows, dim"),
         ((*USERS, "rows"), 61, r"tables\['ebc.users'\].shards: rows 60 to 60 are in no shard"),
-        ((*USERS, "rows"), 59, r"shards\[1\]: goes over the table's edge: rows 30 to 59, and the last one is 58"),
+        ((*USERS, "rows"), 59, r"shards\[1\]: exceeds the table: rows 30 to 59, and the last one is 58"),
         ((*USERS, "data_type"), "FP33", "data_type: 'FP33' is not known; did you mean 'FP32'"),
         ((*USERS, "sharding_type"), "row_wice", "sharding_type: 'row_wice' is not known; did you mean 'row_wise'"),
-        ((*USERS, "sharding_type"), "table_wise", "shards: table_wise does not cut rows, and the shards do"),
-        ((*FILMS, "sharding_type"), "row_wise", "shards: row_wise does not cut columns, and the shards do"),
+        ((*USERS, "sharding_type"), "table_wise", "shards: table_wise does not shard rows, and these shards do"),
+        ((*FILMS, "sharding_type"), "row_wise", "shards: row_wise does not shard columns, and these shards do"),
         ((*USERS, "compute_kernel"), "fused_uv", "compute_kernel: 'fused_uv' is not known; did you mean 'fused_uvm'"),
-        ((*USERS, "compute_kernel"), "dense", "dense with row_wise: dense is for data_parallel"),
+        ((*USERS, "compute_kernel"), "dense", "dense with row_wise: data_parallel tables have the kernel dense"),
         ((*USERS, "cache_load_factor"), 1.5, "cache_load_factor: 1.5 is no share of the rows"),
         ((*USERS, "shards"), {}, r"shards: \{\} is not a list"),
         ((*USERS, "shards", 0, "rank"), 2, r"shards\[0\]: is on rank 2, and the last one is 1"),
@@ -230,7 +230,7 @@ USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "fi
         ((*USERS, "shards", 1, "sizes"), [30, 8], "columns 0 to 7 are in shards that overlap"),
         ((*FILMS, "shards", 0, "sizes"), [37, 3], "columns 3 to 3 are in no shard"),
         ((*DAYS, "shards"), [], "columns 0 to 7 are in no shard"),
-        ((*HOURS, "shards", 0, "sizes"), [23, 4], "data_parallel: each rank holds the whole table"),
+        ((*HOURS, "shards", 0, "sizes"), [23, 4], "data_parallel: each rank holds all of the table"),
         ((*HOURS, "shards", 0, "rank"), 1, "data_parallel: each of 2 ranks must hold the table once"),
     ],
 )
@@ -247,7 +247,7 @@ def test_what_is_wrong_in_a_file_is_reported_with_its_place(
         inner[place[-1]] = value
     with pytest.raises(PlanError, match=said) as raised:
         loaded(content, tmp_path)
-    assert f"{tmp_path / 'plan.json'} is no plan that can be followed: " in str(raised.value)
+    assert f"{tmp_path / 'plan.json'} is not a valid plan: " in str(raised.value)
 
 
 def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_cannot_hold_are_reported(
@@ -258,7 +258,9 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
         {"rank": 0, "offsets": [0, 0], "sizes": [20, 16]},
         {"rank": 1, "offsets": [20, 0], "sizes": [40, 16]},
     ]
-    with pytest.raises(PlanError, match="row_wise cuts 60 rows for 2 ranks into blocks of 30, and the last less"):
+    with pytest.raises(
+        PlanError, match="row_wise shards 60 rows for 2 ranks into blocks of 30, and the last block is smaller"
+    ):
         loaded(uneven, tmp_path)
     narrow = json.loads(json.dumps(mixed))
     narrow["tables"]["ebc.films"]["shards"] = [
@@ -280,12 +282,12 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is no plan: Expecting"),
-        ('{"version": 1, "version": 1}', "is no plan: 'version' is in it twice"),
-        ("[" * 100_000, "is no plan: "),
-        ('{"version": 1' + "0" * 5000 + "}", "is no plan: Exceeds the limit"),
-        ("[]", "it does not begin with the version"),
-        ("\udcff", "is no plan: "),
+        ("{", "is not a plan: Expecting"),
+        ('{"version": 1, "version": 1}', "is not a plan: 'version' is in it twice"),
+        ("[" * 100_000, "is not a plan: "),
+        ('{"version": 1' + "0" * 5000 + "}", "is not a plan: Exceeds the limit"),
+        ("[]", "it has no integer version"),
+        ("\udcff", "is not a plan: "),
     ],
 )
 def test_what_is_no_json_is_reported(tmp_path: Path, text: str, said: str) -> None:
@@ -302,7 +304,7 @@ def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_reported(
     (tmp_path / "plan.json").unlink()
     with pytest.raises(ConfigError, match="plan.json cannot be read: No such file.*or the folder of a checkpoint"):
         load_plan(tmp_path)
-    with pytest.raises(PlanError, match="is no plan: embedded null byte"):
+    with pytest.raises(PlanError, match="is not a plan: embedded null byte"):
         load_plan("a\0b")
 
 
@@ -321,27 +323,27 @@ def test_differences_name_ranks_tables_cuts_and_shards_that_have_moved(tmp_path:
     on = sorted({shard["rank"] for shard in mixed["tables"]["ebc.films"]["shards"]})
     ranks = ", ".join(map(str, on))
     assert found == [
-        "a.json is for 2 ranks a node, b.json for 1 rank a node",
+        "a.json is for 2 ranks per node, b.json for 1 rank per node",
         "table 'ebc.users' is in a.json only; did you mean 'ebc.user'?",
         "table 'ebc.user' is in b.json only; did you mean 'ebc.users'?",
-        "table 'ebc.films' is cut column_wise in a.json, table_wise in b.json",
+        "table 'ebc.films' is sharded column_wise in a.json, table_wise in b.json",
         *([f"table 'ebc.films' is on ranks {ranks} in a.json, 1 in b.json"] if on != [1] else []),
         f"table 'ebc.days' has rows 0-10 of columns 0-7 on rank {before} in a.json, {after} in b.json",
     ]
 
 
-def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> WrittenPlan:
+def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> ShardingPlan:
     """Return what the file with this content becomes for these tables on two ranks of one node."""
-    given = {"demands": demands_of(tables), "places": NodeLayout.of_nodes(2), "device": "cpu", "resting": []} | more
-    return fitting_plan(loaded(content, folder), "plan_file='it'", tables, **given)
+    usual = {"constraints": constraints_of(tables), "layout": NodeLayout.of_nodes(2), "device": "cpu", "frozen": []}
+    return plan_for_run(loaded(content, folder), "plan_file='it'", tables, **usual | more)
 
 
 def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path) -> None:
-    plan, _ = make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise")
+    plan = make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise")
     content = json.loads(plan_text(plan))
     others = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
     with pytest.raises(PlanError) as raised:
-        fit(content, tmp_path, others, places=NodeLayout.of_nodes(4))
+        fit(content, tmp_path, others, layout=NodeLayout.of_nodes(4))
     assert str(raised.value).splitlines() == [
         "plan_file='it' does not suit this run:",
         "  - it is for 2 ranks, and there are 4",
@@ -356,63 +358,68 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("cut", "change", "options", "said"),
+    ("sharding_type", "change", "options", "said"),
     [
-        ("row_wise", {}, {"cuts": ["table_wise"]}, r"is cut row_wise, and sharding_types=\['table_wise'\] does not"),
+        ("row_wise", {}, {"types": ["table_wise"]}, r"is row_wise, and sharding_types=\['table_wise'\] does not"),
         ("data_parallel", {}, {}, "is data_parallel, so that the user's own optimizer must update it"),
         (
             "column_wise",
             {},
-            {"whole_rows_for": "RowWiseAdagrad"},
-            "cannot be cut column_wise: RowWiseAdagrad keeps one number for a row",
+            {"unsplit_rows_for": "RowWiseAdagrad"},
+            "cannot be sharded column_wise: RowWiseAdagrad keeps one number for each row",
         ),
         (
             "table_row_wise",
             {},
-            {"places": NodeLayout.of_nodes(1, 1)},
-            "cannot have these shards on 1 rank a node: table_row_wise gives each of the ranks",
+            {"layout": NodeLayout.of_nodes(1, 1)},
+            "cannot have these shards on 1 rank per node: table_row_wise gives each of the ranks",
         ),
-        ("row_wise", {"compute_kernel": "fused_uvm"}, {"kept": True}, "the kernel fused_uvm, which a table has not"),
+        (
+            "row_wise",
+            {"compute_kernel": "fused_uvm"},
+            {"kept": True},
+            "the kernel fused_uvm, with which the user's own",
+        ),
         ("row_wise", {"compute_kernel": "fused_uvm_caching"}, {}, "and the ranks have no GPU; use fused"),
     ],
 )
 def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
-    tmp_path: Path, cut: str, change: dict[str, Any], options: dict[str, Any], said: str
+    tmp_path: Path, sharding_type: str, change: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     tables = tables_of({"users": (60, 16)})
-    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), cut)[0]))
+    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), sharding_type)))
     content["tables"]["ebc.users"] |= change
     given = dict(options)
-    places = given.pop("places", NodeLayout.of_nodes(2))
-    demands = demands_of(tables, *given.pop("cuts", []), **given)
+    layout = given.pop("layout", NodeLayout.of_nodes(2))
+    constraints = constraints_of(tables, *given.pop("types", []), **given)
     with pytest.raises(PlanError, match=said):
-        fit(content, tmp_path, tables, demands=demands, places=places)
+        fit(content, tmp_path, tables, constraints=constraints, layout=layout)
     if "compute_kernel" in change and not given:
-        fit(content, tmp_path, tables, demands=demands, places=places, device="cuda")
+        fit(content, tmp_path, tables, constraints=constraints, layout=layout, device="cuda")
 
 
 def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 8), "films": (30, 8)}, pooled=False)
-    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "column_wise")[0]))
+    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "column_wise")))
     fit(content, tmp_path, tables)
     content["tables"]["ec.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [30, 8]}]
-    with pytest.raises(
-        PlanError, match=r"EmbeddingCollection 'ec' are cut column_wise into shards of \[4, 8\] columns"
-    ):
+    with pytest.raises(PlanError, match=r"EmbeddingCollection 'ec' have column_wise shards of \[4, 8\] columns"):
         fit(content, tmp_path, tables)
     content["tables"]["ec.films"]["sharding_type"] = "table_column_wise"
-    with pytest.raises(PlanError, match="'ec.films' cannot be cut table_column_wise: an EmbeddingCollection's table"):
+    with pytest.raises(
+        PlanError, match="'ec.films' cannot be sharded table_column_wise: an EmbeddingCollection's table"
+    ):
         fit(content, tmp_path, tables)
 
 
 def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_least(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 16), "days": (11, 8)})
-    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "table_wise")[0]))
+    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "table_wise")))
     content["tables"]["ebc.users"]["shards"][0]["rank"] = 0
-    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "data_parallel")[0]))[
+    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "data_parallel")))[
         "tables"
     ]["ebc.days"]
-    found = fit(content, tmp_path, tables, resting=["ebc.users", "ebc.days"])
+    found = fit(content, tmp_path, tables, frozen=["ebc.users", "ebc.days"])
     assert found.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
     days = found.tables["ebc.days"]
     assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == ("table_wise", "fused", [1])
@@ -425,10 +432,10 @@ def test_the_argument_wins_over_the_variable_and_reports_it(capfd: pytest.Captur
     given = PlanningOptions(plan_file="a.json")
     with caplog.at_level("INFO"):
         assert wanted_plan(given, {VARIABLE: "a.json"}) == ("a.json", "plan_file='a.json'")
-        assert "is not" not in caplog.text + capfd.readouterr().err
+        assert "is ignored" not in caplog.text + capfd.readouterr().err
         assert wanted_plan(given, {VARIABLE: "v.json"}) == ("a.json", "plan_file='a.json'")
     said = caplog.text + capfd.readouterr().err
-    assert "plan_file='a.json' is followed, and LIGHTNING_DISTREC_PLAN_FILE=v.json is not." in said
+    assert "plan_file='a.json' is followed, and LIGHTNING_DISTREC_PLAN_FILE=v.json is ignored." in said
 
 
 class Remote(DummyLogger):

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.plan_report import page as plan_page
 from lightning_distrec.sharding.plan_report import pictures as plan_pictures
-from lightning_distrec.sharding.plan_report.facts import PlanFacts
 from lightning_distrec.sharding.plan_report.page import NO_PICTURES, page, write_page, write_pictures
 from lightning_distrec.sharding.plan_report.pictures import draw_plan
 from lightning_distrec.sharding.plan_report.sentences import (
@@ -21,8 +22,6 @@ from lightning_distrec.sharding.plan_report.sentences import (
     milliseconds_in_words,
     time_in_words,
 )
-from lightning_distrec.sharding.planning.plan_cost import PlanCost
-from lightning_distrec.sharding.planning.topology import NodeLayout
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.units import format_bytes
 from tests.support.planned import planned, planned_at_random
@@ -68,22 +67,23 @@ class Read(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data)
 
 
-def two_ranks(**changes: Any) -> PlanFacts:
+def two_ranks(**changes: Any) -> ShardingPlan:
     """Return a plan of two tables over two ranks, on which 1 GiB each is usable."""
-    places = NodeLayout.equal(2, 2)
+    layout = NodeLayout.equal(2, 2)
     tables = [
-        planned(cut="table_wise", places=places, name="ebc.users", num_rows=2**24, dim=8, ranks=[1]),
-        planned(cut="row_wise", places=places, name="ebc.items", num_rows=2**20, dim=8),
+        planned(sharding_type="table_wise", layout=layout, name="ebc.users", num_rows=2**24, dim=8, ranks=[1]),
+        planned(sharding_type="row_wise", layout=layout, name="ebc.items", num_rows=2**20, dim=8),
     ]
     usual: dict[str, Any] = {
-        "tables": tables,
-        "places": places,
+        "tables": {table.name: table for table in tables},
+        "device": "cpu",
+        "layout": layout,
         "batch_size": 512,
         "comms": QuantizedComms(),
         "memory_bytes": int(1.25 * GIB),
         "usable_bytes": GIB,
     }
-    return PlanFacts(**usual | changes)
+    return ShardingPlan(**usual | changes)
 
 
 def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> PlanCost:
@@ -98,15 +98,15 @@ def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> Pl
 
 
 def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
-    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), on_gpu=True)
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), device="cuda")
     read = Read(page(facts))
-    assert read.texts["h1"] == ["2 tables over 2 ranks: all fits"]
+    assert read.texts["h1"] == ["2 tables over 2 ranks: all tables fit"]
     sent = facts.traffic.sent()
     assert read.texts["li"] == [
         "Rank 1, the fullest, fills 75% of its GPU memory: 768.0 MiB of 1.0 GiB.",
         "Rank 1, the fullest, fills 25% of its host memory: 1.0 GiB of 4.0 GiB.",
-        "Rank 1, the slowest, spends 3 ms of a step on tables, 20% more than the mean of 2.5 ms.",
-        f"A rank sends {format_bytes(sent.mean())} a step in the mean; rank {sent.argmax()} the most, "
+        "Rank 1, the slowest, spends 3 ms of a step on tables, 20% more than the average of 2.5 ms.",
+        f"A rank sends {format_bytes(sent.mean())} per step on average; rank {sent.argmax()} sends the most, "
         f"{format_bytes(sent.max())}.",
     ]
     ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
@@ -122,25 +122,25 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
 def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_reported_to_be_unknown() -> None:
     read = Read(page(two_ranks()))
     assert "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB." in read.texts["li"]
-    assert "How long a step takes is not known: the plan was not reckoned." in read.texts["li"]
+    assert "The time of a step is not known: the plan was not estimated." in read.texts["li"]
     assert "estimated time" not in [cell for row in read.rows for cell in row]
     assert len(read.pictures) == 4
 
 
 def test_tables_that_do_not_fit_are_in_the_headline() -> None:
     facts = two_ranks(usable_bytes=GIB // 4)
-    assert headline(facts) == "2 tables over 2 ranks: too much for the memory there is"
+    assert headline(facts) == "2 tables over 2 ranks: the tables do not fit into memory"
     assert memory_in_words(facts.memory, "host") == (
         "Too full: rank 1 would need 528.0 MiB of 256.0 MiB of host memory"
     )
 
 
 def test_names_and_origins_are_escaped() -> None:
-    places = NodeLayout.equal(1, 1)
+    layout = NodeLayout.equal(1, 1)
     name = "ebc.<script>alert('$x$')</script>&\"t\""
     facts = two_ranks(
-        tables=[planned(cut="table_wise", places=places, name=name)],
-        places=places,
+        tables={name: planned(sharding_type="table_wise", layout=layout, name=name)},
+        layout=layout,
         origins=[("bandwidth <b>", "1 & 2", "LIGHTNING<i>")],
     )
     read = Read(page(facts))
@@ -149,7 +149,7 @@ def test_names_and_origins_are_escaped() -> None:
     cells = [cell for row in read.rows for cell in row]
     assert name in cells
     assert ["bandwidth <b>", "1 & 2", "LIGHTNING<i>"] in read.rows
-    assert "Nothing is sent: there is one rank." in read.texts["li"]
+    assert "Nothing is sent: there is only one rank." in read.texts["li"]
 
 
 def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quantiles() -> None:
@@ -160,9 +160,9 @@ def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quanti
     names = [row[0] for row in read.rows]
     assert len([name for name in names if name.startswith("model.")]) == 1000
     assert read.texts["summary"] == ["The other 975 tables"]
-    most = next(row for row in read.rows if row[0] == "most")
+    most = next(row for row in read.rows if row[0] == "maximum")
     assert most[1] == format_bytes(float(facts.memory.tables.max()))
-    half = next(row for row in read.rows if row[0] == "half")
+    half = next(row for row in read.rows if row[0] == "median")
     assert half[1] == format_bytes(float(np.sort(facts.memory.tables)[512]))
     assert len(names) < 1030
     assert len(text) < 3_000_000
@@ -214,10 +214,10 @@ def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
-    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), on_gpu=True)
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda")
     axes = plan_pictures._draw_memory(facts).axes[0]
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert heights == {"tables": [0.25, 0.75], "free": [0.75, 0.25], "reserved for all else": [0.25, 0.25]}
+    assert heights == {"tables": [0.25, 0.75], "free": [0.75, 0.25], "reserved": [0.25, 0.25]}
     assert axes.get_ylabel() == "GiB of GPU memory"
     axes = plan_pictures._draw_time(facts).axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
@@ -234,7 +234,7 @@ def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() 
     assert curve[0] == by_rank.max()
     assert curve[-1] == by_rank.min()
     assert (np.diff(curve) <= 0).all()
-    assert axes.get_xlabel() == "all 256 ranks, the highest first"
+    assert axes.get_xlabel() == "all 256 ranks, sorted"
 
 
 def test_the_matrix_shows_what_nodes_send_each_other() -> None:
@@ -247,10 +247,10 @@ def test_the_matrix_shows_what_nodes_send_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "places", [NodeLayout.equal(1, 1), NodeLayout.equal(2, 2), NodeLayout.equal(70, 70), NodeLayout.equal(64, 1)]
+    "layout", [NodeLayout.equal(1, 1), NodeLayout.equal(2, 2), NodeLayout.equal(70, 70), NodeLayout.equal(64, 1)]
 )
-def test_every_shape_of_a_job_is_drawn(places: NodeLayout) -> None:
-    facts = planned_at_random(3, places, seed=0)
+def test_every_shape_of_a_job_is_drawn(layout: NodeLayout) -> None:
+    facts = planned_at_random(3, layout, seed=0)
     assert all(data.startswith(b"\x89PNG") for data in draw_plan(facts).values())
     Read(plan_page.page(facts, {}))
 
@@ -262,5 +262,5 @@ def test_times_are_reported_with_their_unit(number: float, said: str) -> None:
 
 def test_ranks_that_take_alike_are_reported_as_such() -> None:
     assert time_in_words(two_ranks(cost=costs([2.0, 2.0], [0.1, 0.1], [0.0, 0.0]))) == (
-        "Rank 0, the slowest, spends 2 ms of a step on tables, as do all"
+        "Rank 0, the slowest, spends 2 ms of a step on tables, as all ranks do"
     )

@@ -18,12 +18,12 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planning.infeasible import InfeasiblePlan, try_all
-from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
-from lightning_distrec.sharding.planning.plan import constraints_of
-from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
-from lightning_distrec.sharding.planning.sharding_options import choices_of
+from lightning_distrec.errors import InfeasiblePlanError, PlanError
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.constraints import torchrec_constraints
+from lightning_distrec.sharding.planning.partial_plan import MemoryBudget
+from lightning_distrec.sharding.planning.planner import budget_of, estimate_plan, make_plan
+from lightning_distrec.sharding.planning.sharding_options import estimated_options
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
@@ -31,12 +31,12 @@ from tests.support.parameters import slow_except
 from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
 
 
-def planned(tables: TableSet, seed: int = 0) -> MadePlan:
-    return make_plan(tables.tables, tables.demands, tables.topology, tables.batch_size, seed)
+def planned(tables: TableSet, seed: int = 0) -> ShardingPlan:
+    return make_plan(tables.tables, tables.constraints, tables.topology, tables.batch_size, seed)
 
 
-def places(made: MadePlan) -> dict[str, tuple[str, str, list[int]]]:
-    return {name: (s.sharding_type, s.compute_kernel, s.ranks) for name, s in made.plan.items()}
+def places(made: ShardingPlan) -> dict[str, tuple[str, str, list[int]]]:
+    return {name: (s.sharding_type, s.compute_kernel, s.ranks.tolist()) for name, s in made.tables.items()}
 
 
 def ids(option: ShardingOption) -> float:
@@ -47,11 +47,11 @@ def ids(option: ShardingOption) -> float:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_choices_have_the_shards_and_estimates_of_torchrecs_enumerator(device: str) -> None:
-    every = {i: TableOptions(sharding_types=[cut], pooling_factor=3.0) for i, cut in enumerate(SHARDING_TYPES)}
+def test_options_have_the_shards_and_estimates_of_torchrecs_enumerator(device: str) -> None:
+    every = {i: TableOptions(sharding_types=[kind], pooling_factor=3.0) for i, kind in enumerate(SHARDING_TYPES)}
     sizes = [(10_001, 256), (5_003, 64), (7_777, 512), (1_001, 32), (9_999, 384), (501, 16)]
     tables = table_set(sizes, 4, 2, 1.0, device=device, options=every)  # type: ignore[arg-type]
-    constraints = constraints_of(tables.tables, tables.demands)
+    constraints = torchrec_constraints(tables.tables, tables.constraints)
     tree = nn.Module()
     tree.ebc = tables.tables[0].module
     with silence_torchrec():
@@ -64,14 +64,14 @@ def test_choices_have_the_shards_and_estimates_of_torchrecs_enumerator(device: s
         for o in theirs
     }
     ours = {}
-    for table, choices in zip(
+    for table, options in zip(
         tables.tables,
-        choices_of(tables.tables, constraints, tables.topology, tables.batch_size, sharders(), {}),
+        estimated_options(tables.tables, tables.constraints, tables.topology, tables.batch_size),
         strict=True,
     ):
-        for c in choices:
+        for c in options:
             hbm, ddr = (c.device_bytes, c.host_bytes) if device == "cuda" else (c.host_bytes, c.device_bytes)
-            ours[table.name, c.cut, c.kernel] = [
+            ours[table.name, c.sharding_type, c.kernel] = [
                 (size, offset, pytest.approx(time, rel=1e-12), on_device, on_host)
                 for size, offset, time, on_device, on_host in zip(
                     c.sizes, c.offsets, c.milliseconds, hbm, ddr, strict=True
@@ -89,8 +89,8 @@ def test_the_critical_path_is_no_longer_than_that_of_torchrecs_planner(seed: int
     kind, num_tables, num_ranks, on_node, memory = SMALL[seed]
     tables = draw_tables(kind, num_tables, num_ranks, on_node, memory, seed)
     made = planned(tables)
-    assert made.lower_bound is not None
-    assert made.lower_bound <= made.cost.critical_path * (1 + 1e-9)
+    assert made.cost.lower_bound is not None
+    assert made.cost.lower_bound <= made.cost.critical_path * (1 + 1e-9)
     assert made.cost.critical_path <= default_critical_path(tables) * (1 + 1e-9)
 
 
@@ -101,7 +101,7 @@ def test_a_plan_keeps_to_the_memory_and_costs_what_its_shards_cost(kind: str) ->
     cost = made.cost
     assert (cost.device_bytes <= cost.device_bytes_usable).all()
     assert (cost.host_bytes <= cost.host_bytes_usable).all()
-    again = cost_of_plan(tables.tables, made.plan, tables.demands, tables.topology, tables.batch_size)
+    again = estimate_plan(made, tables.tables, tables.constraints, tables.topology, tables.batch_size).cost
     np.testing.assert_allclose(again.milliseconds, cost.milliseconds)
     np.testing.assert_array_equal(again.device_bytes, cost.device_bytes)
     np.testing.assert_array_equal(again.host_bytes, cost.host_bytes)
@@ -111,8 +111,7 @@ def test_row_and_column_blocks_cover_every_table_once() -> None:
     tables = draw_tables("zipf", 20, 8, 4, 8, 1)
     made = planned(tables)
     for table in tables.tables:
-        spec = made.plan[table.full_name].sharding_spec
-        cells = [(*s.shard_offsets, *s.shard_sizes) for s in spec.shards]  # type: ignore[union-attr]
+        cells = [(*shard.offsets, *shard.sizes) for shard in made.tables[table.full_name].shards]
         assert sum(rows * columns for _, _, rows, columns in cells) == table.parameter.numel()
         for (r, c, h, w), (r2, c2, h2, w2) in itertools.combinations(cells, 2):
             assert r + h <= r2 or r2 + h2 <= r or c + w <= c2 or c2 + w2 <= c
@@ -145,7 +144,7 @@ def test_what_the_update_keeps_counts_as_memory() -> None:
     tables = table_set(sizes, 2, 2, 1.02, device="cpu")
     assert sorted(ranks for _, _, ranks in places(planned(tables)).values()) == [[0], [1]]
     kept = {"sharding_types": ("table_wise",), "bytes_per_element": 12.0}
-    heavy = {name: replace(demand, **kept) for name, demand in tables.demands.items()}
+    heavy = {name: replace(of_table, **kept) for name, of_table in tables.constraints.items()}
     with pytest.raises(PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"):
         make_plan(tables.tables, heavy, tables.topology, tables.batch_size)
 
@@ -169,21 +168,21 @@ def test_a_table_that_fits_nowhere_is_named_with_the_bytes_that_are_missing() ->
 def test_tables_that_are_too_large_together_are_proven_to_be() -> None:
     tables = table_set([(100_000, 64)] * 9, 2, 2, 0.1, device="cpu")  # 9 x 25.6 MB, and 2 x 100 MB
     with pytest.raises(
-        PlanError, match=r"table 'ebc.t0' is the largest of tables that need .* too few.*no plan can exist"
+        PlanError, match=r"table 'ebc.t0' is the largest of tables that need at least .* too few.*no plan can exist"
     ):
         planned(tables)
 
 
-def test_tables_that_would_fit_together_but_on_no_rank_are_proven_not_to() -> None:
+def test_of_tables_that_would_fit_together_but_on_no_rank_the_first_that_does_not_fit_is_named() -> None:
     whole = {i: TableOptions(sharding_types=["table_wise"]) for i in range(3)}
     tables = table_set([(100_000, 64)] * 3, 2, 2, 0.05, device="cpu", options=whole)  # 25.6 MB each, 50 MB a rank
-    with pytest.raises(PlanError, match=r"finds no room: all ways to place it.*bytes are missing.*no plan can exist"):
+    with pytest.raises(PlanError, match=r"does not fit next to the other tables: .* bytes are missing .* no plan was"):
         planned(tables)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_whether_tables_fit_is_what_trying_everything_finds(data: st.DataObject) -> None:
+def test_plans_fit_and_proofs_that_none_exists_are_right(data: st.DataObject) -> None:
     num_ranks, on_node = data.draw(st.sampled_from([(2, 2), (3, 3), (4, 2)]))
     megabytes = data.draw(st.lists(st.integers(2, 12), min_size=1, max_size=4))
     types = ["table_wise", "row_wise"] + (["table_row_wise"] if on_node < num_ranks else [])
@@ -193,37 +192,38 @@ def test_whether_tables_fit_is_what_trying_everything_finds(data: st.DataObject)
     }
     sizes = [(mb * 4001, 64) for mb in megabytes]
     tables = table_set(sizes, num_ranks, on_node, data.draw(st.integers(4, 20)) / 1000, device="cpu", options=options)
-    constraints = constraints_of(tables.tables, tables.demands)
-    choices = choices_of(tables.tables, constraints, tables.topology, 8, sharders(), {})
-    room = MemoryBudget(
-        np.asarray([d.storage.ddr for d in tables.topology.devices]), np.zeros(num_ranks, dtype=np.int64), on_node
-    )
-    found = try_all(choices, room)
-    if isinstance(found, InfeasiblePlan):
-        assert found.proven
-        assert found.missing_bytes > 0
-    assert isinstance(found, PartialPlan) == _fits_somehow(choices, room)
+    options_of_tables = estimated_options(tables.tables, tables.constraints, tables.topology, 8)
+    fits = _fits_somehow(options_of_tables, budget_of(tables.topology))
+    try:
+        made = make_plan(tables.tables, tables.constraints, tables.topology, 8)
+    except InfeasiblePlanError as error:
+        made, reason = None, str(error)
+    if made is not None:
+        assert fits
+        assert (made.cost.device_bytes <= made.cost.device_bytes_usable).all()
+    elif fits:
+        assert "no plan can exist" not in reason
 
 
-def _fits_somehow(choices: list, room: MemoryBudget) -> bool:  # type: ignore[type-arg]
+def _fits_somehow(options: list, budget: MemoryBudget) -> bool:  # type: ignore[type-arg]
     ways = []
-    for of_table in choices:
+    for of_table in options:
         ways.append([
-            (choice, ranks)
-            for choice in of_table
+            (option, ranks)
+            for option in of_table
             for ranks in {
-                "table_wise": [[rank] for rank in range(room.num_ranks)],
-                "row_wise": [list(range(room.num_ranks))],
+                "table_wise": [[rank] for rank in range(budget.num_ranks)],
+                "row_wise": [list(range(budget.num_ranks))],
                 "table_row_wise": [
-                    list(range(start, start + room.ranks_on_node))
-                    for start in range(0, room.num_ranks, room.ranks_on_node)
+                    list(range(start, start + budget.ranks_on_node))
+                    for start in range(0, budget.num_ranks, budget.ranks_on_node)
                 ],
-            }[choice.cut]
+            }[option.sharding_type]
         ])
     for way in itertools.product(*ways):
-        used = np.zeros(room.num_ranks)
-        for choice, ranks in way:
-            np.add.at(used, ranks, choice.device_bytes)
-        if (used <= room.device_bytes).all():
+        used = np.zeros(budget.num_ranks)
+        for option, ranks in way:
+            np.add.at(used, ranks, option.device_bytes)
+        if (used <= budget.device_bytes).all():
             return True
     return False

@@ -15,12 +15,16 @@ from torchrec.distributed.utils import add_params_from_parameter_sharding
 import lightning_distrec
 from lightning_distrec import TableOptions, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.planning.kernels import allowed_kernels, cache_share, refuse_other_storage
-from lightning_distrec.sharding.planning.named_options import left_whole, options_by_table
-from lightning_distrec.sharding.planning.plan import TableConstraints, constraints_of
+from lightning_distrec.sharding.planning.constraints import (
+    TableConstraints,
+    allowed_kernels,
+    check_storage,
+    torchrec_constraints,
+)
 from lightning_distrec.sharding.planning.planner import make_plan
-from lightning_distrec.sharding.planning.topology import NodeLayout
+from lightning_distrec.sharding.planning.table_options import options_by_table, replicated_collections
 from lightning_distrec.sharding.sharding_types import KERNELS
 from lightning_distrec.sharding.tables import Table, find_tables
 from tests.support.planned_tables import topology_of
@@ -86,12 +90,12 @@ def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherev
 def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may_take_it_back() -> None:
     given = {
         "*": {"sharding_types": ["row_wise"]},
-        "small_*": {"keep_whole": True},
-        "small_b": {"keep_whole": False, "pooling_factor": 2.0},
+        "small_*": {"replicated": True},
+        "small_b": {"replicated": False, "pooling_factor": 2.0},
     }
     options = options_by_table(tables_named("small_a", "small_b"), TableOptions(embedding_update="fused"), given)
-    assert options["ebc.small_a"] == TableOptions(keep_whole=True)
-    as_all = TableOptions(embedding_update="fused", sharding_types=["row_wise"], keep_whole=False, pooling_factor=2.0)
+    assert options["ebc.small_a"] == TableOptions(replicated=True)
+    as_all = TableOptions(embedding_update="fused", sharding_types=["row_wise"], replicated=False, pooling_factor=2.0)
     assert options["ebc.small_b"] == as_all
 
 
@@ -105,7 +109,7 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ({"t": {"sharding_typ": []}}, "no option 'sharding_typ'; did you mean 'sharding_types'"),
         ({"t": {"embedding_update": "fusd"}}, "'t'.: embedding_update='fusd' is not known; did you mean 'fused'"),
         ({"t": {"sharding_types": ["rowwise"]}}, "'rowwise' is not known; did you mean 'row_wise'"),
-        ({"t": {"sharding_types": []}}, "at least one way to cut"),
+        ({"t": {"sharding_types": []}}, "at least one sharding type"),
         ({"t": {"sharding_types": "row_wise"}}, r"sharding_types='row_wise': a list is needed. Write \['row_wise'\]"),
         ({"t": {"compute_kernels": ["fused_uvn"]}}, "compute_kernels: 'fused_uvn' is not known; did you mean 'fused"),
         ({"t": {"compute_kernels": []}}, "compute_kernels=.*at least one kernel"),
@@ -120,12 +124,12 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ({"t": {"device_group": "gpu"}}, "device_group='gpu' is not known; did you mean 'cpu'.*Use one of cpu, cuda"),
         ({"t": {"dtype": "fp8"}}, "dtype='fp8' is not known; did you mean 'fp"),
         (
-            {"t": {"keep_whole": True, "sharding_types": ["row_wise"]}},
-            r"tables\['t'\]: keep_whole=True: .* not planned, and sharding_types would change nothing. Leave it out",
+            {"t": {"replicated": True, "sharding_types": ["row_wise"]}},
+            r"tables\['t'\]: replicated=True: .* not planned, and sharding_types would change nothing. Leave it out",
         ),
         (
-            {"*": {"keep_whole": True}, "t": {"pooling_factor": 2.0, "dtype": "fp32"}},
-            "table 'ebc.t': keep_whole=True: .* pooling_factor and dtype would.* Leave them out",
+            {"*": {"replicated": True}, "t": {"pooling_factor": 2.0, "dtype": "fp32"}},
+            "table 'ebc.t': replicated=True: .* pooling_factor and dtype would.* Leave them out",
         ),
     ],
 )
@@ -157,7 +161,7 @@ def test_the_kernels_that_are_possible(types: list[str], kept_gradient: bool, de
 @pytest.mark.parametrize(
     ("types", "kept_gradient", "device", "why"),
     [
-        (["row_wise"], False, "cpu", "on cpu rows lie in the host's memory already"),
+        (["row_wise"], False, "cpu", "on cpu rows are in the host's memory already"),
         (["row_wise"], True, "cuda", "the optimizer steps on the rows itself"),
         (["data_parallel"], False, "cuda", "a data_parallel table has the dense kernel"),
     ],
@@ -172,27 +176,27 @@ def test_a_cache_is_refused_where_there_can_be_none(types: Any, kept_gradient: b
 
 def test_a_device_or_a_type_that_the_table_does_not_have_is_refused_with_what_to_do() -> None:
     (table,) = tables_named("t")
-    refuse_other_storage(table, TableOptions(device_group="cpu", dtype="fp32"), "cpu")
-    refuse_other_storage(table, TableOptions(device_group="cuda"), "cuda")
+    check_storage(table, TableOptions(device_group="cpu", dtype="fp32"), "cpu")
+    check_storage(table, TableOptions(device_group="cuda"), "cuda")
     with pytest.raises(ConfigError, match="'ebc.t': device_group='cuda', but this run is on cpu.*accelerator='gpu'"):
-        refuse_other_storage(table, TableOptions(device_group="cuda"), "cpu")
+        check_storage(table, TableOptions(device_group="cuda"), "cpu")
     with pytest.raises(ConfigError, match="device_group='cpu', but this run is on cuda.*accelerator='cpu'"):
-        refuse_other_storage(table, TableOptions(device_group="cpu"), "cuda")
+        check_storage(table, TableOptions(device_group="cpu"), "cuda")
     with pytest.raises(ConfigError, match="dtype='fp16', but .* rows of fp32.*data_type=DataType.FP16 in its"):
-        refuse_other_storage(table, TableOptions(dtype="fp16"), "cpu")
+        check_storage(table, TableOptions(dtype="fp16"), "cpu")
     root = nn.Module()
     root.item = nn.Embedding(10, 8, dtype=torch.float16)
     (plain,) = find_tables(root, Conversion("all")).tables
-    refuse_other_storage(plain, TableOptions(dtype="fp16"), "cpu")
+    check_storage(plain, TableOptions(dtype="fp16"), "cpu")
     with pytest.raises(ConfigError, match="table 'item': dtype='fp32', but .* fp16.*Embedding dtype=torch.float32"):
-        refuse_other_storage(plain, TableOptions(dtype="fp32"), "cpu")
+        check_storage(plain, TableOptions(dtype="fp32"), "cpu")
 
 
 def test_a_collection_is_left_whole_if_all_of_its_tables_are() -> None:
     tables = two_of_one_name()
-    assert left_whole(tables, {"t": {"keep_whole": True}}) == {"first", "second"}
-    assert left_whole(tables, {"first.*": {"keep_whole": True}, "elsewhere": {}}) == {"first"}
-    assert left_whole(tables_named("a", "b"), {"a": {"keep_whole": True}}) == set()
+    assert replicated_collections(tables, {"t": {"replicated": True}}) == {"first", "second"}
+    assert replicated_collections(tables, {"first.*": {"replicated": True}, "elsewhere": {}}) == {"first"}
+    assert replicated_collections(tables_named("a", "b"), {"a": {"replicated": True}}) == set()
 
 
 def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
@@ -200,9 +204,9 @@ def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
     configs = [EmbeddingConfig(name=n, embedding_dim=8, num_embeddings=9, feature_names=[n]) for n in "ab"]
     root.rows = EmbeddingCollection(tables=configs)
     tables = find_tables(root).tables
-    with pytest.raises(ConfigError, match=r"table 'rows.b': keep_whole=True, but .*all tables of 'rows', as 'rows.\*'"):
-        left_whole(tables, {"b": {"keep_whole": True}})
-    assert left_whole(tables, {"rows.*": {"keep_whole": True}}) == {"rows"}
+    with pytest.raises(ConfigError, match=r"table 'rows.b': replicated=True, but .*all tables of 'rows', as 'rows.\*'"):
+        replicated_collections(tables, {"b": {"replicated": True}})
+    assert replicated_collections(tables, {"rows.*": {"replicated": True}}) == {"rows"}
 
 
 def test_what_was_given_and_counted_reaches_the_planner_feature_by_feature() -> None:
@@ -210,7 +214,7 @@ def test_what_was_given_and_counted_reaches_the_planner_feature_by_feature() -> 
     name = tables[0].full_name
 
     def constraint(**changes: Any) -> Any:
-        return constraints_of(tables, {name: demand(**changes)})["t"]
+        return torchrec_constraints(tables, {name: demand(**changes)})["t"]
 
     assert constraint().pooling_factors == [POOLING_FACTOR, POOLING_FACTOR]
     assert constraint().batch_sizes is None
@@ -225,7 +229,7 @@ def test_tables_of_one_name_get_what_suits_both_or_an_error() -> None:
     tables = two_of_one_name()
 
     def both(first: TableConstraints, second: TableConstraints) -> Any:
-        return constraints_of(tables, {"first.t": first, "second.t": second})["t"]
+        return torchrec_constraints(tables, {"first.t": first, "second.t": second})["t"]
 
     found = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",), batch_size=4))
     assert (found.compute_kernels, found.pooling_factors, found.batch_sizes) == (["fused"], [9.0], None)
@@ -237,13 +241,14 @@ def test_tables_of_one_name_get_what_suits_both_or_an_error() -> None:
 
 def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() -> None:
     tables = tables_named("a", "b")
-    demands = {
+    constraints = {
         "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
         "ebc.b": demand(("fused",), batch_size=64, factors=(3.0,)),
     }
-    plan = make_plan(tables, demands, topology_of(NodeLayout.of_nodes(2), "cuda", 1 << 30), 16).plan
+    made = make_plan(tables, constraints, topology_of(NodeLayout.of_nodes(2), "cuda", 1 << 30), 16)
+    plan = made.for_torchrec([torch.device("cuda", 0), torch.device("cuda", 1)])
     assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == ("fused_uvm_caching", 0.25)
-    assert [cache_share(plan[name]) for name in ("ebc.a", "ebc.b")] == [0.25, None]
+    assert [made.tables[name].cache_load_factor for name in ("ebc.a", "ebc.b")] == [0.25, None]
     # What the kernel is made with.
     assert add_params_from_parameter_sharding(None, plan["ebc.a"])["cache_load_factor"] == 0.25
     assert (plan["ebc.b"].compute_kernel, plan["ebc.b"].cache_params) == ("fused", None)
@@ -258,7 +263,7 @@ strategy:
         sharding_types: [row_wise]
         batch_size: 64
       ebc.user_id: {compute_kernels: [fused, fused_uvm_caching], cache_load_factor: 0.1, pooling_factor: 3}
-      item_a: {keep_whole: true}
+      item_a: {replicated: true}
       item_b: {device_group: cpu, dtype: fp32, min_partition: 8, embedding_update: sparse}
     planning: {estimate_pooling: 4}
 """
@@ -269,7 +274,7 @@ SAID: dict[str, dict[str, Any]] = {
         "cache_load_factor": 0.1,
         "pooling_factor": 3.0,
     },
-    "item_a": {"keep_whole": True},
+    "item_a": {"replicated": True},
     "item_b": {"device_group": "cpu", "dtype": "fp32", "min_partition": 8, "embedding_update": "sparse"},
 }
 

@@ -13,12 +13,12 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import EnumerableShardingSpec
 
 from lightning_distrec.host_memory import cgroup_limits, host_memory_bytes
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.planning.device_placement import put_on_devices
-from lightning_distrec.sharding.planning.plan import TableConstraints
+from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.planning.topology import NodeLayout, RankMemory, make_topology
+from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import find_tables
 
@@ -54,12 +54,16 @@ def test_unequal_nodes_are_what_they_are() -> None:
     places = NodeLayout.gathered([(3, 3), (3, 3), (3, 3), (5, 1)])
     assert places.ranks_by_node == (3, 1)
     assert (places.num_nodes, places.ranks_on_node, places.alike) == (2, 3, False)
-    assert (places.neighbours(0), places.strangers(0), places.neighbours(3)) == ([1, 2], [3], [])
+    assert (places.ranks_on_same_node(0), places.ranks_on_other_nodes(0), places.ranks_on_same_node(3)) == (
+        [1, 2],
+        [3],
+        [],
+    )
 
 
 def test_ranks_dealt_out_in_turns_are_not_as_torchrec_takes_them_to_be() -> None:
     places = NodeLayout.gathered([(0, 2), (1, 2), (0, 2), (1, 2)])
-    assert (places.ranks_by_node, places.alike, places.neighbours(0)) == ((2, 2), False, [2])
+    assert (places.ranks_by_node, places.alike, places.ranks_on_same_node(0)) == ((2, 2), False, [2])
 
 
 def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> None:
@@ -112,11 +116,10 @@ def test_shards_lie_on_the_device_that_their_rank_has() -> None:
     table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     tables = find_tables(root).tables
-    demands = {"ebc.t": TableConstraints(("row_wise",), False, TableOptions())}
-    plan = make_plan(tables, demands, topology(NodeLayout.of_nodes(2, 1), GPU), BATCH).plan
+    constraints = {"ebc.t": TableConstraints(("row_wise",), False, TableOptions())}
+    plan = make_plan(tables, constraints, topology(NodeLayout.of_nodes(2, 1), GPU), BATCH)
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
-    put_on_devices(plan, devices)
-    spec = plan["ebc.t"].sharding_spec
+    spec = plan.for_torchrec(devices)["ebc.t"].sharding_spec
     assert isinstance(spec, EnumerableShardingSpec)
     assert [(s.placement.rank(), s.placement.device()) for s in spec.shards if s.placement] == [*enumerate(devices)]
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.planning.topology import NodeLayout
-from lightning_distrec.sharding.planning.traffic import (
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.traffic import (
     IDS,
+    REPLICATED_GRADIENTS,
     ROW_GRADIENTS,
     ROWS,
     TRAFFIC_KINDS,
-    WHOLE_GRADIENTS,
     Traffic,
     estimate_traffic,
 )
@@ -24,9 +24,9 @@ SIZES = 3 * 8
 """Numbers of lengths and of ids, and the batch's size, as int64."""
 
 
-def one(cut: str, places: NodeLayout, comms: QuantizedComms | None = None, **options: object) -> Traffic:
+def one(sharding_type: str, layout: NodeLayout, comms: QuantizedComms | None = None, **options: object) -> Traffic:
     """Return the traffic of one table of 24 rows and 8 columns, with 2 and 3 ids in an example's bags."""
-    return estimate_traffic([planned(cut=cut, places=places, **options)], places, BATCH, comms)
+    return estimate_traffic([planned(sharding_type=sharding_type, layout=layout, **options)], layout, BATCH, comms)
 
 
 def test_ids_go_to_the_rank_of_a_whole_table_and_bags_come_back() -> None:
@@ -66,62 +66,66 @@ def test_two_level_cuts_add_up_on_a_node_and_cross_nodes_once() -> None:
 def test_whole_tables_on_all_ranks_send_their_gradients_only() -> None:
     traffic = one("data_parallel", NodeLayout.equal(4, 2), update="dense")
     assert all(not traffic.sent(kind).any() for kind in (IDS, ROWS, ROW_GRADIENTS))
-    assert traffic.sent(WHOLE_GRADIENTS).tolist() == [2 * 3 / 4 * 24 * 8 * 4] * 4
+    assert traffic.sent(REPLICATED_GRADIENTS).tolist() == [2 * 3 / 4 * 24 * 8 * 4] * 4
     assert traffic.across_nodes().tolist() == [0, 288 * 4, 0, 288 * 4]
 
 
 def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None:
-    places = NodeLayout.equal(2, 2)
-    frozen, learns = (planned(cut="table_wise", places=places, ranks=[0], update=u) for u in ("frozen", "fused"))
-    assert not estimate_traffic([frozen], places, BATCH).sent(ROW_GRADIENTS).any()
-    both = estimate_traffic([frozen, learns], places, BATCH)
+    layout = NodeLayout.equal(2, 2)
+    frozen, learns = (
+        planned(sharding_type="table_wise", layout=layout, ranks=[0], update=u) for u in ("frozen", "fused")
+    )
+    assert not estimate_traffic([frozen], layout, BATCH).sent(ROW_GRADIENTS).any()
+    both = estimate_traffic([frozen, learns], layout, BATCH)
     assert both.sent(ROW_GRADIENTS).tolist() == both.sent(ROWS)[::-1].tolist()
 
 
 def test_rounded_rows_and_gradients_are_half_as_many_bytes() -> None:
-    places = NodeLayout.equal(4, 2)
-    for cut in ("table_wise", "row_wise", "table_row_wise"):
-        exact, rounded = (one(cut, places, comms) for comms in (None, QuantizedComms(forward="bf16")))
+    layout = NodeLayout.equal(4, 2)
+    for sharding_type in ("table_wise", "row_wise", "table_row_wise"):
+        exact, rounded = (one(sharding_type, layout, comms) for comms in (None, QuantizedComms(forward="bf16")))
         assert (2 * rounded.sent(ROWS)).tolist() == exact.sent(ROWS).tolist()
         assert rounded.sent(ROW_GRADIENTS).tolist() == exact.sent(ROW_GRADIENTS).tolist()
         assert rounded.sent(IDS).tolist() == exact.sent(IDS).tolist()
 
 
 def test_one_rank_sends_nothing() -> None:
-    places = NodeLayout.equal(1, 1)
-    traffic = estimate_traffic([planned(cut=c, places=places) for c in ("table_wise", "row_wise")], places, BATCH)
+    layout = NodeLayout.equal(1, 1)
+    traffic = estimate_traffic(
+        [planned(sharding_type=c, layout=layout) for c in ("table_wise", "row_wise")], layout, BATCH
+    )
     assert traffic.sent().tolist() == [0]
     assert traffic.between_nodes().tolist() == [[0]]
 
 
 @pytest.mark.parametrize(
-    "places", [NodeLayout.equal(12, 4), NodeLayout.equal(6, 3), NodeLayout.equal(8, 8), NodeLayout.equal(4, 1)]
+    "layout", [NodeLayout.equal(12, 4), NodeLayout.equal(6, 3), NodeLayout.equal(8, 8), NodeLayout.equal(4, 1)]
 )
 @pytest.mark.parametrize("kind", [*TRAFFIC_KINDS, None])
-def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(places: NodeLayout, kind: str | None) -> None:
-    traffic = planned_at_random(40, places, seed=3).traffic
+def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(layout: NodeLayout, kind: str | None) -> None:
+    traffic = planned_at_random(40, layout, seed=3).traffic
     matrix = traffic.matrix(kind)
-    node = np.arange(places.num_ranks) // places.ranks_on_node
+    node = np.arange(layout.num_ranks) // layout.ranks_on_node
     same = node[:, None] == node[None, :]
     assert not matrix.diagonal().any()
     assert traffic.sent(kind) == pytest.approx(matrix.sum(1))
     assert traffic.within_node(kind) == pytest.approx((matrix * same).sum(1))
     assert traffic.across_nodes(kind) == pytest.approx((matrix * ~same).sum(1))
-    blocks = matrix.reshape(places.num_nodes, places.ranks_on_node, places.num_nodes, places.ranks_on_node)
+    blocks = matrix.reshape(layout.num_nodes, layout.ranks_on_node, layout.num_nodes, layout.ranks_on_node)
     assert traffic.between_nodes(kind) == pytest.approx(blocks.sum((1, 3)))
 
 
-@pytest.mark.parametrize("cut", ["table_wise", "row_wise", "data_parallel"])
-@pytest.mark.parametrize("places", [NodeLayout.of_nodes(2, 1), NodeLayout((0, 1, 0, 1, 1))])
-def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(cut: str, places: NodeLayout) -> None:
-    traffic = one(cut, places, **({"ranks": [1]} if cut == "table_wise" else {}))
-    matrix, node = traffic.matrix(), np.asarray(places.node_of_rank)
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "data_parallel"])
+@pytest.mark.parametrize("layout", [NodeLayout.of_nodes(2, 1), NodeLayout((0, 1, 0, 1, 1))])
+def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(sharding_type: str, layout: NodeLayout) -> None:
+    traffic = one(sharding_type, layout, **({"ranks": [1]} if sharding_type == "table_wise" else {}))
+    matrix, node = traffic.matrix(), np.asarray(layout.node_of_rank)
     same = node[:, None] == node[None, :]
     assert traffic.within_node() == pytest.approx((matrix * same).sum(1))
     assert traffic.across_nodes() == pytest.approx((matrix * ~same).sum(1))
     assert traffic.across_nodes().any()
-    for a in range(places.num_nodes):
-        for b in range(places.num_nodes):
+    for a in range(layout.num_nodes):
+        for b in range(layout.num_nodes):
             assert traffic.between_nodes()[a, b] == pytest.approx(matrix[node == a][:, node == b].sum())
 
 
@@ -136,6 +140,6 @@ def test_thousands_of_ranks_take_no_time_per_pair() -> None:
 
 def test_a_cut_whose_exchanges_are_not_known_is_refused() -> None:
     with pytest.raises(
-        PlanError, match=r"table 'ebc.t' is cut 'grid_shard', whose exchanges are not known. Use one of"
+        PlanError, match=r"table 'ebc.t' is sharded 'grid_shard', whose exchanges are not known. Use one of"
     ):
         one("grid_shard", NodeLayout.equal(4, 2))

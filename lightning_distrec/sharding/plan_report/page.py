@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing beside it."""
+"""A plan as one self-contained HTML file."""
 
 import base64
 import os
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.plan_report.facts import Origin, PlanFacts
+from lightning_distrec.sharding.plan.planned_table import PlannedTable
+from lightning_distrec.sharding.plan.sharding_plan import Origin, ShardingPlan
+from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
 from lightning_distrec.sharding.plan_report.sentences import (
     headline,
@@ -19,19 +21,17 @@ from lightning_distrec.sharding.plan_report.sentences import (
     sent_in_words,
     time_in_words,
 )
-from lightning_distrec.sharding.planning.planned_tables import PlannedTable
-from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes, format_ranks
 
-MOST_ROWS = 25
-"""Tables of more rows are folded."""
-MOST_RANKS = 6
-"""More ranks than these are counted, if they do not follow one another."""
+MAX_ROWS = 25
+"""Longer tables are folded."""
+MAX_RANKS = 6
+"""Number of ranks that are listed one by one."""
 NO_PICTURES = (
-    "No pictures were drawn: matplotlib is not installed. Install it (pip install matplotlib), and write it again."
+    "No pictures were drawn: matplotlib is not installed. Install it (pip install matplotlib) and write the page again."
 )
 
-QUANTILES = (("least", 0.0), ("a quarter has at most", 0.25), ("half", 0.5), ("three quarters", 0.75), ("most", 1.0))
+QUANTILES = (("minimum", 0.0), ("25th percentile", 0.25), ("median", 0.5), ("75th percentile", 0.75), ("maximum", 1.0))
 
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1c2024; --faint: #5f6670; --line: #dfe3e8;
@@ -58,12 +58,12 @@ details > summary { cursor: pointer; }
 """
 
 
-def write_page(path: str | Path, facts: PlanFacts, pictures: dict[str, bytes] | None = None) -> None:
+def write_page(path: str | Path, plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> None:
     """Write the page of a plan; it is complete, or not there.
 
     pictures: as `draw_plan` returns them; None draws them, where matplotlib is installed. Folders are made.
     """
-    _write(Path(path), page(facts, pictures).encode())
+    _write(Path(path), page(plan, pictures).encode())
 
 
 def write_pictures(folder: str | Path, pictures: dict[str, bytes]) -> None:
@@ -82,22 +82,22 @@ def _write(path: Path, data: bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def page(facts: PlanFacts, pictures: dict[str, bytes] | None = None) -> str:
+def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
     """Return the page as HTML. pictures: see `write_page`."""
     if pictures is None and can_draw():
-        pictures = draw_plan(facts)
-    title = escape(headline(facts))
+        pictures = draw_plan(plan)
+    title = escape(headline(plan))
     parts = [
         f"<h1>{title}</h1>",
-        _findings(facts),
-        f'<p class="note">{_what_was_reckoned(facts)}</p>',
+        _findings(plan),
+        f'<p class="note">{_assumptions(plan)}</p>',
         *(_picture(name, data) for name, data in (pictures or {}).items()),
         "" if pictures is not None else f'<p class="note">{escape(NO_PICTURES)}</p>',
         "<h2>Ranks</h2>",
-        _ranks(facts),
+        _ranks(plan),
         "<h2>Tables</h2>",
-        _tables(facts),
-        *(["<h2>Where the numbers come from</h2>", _origins(facts.origins)] if facts.origins else []),
+        _tables(plan),
+        *(["<h2>Where the numbers come from</h2>", _origins(plan.origins)] if plan.origins else []),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     body = "\n".join(part for part in parts if part)
@@ -105,24 +105,24 @@ def page(facts: PlanFacts, pictures: dict[str, bytes] | None = None) -> str:
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def _findings(facts: PlanFacts) -> str:
-    said = [memory_in_words(facts.memory, "GPU" if facts.on_gpu else "host")]
-    if facts.host_memory is not None:
-        said.append(memory_in_words(facts.host_memory, "host"))
-    said += [
-        time_in_words(facts) or "How long a step takes is not known: the plan was not reckoned",
-        sent_in_words(facts),
+def _findings(plan: ShardingPlan) -> str:
+    found = [memory_in_words(plan.memory, "GPU" if plan.on_gpu else "host")]
+    if plan.host_memory is not None:
+        found.append(memory_in_words(plan.host_memory, "host"))
+    found += [
+        time_in_words(plan) or "The time of a step is not known: the plan was not estimated",
+        sent_in_words(plan),
     ]
-    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in said)}</ul>'
+    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in found)}</ul>'
 
 
-def _what_was_reckoned(facts: PlanFacts) -> str:
-    comms = facts.comms
-    travel = "float32" if comms.is_exact else f"{comms.forward}, their gradients as {comms.backward}"
-    said = f"Estimates for {facts.batch_size:,} examples per rank and step; rows travel as {travel}."
-    if facts.places.num_ranks > 1:
-        said += " Sums and averages over ranks are taken to go around in a ring."
-    return escape(said)
+def _assumptions(plan: ShardingPlan) -> str:
+    comms = plan.comms
+    types = "float32" if comms.is_exact else f"{comms.forward}, their gradients as {comms.backward}"
+    text = f"Estimates for {plan.batch_size:,} examples per rank and step; rows are sent as {types}."
+    if plan.layout.num_ranks > 1:
+        text += " Reductions over ranks are assumed to use rings."
+    return escape(text)
 
 
 def _picture(name: str, data: bytes) -> str:
@@ -130,26 +130,26 @@ def _picture(name: str, data: bytes) -> str:
     return f'<img alt="{escape(name.replace("_", " "))}" src="data:image/png;base64,{encoded}">'
 
 
-def _ranks(facts: PlanFacts) -> str:
-    """What each rank holds, takes and sends; of many ranks, what so many of them have at most."""
-    memory, sent = facts.memory, facts.traffic
+def _ranks(plan: ShardingPlan) -> str:
+    """Return memory, time and traffic of each rank; of many ranks, percentiles."""
+    memory, sent = plan.memory, plan.traffic
     columns: list[tuple[str, NDArray[Any], Callable[[float], str]]]
     columns = [("tables", memory.tables, format_bytes), ("usable memory", memory.usable, format_bytes)]
-    if facts.host_memory is not None:
-        columns.append(("tables on host", facts.host_memory.tables, format_bytes))
-    if facts.cost is not None:
-        columns.append(("estimated time", facts.cost.milliseconds_by_rank, milliseconds_in_words))
+    if plan.host_memory is not None:
+        columns.append(("tables on host", plan.host_memory.tables, format_bytes))
+    if plan.cost.known:
+        columns.append(("estimated time", plan.cost.milliseconds_by_rank, milliseconds_in_words))
     columns += [(f"sent: {kind}", sent.sent(kind), format_bytes) for kind in TRAFFIC_KINDS if sent.sent(kind).any()]
-    if sent.places.num_nodes > 1:
+    if sent.layout.num_nodes > 1:
         columns.append(("sent to other nodes", sent.across_nodes(), format_bytes))
-    num_ranks = facts.places.num_ranks
-    few = num_ranks <= MOST_ROWS
+    num_ranks = plan.layout.num_ranks
+    few = num_ranks <= MAX_ROWS
     names = [str(rank) for rank in range(num_ranks)] if few else [name for name, _ in QUANTILES]
     rows = [
-        [name, *(said(float(values[i] if few else _quantile(values, QUANTILES[i][1]))) for _, values, said in columns)]
+        [name, *(text(float(values[i] if few else _quantile(values, QUANTILES[i][1]))) for _, values, text in columns)]
         for i, name in enumerate(names)
     ]
-    first = "rank" if few else f"of {num_ranks:,} ranks"
+    first = "rank" if few else f"{num_ranks:,} ranks"
     return _html_table([first, *(name for name, _, _ in columns)], rows, numbers_from=1)
 
 
@@ -158,16 +158,26 @@ def _quantile(values: NDArray[Any], share: float) -> float:
     return float(ordered[round(share * (len(ordered) - 1))])
 
 
-def _tables(facts: PlanFacts) -> str:
+def _tables(plan: ShardingPlan) -> str:
     headings = [
-        *("table", "rows x dim", "bytes", "largest shard", "ids per example", "cut", "kernel", "update", "on ranks")
+        *(
+            "table",
+            "rows x dim",
+            "bytes",
+            "largest shard",
+            "ids per example",
+            "sharding type",
+            "kernel",
+            "update",
+            "ranks",
+        )
     ]
-    ordered = sorted(facts.tables, key=lambda table: -table.num_bytes)
-    shown = _html_table(headings, map(_row, ordered[:MOST_ROWS]), numbers_from=1, numbers_to=5)
-    if len(ordered) <= MOST_ROWS:
+    ordered = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)
+    shown = _html_table(headings, map(_row, ordered[:MAX_ROWS]), numbers_from=1, numbers_to=5)
+    if len(ordered) <= MAX_ROWS:
         return shown
-    rest = _html_table(headings, map(_row, ordered[MOST_ROWS:]), numbers_from=1, numbers_to=5)
-    return f"{shown}\n<details><summary>The other {len(ordered) - MOST_ROWS:,} tables</summary>{rest}</details>"
+    rest = _html_table(headings, map(_row, ordered[MAX_ROWS:]), numbers_from=1, numbers_to=5)
+    return f"{shown}\n<details><summary>The other {len(ordered) - MAX_ROWS:,} tables</summary>{rest}</details>"
 
 
 def _row(table: PlannedTable) -> list[str]:
@@ -178,20 +188,20 @@ def _row(table: PlannedTable) -> list[str]:
         format_bytes(table.num_bytes),
         format_bytes(table.largest_shard_bytes),
         f"{sum(table.pooling_factors):.3g}{kind}",
-        table.cut,
-        table.kernel,
+        table.sharding_type,
+        table.compute_kernel,
         table.update,
         _on_ranks(sorted(set(table.ranks.tolist()))),
     ]
 
 
 def _on_ranks(ranks: list[int]) -> str:
-    said = format_ranks(ranks)
-    return said if said.count(",") < MOST_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
+    text = format_ranks(ranks)
+    return text if text.count(",") < MAX_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
 def _origins(origins: Iterable[Origin]) -> str:
-    return _html_table(["what", "value", "from"], origins)
+    return _html_table(["quantity", "value", "origin"], origins)
 
 
 def _html_table(

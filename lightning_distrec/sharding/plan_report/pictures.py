@@ -1,6 +1,6 @@
 """Pictures of a plan: what ranks hold, how long they take, what they send, and the largest tables.
 
-Up to MOST_BARS ranks each have a bar; more are told as a curve, ranks in the order of their height.
+Up to MAX_BARS ranks each have a bar; of more ranks a curve is drawn, sorted by height.
 """
 
 import importlib.util
@@ -11,53 +11,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.plan_report.facts import MemoryOfRanks, PlanFacts
+from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, RankUsage, ShardingPlan
+from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.plan_report.sentences import (
     matrix_in_words,
     memory_in_words,
     sent_in_words,
     time_in_words,
 )
-from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS
-from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
 from lightning_distrec.units import format_bytes, quantity
 
-MOST_BARS = 64
-MOST_TABLES = 20
-MOST_NUMBERS = 8
-"""Up to so many rows, a matrix has its numbers written in."""
-LONGEST_NAME = 34
-"""Characters of a table's name beside its bar."""
-LEAST_SHARE = 0.02
+MAX_BARS = 64
+MAX_TABLES = 20
+MAX_NUMBERS = 8
+"""Matrices up to this many rows have their numbers written in."""
+MAX_LETTERS = 34
+"""Characters of a table's name next to its bar."""
+MIN_SHARE = 0.02
 """Where tables fill less than this of a memory, the picture shows them without the rest of it."""
 FAR_APART = 30
-"""Where the largest of a matrix is so many times its median, colours follow the logarithm."""
+"""Colours are logarithmic where the largest entry of a matrix exceeds this multiple of the median."""
 DOTS_PER_INCH = 110
 
 TEXT, FAINT, LIMIT, FREE, RESERVED = "#1c2024", "#9aa0a6", "#c0392b", "#e9edf1", "#b9bfc6"
 COLOURS = ("#2f6fb2", "#e08a1e", "#3ba392", "#b4589a", "#6d7885", "#a3b93a")
-"""Of what is stacked, from the bottom, and of cuts."""
+"""Of stacked parts, from the bottom, and of sharding types."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_plan(facts: PlanFacts) -> dict[str, bytes]:
+def draw_plan(plan: ShardingPlan) -> dict[str, bytes]:
     """Return name of a picture -> the picture, as PNG, in the order in which they are read. Needs matplotlib."""
-    return {name: _as_png(draw(facts)) for name, draw in _pictures(facts).items()}
+    return {name: _as_png(draw(plan)) for name, draw in _pictures(plan).items()}
 
 
-def _pictures(facts: PlanFacts) -> dict[str, Callable[[PlanFacts], Any]]:
+def _pictures(plan: ShardingPlan) -> dict[str, Callable[[ShardingPlan], Any]]:
     """Return those of the pictures that have something to show."""
-    pictures: dict[str, Callable[[PlanFacts], Any]] = {"memory": _draw_memory}
-    if facts.cost is not None:
+    pictures: dict[str, Callable[[ShardingPlan], Any]] = {"memory": _draw_memory}
+    if plan.cost.known:
         pictures["time"] = _draw_time
-    if facts.places.num_ranks > 1:
+    if plan.layout.num_ranks > 1:
         pictures["traffic"] = _draw_sent
-        if facts.places.num_ranks <= MOST_BARS or facts.places.num_nodes > 1:
+        if plan.layout.num_ranks <= MAX_BARS or plan.layout.num_nodes > 1:
             pictures["traffic_matrix"] = _draw_matrix
     pictures["tables"] = _draw_tables
     return pictures
@@ -69,24 +68,24 @@ def _as_png(figure: Any) -> bytes:
     return file.getvalue()
 
 
-def _draw_memory(facts: PlanFacts) -> Any:
-    kinds = [("GPU" if facts.on_gpu else "host", facts.memory)]
-    if facts.host_memory is not None:
-        kinds.append(("host", facts.host_memory))
+def _draw_memory(plan: ShardingPlan) -> Any:
+    kinds = [("GPU" if plan.on_gpu else "host", plan.memory)]
+    if plan.host_memory is not None:
+        kinds.append(("host", plan.host_memory))
     figure = _figure(9.5, 3.3 * len(kinds))
     for axes, (where, memory) in zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True):
         _memory(axes, memory, where)
     return figure
 
 
-def _memory(axes: Any, memory: MemoryOfRanks, where: str) -> None:
-    little = int(memory.tables.max()) < LEAST_SHARE * int(memory.usable.max())
+def _memory(axes: Any, memory: RankUsage, where: str) -> None:
+    little = int(memory.tables.max()) < MIN_SHARE * int(memory.usable.max())
     reserved = memory.capacity - memory.usable
     stacked = [("tables", memory.tables, COLOURS[0])]
     if not little:
         stacked.append(("free", np.maximum(memory.usable - memory.tables, 0), FREE))
         if reserved.any():
-            stacked.append(("reserved for all else", reserved, RESERVED))
+            stacked.append(("reserved", reserved, RESERVED))
     scale, unit = _scale(float(sum(part for _, part, _ in stacked).max()))  # type: ignore[union-attr]
     _stack(
         axes, [(name, part / scale, colour) for name, part, colour in stacked], by=memory.tables / scale, smooth=False
@@ -99,19 +98,18 @@ def _memory(axes: Any, memory: MemoryOfRanks, where: str) -> None:
     _legend(axes)
 
 
-def _draw_time(facts: PlanFacts) -> Any:
-    assert facts.cost is not None
-    by_rank, of_parts = facts.cost.milliseconds_by_rank, facts.cost.milliseconds
+def _draw_time(plan: ShardingPlan) -> Any:
+    by_rank, of_parts = plan.cost.milliseconds_by_rank, plan.cost.milliseconds
     parts = [(part, of_parts[:, i], COLOURS[i]) for i, part in enumerate(TIME_PARTS) if of_parts[:, i].any()]
-    return _draw_stack(parts, by_rank, "estimated ms a step", time_in_words(facts))
+    return _draw_stack(parts, by_rank, "estimated ms per step", time_in_words(plan))
 
 
-def _draw_sent(facts: PlanFacts) -> Any:
-    total = facts.traffic.sent()
+def _draw_sent(plan: ShardingPlan) -> Any:
+    total = plan.traffic.sent()
     scale, unit = _scale(float(total.max()))
-    kinds = [(kind, facts.traffic.sent(kind) / scale, COLOURS[i]) for i, kind in enumerate(TRAFFIC_KINDS)]
+    kinds = [(kind, plan.traffic.sent(kind) / scale, COLOURS[i]) for i, kind in enumerate(TRAFFIC_KINDS)]
     parts = [part for part in kinds if part[1].any()]
-    return _draw_stack(parts, total / scale, f"estimated {unit} sent a step", sent_in_words(facts))
+    return _draw_stack(parts, total / scale, f"estimated {unit} sent per step", sent_in_words(plan))
 
 
 def _draw_stack(parts: Sequence[tuple[str, Any, str]], total: NDArray[Any], unit: str, title: str) -> Any:
@@ -119,18 +117,18 @@ def _draw_stack(parts: Sequence[tuple[str, Any, str]], total: NDArray[Any], unit
     axes = figure.subplots()
     _stack(axes, parts, by=total)
     if len(total) > 1:
-        axes.axhline(total.mean(), color=TEXT, linewidth=1, linestyle=(0, (4, 3)), label="mean of ranks")
+        axes.axhline(total.mean(), color=TEXT, linewidth=1, linestyle=(0, (4, 3)), label="average of ranks")
     axes.set_ylabel(unit, color=TEXT)
     _title(axes, title)
     _legend(axes)
     return figure
 
 
-def _draw_matrix(facts: PlanFacts) -> Any:
+def _draw_matrix(plan: ShardingPlan) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    of_nodes = facts.places.num_nodes > 1
-    matrix = facts.traffic.between_nodes() if of_nodes else facts.traffic.matrix()
+    of_nodes = plan.layout.num_nodes > 1
+    matrix = plan.traffic.between_nodes() if of_nodes else plan.traffic.matrix()
     what, here = "node" if of_nodes else "rank", matrix.diagonal().copy()
     title = matrix_in_words(matrix, what)
     scale, unit = _scale(float((matrix - np.diag(here)).max()))
@@ -144,20 +142,20 @@ def _draw_matrix(facts: PlanFacts) -> Any:
     axes = figure.subplots()
     axes.set_facecolor(FREE)
     bar = figure.colorbar(axes.imshow(shown, cmap="YlGnBu", norm=norm, interpolation="nearest"), ax=axes, shrink=0.85)
-    bar.set_label(f"estimated {unit} a step{', logarithmic' if apart else ''}", color=TEXT)
-    if apart:  # powers of ten read badly beside a unit
+    bar.set_label(f"estimated {unit} per step{', logarithmic' if apart else ''}", color=TEXT)
+    if apart:  # powers of ten read badly next to a unit
         bar.ax.yaxis.set_major_formatter("{x:,.4g}")
         bar.ax.yaxis.set_minor_formatter("{x:,.4g}")
     bar.ax.tick_params(which="both", colors=TEXT, labelsize=9)
     bar.outline.set_visible(False)
-    if len(matrix) <= MOST_NUMBERS:
+    if len(matrix) <= MAX_NUMBERS:
         for (row, column), number in np.ndenumerate(shown):
             if row != column:
                 colour = "white" if norm(number) > 0.5 else TEXT
                 axes.text(column, row, f"{number:.3g}", ha="center", va="center", color=colour, size=9)
     _rank_ticks(axes.xaxis, len(matrix))
     _rank_ticks(axes.yaxis, len(matrix))
-    stays = f"\n(and {format_bytes(float(here.mean()))} stays on a node in the mean)" if of_nodes else ""
+    stays = f"\n(and {format_bytes(float(here.mean()))} stays on a node on average)" if of_nodes else ""
     axes.set_xlabel(f"to {what}{stays}", color=TEXT)
     axes.set_ylabel(f"from {what}", color=TEXT)
     axes.tick_params(colors=TEXT, labelsize=9)
@@ -167,21 +165,21 @@ def _draw_matrix(facts: PlanFacts) -> Any:
     return figure
 
 
-def _draw_tables(facts: PlanFacts) -> Any:
-    largest = sorted(facts.tables, key=lambda table: -table.num_bytes)[:MOST_TABLES]
-    shown, total = (sum(table.num_bytes for table in some) for some in (largest, facts.tables))
+def _draw_tables(plan: ShardingPlan) -> Any:
+    largest = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)[:MAX_TABLES]
+    shown, total = (sum(table.num_bytes for table in some) for some in (largest, plan.tables.values()))
     scale, unit = _scale(largest[0].num_bytes)
     figure = _figure(9.5, 1.2 + 0.29 * len(largest))
     axes = figure.subplots()
-    cuts = [cut for cut in SHARDING_TYPES if any(table.cut == cut for table in largest)]
-    for cut in cuts:
-        mine = [(place, table.num_bytes / scale) for place, table in enumerate(largest) if table.cut == cut]
-        places, sizes = zip(*mine, strict=True)
-        axes.barh(places, sizes, 0.74, color=COLOURS[SHARDING_TYPES.index(cut)], label=cut)
-    for place, table in enumerate(largest):
+    types = [kind for kind in SHARDING_TYPES if any(table.sharding_type == kind for table in largest)]
+    for kind in types:
+        mine = [(row, table.num_bytes / scale) for row, table in enumerate(largest) if table.sharding_type == kind]
+        rows, sizes = zip(*mine, strict=True)
+        axes.barh(rows, sizes, 0.74, color=COLOURS[SHARDING_TYPES.index(kind)], label=kind)
+    for row, table in enumerate(largest):
         axes.annotate(
             f"{format_bytes(table.num_bytes)}, {quantity(len(np.unique(table.ranks)), 'rank')}",
-            (table.num_bytes / scale, place),
+            (table.num_bytes / scale, row),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
@@ -193,12 +191,12 @@ def _draw_tables(facts: PlanFacts) -> Any:
     axes.set_xlim(0, 1.25 * largest[0].num_bytes / scale)
     axes.set_xlabel(f"{unit} of rows", color=TEXT)
     _style(axes)
-    if len(largest) == len(facts.tables):
+    if len(largest) == len(plan.tables):
         _title(axes, f"{quantity(len(largest), 'table')}: {format_bytes(total)} of rows")
     else:
         _title(
             axes,
-            f"The {len(largest)} largest of {len(facts.tables):,} tables have {shown / total:.0%} of all rows' bytes",
+            f"The {len(largest)} largest of {len(plan.tables):,} tables have {shown / total:.0%} of all rows' bytes",
         )
     _legend(axes, top_first=False)
     return figure
@@ -214,11 +212,11 @@ def _figure(width: float, height: float) -> Any:
 def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArray[Any], smooth: bool = True) -> None:
     """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `by`.
 
-    smooth: many ranks are told by the means of neighbours in the order, and a line for `by` itself.
+    smooth: of many ranks, averages of neighbours in that order are drawn, and a line for `by` itself.
     """
     num_ranks = len(by)
     bottom = np.zeros(num_ranks)
-    if num_ranks <= MOST_BARS:
+    if num_ranks <= MAX_BARS:
         for name, values, colour in parts:
             axes.bar(np.arange(num_ranks), values, 0.8, bottom=bottom, color=colour, label=name)
             bottom = bottom + values
@@ -227,8 +225,8 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArra
         _rank_ticks(axes.xaxis, num_ranks)
         axes.set_xlabel("rank", color=TEXT)
     else:
-        # Parts that each rank has in another share would be a thicket.
-        order = np.array_split(np.argsort(-by, kind="stable"), MOST_BARS if smooth else num_ranks)
+        # Neighbours with unlike parts would give a jagged picture, so that they are averaged.
+        order = np.array_split(np.argsort(-by, kind="stable"), MAX_BARS if smooth else num_ranks)
         ends = np.concatenate([[0], np.cumsum([len(some) for some in order])])
         bottom = np.zeros(len(order))
         for name, values, colour in parts:
@@ -242,7 +240,7 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArra
         bottom = np.append(bottom, by.max())
         axes.set_xlim(0, num_ranks)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel(f"all {num_ranks:,} ranks, the highest first", color=TEXT)
+        axes.set_xlabel(f"all {num_ranks:,} ranks, sorted", color=TEXT)
     axes.set_ylim(0, 1.05 * max(float(bottom.max()), 1e-9))
     axes.yaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
     _style(axes)
@@ -265,12 +263,12 @@ def _style(axes: Any) -> None:
         axes.spines[side].set_color(FAINT)
 
 
-def _title(axes: Any, said: str) -> None:
-    axes.set_title(said, loc="left", size=11.5, color=TEXT, pad=10)
+def _title(axes: Any, text: str) -> None:
+    axes.set_title(text, loc="left", size=11.5, color=TEXT, pad=10)
 
 
 def _legend(axes: Any, top_first: bool = True) -> None:
-    """Names beside the picture, in the order in which parts are stacked."""
+    """Write the names next to the picture, in the order in which parts are stacked."""
     handles, labels = axes.get_legend_handles_labels()
     order = -1 if top_first else 1
     axes.legend(
@@ -284,16 +282,16 @@ def _legend(axes: Any, top_first: bool = True) -> None:
     )
 
 
-def _scale(most: float) -> tuple[float, str]:
-    """Return the bytes of a unit in which `most` is a number that reads well, and its name."""
+def _scale(largest: float) -> tuple[float, str]:
+    """Return the bytes of a unit in which `largest` is a number that reads well, and its name."""
     scale, units = 1.0, ["B", "KiB", "MiB", "GiB", "TiB"]
-    while most / scale >= 1023.5 and len(units) > 1:
+    while largest / scale >= 1023.5 and len(units) > 1:
         scale *= 1024
         units.pop(0)
     return scale, units[0]
 
 
 def _short(name: str) -> str:
-    """Return a name that fits beside a bar: its end tells tables apart."""
-    name = name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
+    """Return the end of a name, by which tables differ, so that it fits next to a bar."""
+    name = name if len(name) <= MAX_LETTERS else f"...{name[3 - MAX_LETTERS :]}"
     return name.replace("$", r"\$")  # a dollar begins a formula to matplotlib

@@ -1,4 +1,4 @@
-"""A plan as text: what each table is, where its shards are, what it costs per rank, and what updates it."""
+"""The start table: each table with its sharding type, ranks and update, and what the plan costs per rank."""
 
 from collections.abc import Sequence
 
@@ -7,129 +7,128 @@ import torch
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from lightning_distrec.sharding.plan_report.facts import PlanFacts
-from lightning_distrec.sharding.planning.held_memory import held_bytes
-from lightning_distrec.sharding.planning.plan_cost import PlanCost
-from lightning_distrec.sharding.planning.planned_tables import PlannedTable
-from lightning_distrec.sharding.planning.traffic import Traffic
+from lightning_distrec.sharding.plan.planned_table import PlannedTable
+from lightning_distrec.sharding.plan.sharding_plan import PlanCost, ShardingPlan
+from lightning_distrec.sharding.plan.traffic import Traffic
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.units import format_bytes, format_ranks, quantity
 
 NARROWEST_COLUMNS = 150
 """Width of the printed table where the output is no terminal."""
-MOST_TABLES = 60
-"""So many tables are printed; of more, the largest."""
-MOST_RANKS = 8
-"""So many ranks are named one by one."""
+MAX_TABLES = 60
+"""Number of printed tables; of more, the largest are printed."""
+MAX_RANKS = 8
+"""Number of ranks that are listed one by one."""
 
 
 def print_plan(
-    facts: PlanFacts,
+    plan: ShardingPlan,
     output_dtype: torch.dtype | None = None,
     planned_with: str = "",
     console: Console | None = None,
 ) -> None:
     """Print the start table. Call it on one rank.
 
-    output_dtype: the type of looked up rows; None for float32. planned_with: a line about what the planner went by.
+    output_dtype: the type of looked up rows; None for float32. planned_with: a line about the planner's inputs.
     """
     console = console or Console()
     if not console.is_terminal:
         console = Console(width=NARROWEST_COLUMNS, file=console.file)
+    tables = list(plan.tables.values())
     text = TextTable(
-        title=_title(facts.places.num_ranks),
+        title=_title(plan.layout.num_ranks),
         title_justify="left",
-        caption=_memory(facts)
-        + _types(facts.tables, output_dtype)
-        + _travel(facts.comms)
-        + _time(facts.cost)
-        + _sent(facts.traffic)
-        + _rest(facts.tables)
+        caption=_memory(plan)
+        + _types(tables, output_dtype)
+        + _comms(plan.comms)
+        + _time(plan.cost)
+        + _sent(plan.traffic)
+        + _rest(tables)
         + (f"\n{planned_with}" if planned_with else ""),
         caption_justify="left",
     )
-    for heading in ("table", "rows x dim", "cut", "on ranks", "largest shard", "update", "why"):
+    for heading in ("table", "rows x dim", "sharding type", "ranks", "largest shard", "update", "why"):
         text.add_column(heading, justify="right" if heading in ("rows x dim", "largest shard") else "left")
-    for table in _printed(facts.tables):
+    for table in _printed(tables):
         text.add_row(
             table.name,
             f"{table.num_rows:,} x {table.dim}",
-            table.cut,
+            table.sharding_type,
             some_ranks_in_words(np.unique(table.ranks).tolist()),
             format_bytes(table.largest_shard_bytes),
             table.update,
-            table.why,
+            table.update_reason,
         )
     console.print(text)
 
 
 def some_ranks_in_words(ranks: list[int]) -> str:
-    """Return the ranks one by one, or how many they are where that would fill a line. ranks: sorted."""
-    said = format_ranks(ranks)
-    return said if said.count(",") < MOST_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
+    """Return the ranks one by one, or their number and range where there are many. ranks: sorted."""
+    text = format_ranks(ranks)
+    return text if text.count(",") < MAX_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
 def _printed(tables: Sequence[PlannedTable]) -> Sequence[PlannedTable]:
     """Return the tables that are printed, in their order."""
-    if len(tables) <= MOST_TABLES:
+    if len(tables) <= MAX_TABLES:
         return tables
-    largest = sorted(tables, key=lambda table: -table.num_rows * table.dim)[:MOST_TABLES]
+    largest = sorted(tables, key=lambda table: -table.num_rows * table.dim)[:MAX_TABLES]
     names = {table.name for table in largest}
     return [table for table in tables if table.name in names]
 
 
 def _rest(tables: Sequence[PlannedTable]) -> str:
-    more = len(tables) - MOST_TABLES
+    more = len(tables) - MAX_TABLES
     return f"\n{quantity(more, 'smaller table')} not shown; the callback PlanLogger writes them all" if more > 0 else ""
 
 
-def _time(cost: PlanCost | None) -> str:
-    """Return a line about the estimated time of a step, where it is known."""
-    if cost is None:
+def _time(cost: PlanCost) -> str:
+    """Return a line about the estimated time of a step, if it is known."""
+    if not cost.known:
         return ""
     by_rank = cost.milliseconds_by_rank
-    said = f"\nEstimated time for tables in a step: {cost.critical_path:.3g} ms"
+    line = f"\nEstimated time for tables, per step: {cost.critical_path:.3g} ms"
     if len(by_rank) == 1:
-        return said
+        return line
     mean = float(by_rank.mean())
     if cost.critical_path <= 1.005 * mean:
-        return f"{said} on every rank"
-    return f"{said} on the slowest rank ({int(by_rank.argmax())}), {mean:.3g} ms in the mean of ranks"
+        return f"{line} on every rank"
+    return f"{line} on the slowest rank ({int(by_rank.argmax())}), {mean:.3g} ms on average"
 
 
 def _sent(traffic: Traffic) -> str:
     """Return a line about what ranks send, where there are several."""
-    if traffic.places.num_ranks == 1:
+    if traffic.layout.num_ranks == 1:
         return ""
     sent, within, across = traffic.sent(), traffic.within_node(), traffic.across_nodes()
     nodes = ""
-    if traffic.places.num_nodes > 1:
+    if traffic.layout.num_nodes > 1:
         nodes = f" ({format_bytes(within.mean())} within its node, {format_bytes(across.mean())} across nodes)"
-    most = f"; the most, {format_bytes(sent.max())}, by rank {int(sent.argmax())}" if sent.max() > sent.min() else ""
-    return f"\nSent for tables by a rank in a step, estimated: {format_bytes(sent.mean())}{nodes}{most}"
+    largest = f"; most by rank {int(sent.argmax())}: {format_bytes(sent.max())}" if sent.max() > sent.min() else ""
+    return f"\nEstimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}{nodes}{largest}"
 
 
 def _title(num_ranks: int) -> str:
-    return f"Embedding tables over {'1 rank: nothing is shared out' if num_ranks == 1 else f'{num_ranks} ranks'}"
+    return f"Embedding tables over {'1 rank: nothing is sharded' if num_ranks == 1 else f'{num_ranks} ranks'}"
 
 
-def _memory(facts: PlanFacts) -> str:
-    held = held_bytes(facts.tables, facts.places.num_ranks)
-    per_rank = ", ".join(f"rank {rank}: {format_bytes(total)}" for rank, total in enumerate(held[:MOST_RANKS]))
-    more = f" ... largest {format_bytes(held.max())}" if len(held) > MOST_RANKS else ""
+def _memory(plan: ShardingPlan) -> str:
+    held = plan.table_bytes()
+    per_rank = ", ".join(f"rank {rank}: {format_bytes(total)}" for rank, total in enumerate(held[:MAX_RANKS]))
+    more = f" ... largest {format_bytes(held.max())}" if len(held) > MAX_RANKS else ""
     return f"Memory for tables, gradients and optimizer state: {per_rank}{more}"
 
 
-def _travel(comms: QuantizedComms) -> str:
-    """Return a line about how rows travel, where they are rounded for it."""
+def _comms(comms: QuantizedComms) -> str:
+    """Return a line about the types in which rows are sent, where they are rounded."""
     if comms.is_exact:
         return ""
-    ways = f"rows travel as {comms.forward}, their gradients as {comms.backward}"
-    return f"\nquantized_comms: {ways}: not the same numbers"
+    ways = f"rows are sent as {comms.forward}, their gradients as {comms.backward}"
+    return f"\nquantized_comms: {ways}, which rounds them"
 
 
 def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> str:
-    """Return a line about types where they are not all float32."""
+    """Return a line about types, unless all are float32."""
     rows = list(dict.fromkeys(_row_type(table) for table in tables))
     if rows == ["float32"] and output_dtype is None:
         return ""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_distrec.ranks import Ranks
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth
-from lightning_distrec.sharding.planning.topology import NodeLayout
 
 LEAST_BYTES, MOST_BYTES, GROWTH = 64 * 2**10, 64 * 2**20, 4
 """What a rank sends in one exchange: more and more, until that takes long enough."""
@@ -68,9 +68,9 @@ def _measurable(places: NodeLayout, device: torch.device) -> set[str]:
 def _measure(name: str, places: NodeLayout, device: torch.device, ranks: Ranks) -> float:
     """Collective. Return the bytes per second of one of them."""
     if name == "intra_node":
-        return _measure_exchange([places.neighbours(rank) for rank in range(places.num_ranks)], device, ranks)
+        return _measure_exchange([places.ranks_on_same_node(rank) for rank in range(places.num_ranks)], device, ranks)
     if name == "cross_node":
-        return _measure_exchange([places.strangers(rank) for rank in range(places.num_ranks)], device, ranks)
+        return _measure_exchange([places.ranks_on_other_nodes(rank) for rank in range(places.num_ranks)], device, ranks)
     ranks.all_gather(None)  # ranks of a node share its memory: they copy at the same time
     seconds, moved = ranks.all_or_none("measuring memory", partial(_measure_copies, name, device))
     return moved / max(ranks.all_gather(seconds))

@@ -1,4 +1,4 @@
-"""Tables on ranks while a plan is searched: what is chosen for each, and what every rank then has to do and hold."""
+"""Tables on ranks during the search: the chosen option of each table, and the time and memory of every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
 from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 
 Ranks = NDArray[np.intp]
-"""(S,): the rank of each shard of a choice."""
+"""(S,): the rank of each shard of an option."""
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What tables may take of every rank. R is the number of ranks."""
+    """The memory that tables may take of every rank. R is the number of ranks."""
 
     device_bytes: NDArray[np.int64]
     """(R,)."""
     host_bytes: NDArray[np.int64]
     """(R,)."""
     ranks_on_node: int
-    """Ranks of a node, for the cuts that give a table to one node."""
+    """Ranks of a node, for the sharding types that give a table to one node."""
 
     @property
     def num_ranks(self) -> int:
@@ -31,84 +31,102 @@ class MemoryBudget:
 
 
 class PartialPlan:
-    """A choice for each table, and a rank for each of its shards."""
+    """An option for each table, and a rank for each of its shards."""
 
-    def __init__(self, choices: Sequence[Sequence[EstimatedOption]], room: MemoryBudget) -> None:
-        self.choices = choices
-        self.room = room
-        self.chosen: list[int] = [-1] * len(choices)
-        """Number of the choice of each table; -1 while it is on no rank."""
-        self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(choices)
-        self.milliseconds = np.zeros(room.num_ranks)
+    def __init__(self, options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> None:
+        self.options = options
+        self.budget = budget
+        self.chosen: list[int] = [-1] * len(options)
+        """Number of the option of each table; -1 while the table is on no rank."""
+        self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(options)
+        self.milliseconds = np.zeros(budget.num_ranks)
         """(R,)."""
-        self.device_left = room.device_bytes.copy()
-        """(R,): what is left of the room."""
-        self.host_left = room.host_bytes.copy()
+        self.device_left = budget.device_bytes.copy()
+        """(R,): what is left of the budget."""
+        self.host_left = budget.host_bytes.copy()
         """(R,)."""
 
     def copy(self) -> "PartialPlan":
-        """Return a placement that can be changed by itself."""
-        twin = PartialPlan.__new__(PartialPlan)
-        twin.choices, twin.room = self.choices, self.room
-        twin.chosen, twin.ranks = list(self.chosen), list(self.ranks)
-        twin.milliseconds = self.milliseconds.copy()
-        twin.device_left, twin.host_left = self.device_left.copy(), self.host_left.copy()
-        return twin
+        """Return an independent copy."""
+        copied = PartialPlan.__new__(PartialPlan)
+        copied.options, copied.budget = self.options, self.budget
+        copied.chosen, copied.ranks = list(self.chosen), list(self.ranks)
+        copied.milliseconds = self.milliseconds.copy()
+        copied.device_left, copied.host_left = self.device_left.copy(), self.host_left.copy()
+        return copied
 
     @property
     def critical_path(self) -> float:
         """Milliseconds of the slowest rank."""
         return float(self.milliseconds.max())
 
-    def choice(self, table: int) -> EstimatedOption:
-        """Return what is chosen for a table that is placed."""
-        return self.choices[table][self.chosen[table]]
+    def option_of(self, table: int) -> EstimatedOption:
+        """Return the chosen option of a table that is on ranks."""
+        return self.options[table][self.chosen[table]]
 
     def put(self, table: int, number: int, ranks: Ranks) -> None:
-        """Place a table that is on no rank. ranks: see `find_ranks`."""
-        self._count(self.choices[table][number], ranks, 1)
+        """Put a table on ranks. ranks: see `find_ranks`."""
+        self._count(self.options[table][number], ranks, 1)
         self.chosen[table], self.ranks[table] = number, ranks
 
     def take(self, table: int) -> tuple[int, Ranks]:
         """Take a table off its ranks; returns what `put` takes to undo it."""
         number, ranks = self.chosen[table], self.ranks[table]
-        self._count(self.choices[table][number], ranks, -1)
+        self._count(self.options[table][number], ranks, -1)
         self.chosen[table] = -1
         return number, ranks
 
-    def _count(self, choice: EstimatedOption, ranks: Ranks, sign: int) -> None:
-        if choice.cut in EVERY_RANK_TYPES:
-            self.milliseconds += sign * choice.milliseconds
-            self.device_left -= sign * choice.device_bytes
-            self.host_left -= sign * choice.host_bytes
+    def _count(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
+        if option.sharding_type in EVERY_RANK_TYPES:
+            self.milliseconds += sign * option.milliseconds
+            self.device_left -= sign * option.device_bytes
+            self.host_left -= sign * option.host_bytes
         else:
-            np.add.at(self.milliseconds, ranks, sign * choice.milliseconds)
-            np.subtract.at(self.device_left, ranks, sign * choice.device_bytes)
-            np.subtract.at(self.host_left, ranks, sign * choice.host_bytes)
+            np.add.at(self.milliseconds, ranks, sign * option.milliseconds)
+            np.subtract.at(self.device_left, ranks, sign * option.device_bytes)
+            np.subtract.at(self.host_left, ranks, sign * option.host_bytes)
 
-    def find_ranks(self, choice: EstimatedOption, by_memory: bool = False) -> Ranks | None:
-        """Return ranks with room for the choice's shards, those with least to do; None where there are none.
+    def find_ranks(self, option: EstimatedOption, by_memory: bool = False) -> Ranks | None:
+        """Return ranks with memory for the option's shards, those with the least work; None where there are none.
 
-        by_memory: those with most memory left instead.
+        by_memory: those with the most memory left instead.
         """
-        if choice.cut in EVERY_RANK_TYPES:
-            fits = bool((choice.device_bytes <= self.device_left).all() and (choice.host_bytes <= self.host_left).all())
-            return np.arange(self.room.num_ranks) if fits else None
-        if choice.cut == "table_row_wise":
-            return self._node_in_order(choice, by_memory)
-        if choice.cut == "table_column_wise":
-            return self._on_one_node(choice, by_memory)
-        return self._anywhere(choice, 0, self.room.num_ranks, by_memory)
+        if option.sharding_type in EVERY_RANK_TYPES:
+            fits = bool((option.device_bytes <= self.device_left).all() and (option.host_bytes <= self.host_left).all())
+            return np.arange(self.budget.num_ranks) if fits else None
+        if option.sharding_type == "table_row_wise":
+            return self._node_in_order(option, by_memory)
+        if option.sharding_type == "table_column_wise":
+            return self._on_one_node(option, by_memory)
+        return self._anywhere(option, 0, self.budget.num_ranks, by_memory)
 
-    def _anywhere(self, choice: EstimatedOption, start: int, stop: int, by_memory: bool) -> Ranks | None:
+    def tables_on_slowest(self) -> list[int]:
+        """Return the tables with a shard on the slowest rank, those that take most of its time first."""
+        slowest = int(self.milliseconds.argmax())
+        found: list[tuple[float, int]] = []
+        for table, ranks in enumerate(self.ranks):
+            option = self.option_of(table)
+            if option.sharding_type in EVERY_RANK_TYPES:
+                found.append((float(option.milliseconds[slowest]), table))
+            elif (here := ranks == slowest).any():
+                found.append((float(option.milliseconds[here].sum()), table))
+        return [table for _, table in sorted(found, key=lambda pair: (-pair[0], pair[1]))]
+
+    def recount(self) -> None:
+        """Add up the ranks' times again, without the rounding errors of all moves."""
+        self.milliseconds = np.zeros(self.budget.num_ranks)
+        for table, ranks in enumerate(self.ranks):
+            np.add.at(self.milliseconds, ranks, self.option_of(table).milliseconds)
+
+    def _anywhere(self, option: EstimatedOption, start: int, stop: int, by_memory: bool) -> Ranks | None:
         """Return a rank of start..stop for each shard."""
-        ranks = np.empty(len(choice.which), dtype=np.intp)
+        ranks = np.empty(len(option.which), dtype=np.intp)
         busy = self.milliseconds[start:stop]
         device, host = self.device_left[start:stop], self.host_left[start:stop]
         if len(ranks) > 1:
             busy, device, host = busy.copy(), device.copy(), host.copy()
         for i, (time, on_device, on_host) in enumerate(
-            zip(choice.milliseconds, choice.device_bytes, choice.host_bytes, strict=True)
+            zip(option.milliseconds, option.device_bytes, option.host_bytes, strict=True)
         ):
             fits = (device >= on_device) & (host >= on_host)
             rank = int(np.where(fits, -(device + host) if by_memory else busy, np.inf).argmin())
@@ -121,23 +139,23 @@ class PartialPlan:
                 host[rank] -= on_host
         return ranks
 
-    def _node_in_order(self, choice: EstimatedOption, by_memory: bool) -> Ranks | None:
+    def _node_in_order(self, option: EstimatedOption, by_memory: bool) -> Ranks | None:
         """Return the ranks of one node: the first shard goes to its first rank, and so on."""
-        on_node = self.room.ranks_on_node
+        on_node = self.budget.ranks_on_node
         device, host = self.device_left.reshape(-1, on_node), self.host_left.reshape(-1, on_node)
-        fits = ((device >= choice.device_bytes) & (host >= choice.host_bytes)).all(axis=1)
-        then = (self.milliseconds.reshape(-1, on_node) + choice.milliseconds).max(axis=1)
+        fits = ((device >= option.device_bytes) & (host >= option.host_bytes)).all(axis=1)
+        then = (self.milliseconds.reshape(-1, on_node) + option.milliseconds).max(axis=1)
         if by_memory:
             then = -(device + host).min(axis=1)
         node = int(np.where(fits, then, np.inf).argmin())
         return node * on_node + np.arange(on_node) if fits[node] else None
 
-    def _on_one_node(self, choice: EstimatedOption, by_memory: bool) -> Ranks | None:
-        """Return ranks of one node: the one with least to do whose ranks have room."""
-        on_node = self.room.ranks_on_node
+    def _on_one_node(self, option: EstimatedOption, by_memory: bool) -> Ranks | None:
+        """Return ranks of one node: the one with the least work whose ranks have memory."""
+        on_node = self.budget.ranks_on_node
         load = -(self.device_left + self.host_left) if by_memory else self.milliseconds
         for node in np.argsort(load.reshape(-1, on_node).sum(axis=1), kind="stable"):
-            ranks = self._anywhere(choice, int(node) * on_node, (int(node) + 1) * on_node, by_memory)
+            ranks = self._anywhere(option, int(node) * on_node, (int(node) + 1) * on_node, by_memory)
             if ranks is not None:
                 return ranks
         return None

@@ -1,158 +1,166 @@
-"""Tables, what each may be, and a topology in; the plan and what it costs out. Runs on one rank, see plan_together."""
+"""Makes plans, and estimates plans from elsewhere. Runs on one rank, without exchanges."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.sharding_plan import placement as place_name
-from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
 from lightning_distrec.errors import InfeasiblePlanError
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.planned_table import PlannedShard, PlannedTable
+from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, PlanCost, ShardingPlan
+from lightning_distrec.sharding.planning.constraints import (
+    TableConstraints,
+    check_sequence_widths,
+    torchrec_constraints,
+)
 from lightning_distrec.sharding.planning.infeasible import (
     InfeasiblePlan,
     fits_alone,
-    no_choice_fits,
-    too_much_together,
-    try_all,
+    no_option_fits,
+    pack_by_memory,
+    too_large_together,
 )
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
-from lightning_distrec.sharding.planning.plan import (
-    TableConstraints,
-    check_sequence_widths,
-    constraints_of,
-)
-from lightning_distrec.sharding.planning.plan_cost import TIME_PARTS, PlanCost
-from lightning_distrec.sharding.planning.search import search
+from lightning_distrec.sharding.planning.search import GOOD_ENOUGH, Search, Totals, proposals
 from lightning_distrec.sharding.planning.sharding_options import (
     EstimatedOption,
     capacities,
-    choices_of,
-    estimated,
-    unlike,
+    estimated_options,
+    options_of_plan,
+    without_duplicates,
 )
-from lightning_distrec.sharding.sharders import ShardingByTable, sharders
-from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 from lightning_distrec.sharding.tables import Table
 
 
-@dataclass(frozen=True)
-class MadePlan:
-    """Where tables go, and what that costs."""
-
-    plan: ShardingByTable
-    cost: PlanCost
-    lower_bound: float | None = None
-    """Milliseconds that no plan's critical path is below; None for a plan that was not searched for."""
-
-
 def make_plan(
-    tables: Sequence[Table], demands: Mapping[str, TableConstraints], topology: Topology, batch_size: int, seed: int = 0
-) -> MadePlan:
-    """Return a place for every table, so that the slowest rank has little to do. Equal input gives equal plans.
+    tables: Sequence[Table],
+    constraints: Mapping[str, TableConstraints],
+    topology: Topology,
+    batch_size: int,
+    seed: int = 0,
+) -> ShardingPlan:
+    """Return the plan that was found with the least time on the slowest rank. Equal input gives equal plans.
 
-    topology: its memory is what tables and their exchange may take: what is reserved for all else is taken off.
-    torchrec's estimators say what each way to cut a table costs; the search is ours, see search.py.
-    Raises InfeasiblePlanError: the tables do not fit, with the one that finds no room and the bytes that are missing.
-    PlanError: what was said of tables cannot be.
+    constraints: by full name. topology: its memory is what tables and their exchange may take, without what is
+    reserved. torchrec's estimators give the cost of each option; the search is ours, see search.py.
+    Raises InfeasiblePlanError: the tables do not fit, with the one that does not and the bytes that are missing.
+    PlanError: options of tables contradict each other.
     """
     tables = list(tables)
-    check_sequence_widths(tables, demands)
-    constraints = constraints_of(tables, demands)
-    update_bytes = {name: (demand.bytes_per_element, demand.bytes_per_row) for name, demand in demands.items()}
-    choices = choices_of(tables, constraints, topology, batch_size, sharders(), update_bytes)
-    room = room_of(topology)
-    fitting = [[choice for choice in unlike(of_table) if fits_alone(choice, room)] for of_table in choices]
-    for number, of_table in enumerate(fitting):
+    check_sequence_widths(tables, constraints)
+    all_options = estimated_options(tables, constraints, topology, batch_size)
+    budget = budget_of(topology)
+    options = [
+        [option for option in without_duplicates(of_table) if fits_alone(option, budget)] for of_table in all_options
+    ]
+    for number, of_table in enumerate(options):
         if not of_table:
-            raise InfeasiblePlanError(
-                _why_no_plan(tables, no_choice_fits(choices[number], number, room), topology, batch_size)
-            )
-    shortage = too_much_together(fitting, room)
-    found = None if shortage else search(fitting, room, seed)
-    if found is None:
-        instead = shortage or try_all(fitting, room)
-        if isinstance(instead, InfeasiblePlan):
-            raise InfeasiblePlanError(_why_no_plan(tables, instead, topology, batch_size))
-        found = search(fitting, room, seed, start=instead)
-        assert found is not None
-    return MadePlan(_as_plan(tables, found.placement, topology), cost_of_placement(found.placement), found.lower_bound)
+            raise _error(tables, no_option_fits(all_options[number], number, budget), topology, batch_size)
+    totals = Totals(options, budget)
+    starts = proposals(options, totals, budget)
+    if not starts:
+        packed = too_large_together(options, budget) or pack_by_memory(options, budget)
+        if isinstance(packed, InfeasiblePlan):
+            raise _error(tables, packed, topology, batch_size)
+        starts = [packed]
+    found = Search(options, budget.num_ranks, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
+    plan = ShardingPlan(
+        layout=NodeLayout.equal(topology.world_size, topology.local_world_size),
+        device=topology.compute_device,
+        tables={
+            table.full_name: _planned(table, found.option_of(number), found.ranks[number].tolist())
+            for number, table in enumerate(tables)
+        },
+        cost=replace(_cost(found), lower_bound=totals.lower_bound),
+    )
+    return _described(plan, tables, constraints, batch_size)
 
 
-def room_of(topology: Topology) -> MemoryBudget:
+def estimate_plan(
+    plan: ShardingPlan,
+    tables: Sequence[Table],
+    constraints: Mapping[str, TableConstraints],
+    topology: Topology,
+    batch_size: int,
+) -> ShardingPlan:
+    """Return a plan that was not searched for here, of a file or an earlier run, with its cost for these tables."""
+    tables = list(tables)
+    options = options_of_plan(tables, plan, constraints, topology, batch_size)
+    on_ranks = PartialPlan([[option] for option in options], budget_of(topology))
+    for number, table in enumerate(tables):
+        on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
+    return _described(replace(plan, cost=_cost(on_ranks)), tables, constraints, batch_size)
+
+
+def budget_of(topology: Topology) -> MemoryBudget:
     """Return what tables may take of every rank."""
     return MemoryBudget(*capacities(topology), topology.local_world_size)
 
 
-def cost_of_plan(
-    tables: Sequence[Table],
-    plan: ShardingByTable,
-    demands: Mapping[str, TableConstraints],
-    topology: Topology,
-    batch_size: int,
-) -> PlanCost:
-    """Return what a plan costs that was not searched for here: one from a file, or of an earlier run."""
-    tables = list(tables)
-    update_bytes = {name: (demand.bytes_per_element, demand.bytes_per_row) for name, demand in demands.items()}
-    choices = estimated(tables, plan, constraints_of(tables, demands), topology, batch_size, sharders(), update_bytes)
-    placement = PartialPlan([[choice] for choice in choices], room_of(topology))
-    for number, table in enumerate(tables):
-        ranks = range(topology.world_size) if choices[number].cut in EVERY_RANK_TYPES else plan[table.full_name].ranks
-        placement.put(number, 0, np.asarray(ranks, dtype=np.intp))
-    return cost_of_placement(placement)
+def _described(
+    plan: ShardingPlan, tables: list[Table], constraints: Mapping[str, TableConstraints], batch_size: int
+) -> ShardingPlan:
+    """Return the plan with what reports need to know of its tables."""
+    by_name = torchrec_constraints(tables, constraints)
+    described = {
+        table.full_name: replace(
+            plan.tables[table.full_name],
+            collection=table.collection,
+            pooled=table.pooled,
+            weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
+            pooling_factors=tuple(by_name[table.name].pooling_factors),
+            update=wanted.update,
+            update_reason=wanted.update_reason,
+            update_bytes_per_element=wanted.bytes_per_element,
+            update_bytes_per_row=wanted.bytes_per_row,
+        )
+        for table in tables
+        for wanted in [constraints[table.full_name]]
+    }
+    return replace(plan, tables=described, batch_size=batch_size)
 
 
-def cost_of_placement(placement: PartialPlan) -> PlanCost:
-    """Return what every rank does and holds."""
-    room = placement.room
-    parts = np.zeros((room.num_ranks, len(TIME_PARTS)))
-    for table, ranks in enumerate(placement.ranks):
-        choice = placement.choice(table)
-        np.add.at(parts, ranks, choice.milliseconds_by_part[choice.which])
+def _planned(table: Table, option: EstimatedOption, ranks: list[int]) -> PlannedTable:
+    return PlannedTable(
+        name=table.full_name,
+        num_rows=table.config.num_embeddings,
+        dim=table.config.embedding_dim,
+        data_type=table.config.data_type.value,
+        sharding_type=option.sharding_type,
+        compute_kernel=option.kernel,
+        shards=tuple(map(PlannedShard, ranks, option.offsets, option.sizes)),
+        cache_load_factor=option.cache_load_factor,
+    )
+
+
+def _cost(found: PartialPlan) -> PlanCost:
+    """Return the time and the memory of every rank."""
+    budget = found.budget
+    parts = np.zeros((budget.num_ranks, len(TIME_PARTS)))
+    for table, ranks in enumerate(found.ranks):
+        option = found.option_of(table)
+        np.add.at(parts, ranks, option.milliseconds_by_part[option.which])
     return PlanCost(
         milliseconds=parts,
-        device_bytes=room.device_bytes - placement.device_left,
-        host_bytes=room.host_bytes - placement.host_left,
-        device_bytes_usable=room.device_bytes,
-        host_bytes_usable=room.host_bytes,
+        device_bytes=budget.device_bytes - found.device_left,
+        host_bytes=budget.host_bytes - found.host_left,
+        device_bytes_usable=budget.device_bytes,
+        host_bytes_usable=budget.host_bytes,
     )
 
 
-def _as_plan(tables: Sequence[Table], placement: PartialPlan, topology: Topology) -> ShardingByTable:
-    return {
-        table.full_name: _as_sharding(placement.choice(number), placement.ranks[number].tolist(), topology)
-        for number, table in enumerate(tables)
-    }
-
-
-def _as_sharding(choice: EstimatedOption, ranks: list[int], topology: Topology) -> ParameterSharding:
-    spec = None
-    if choice.cut != "data_parallel":
-        spec = EnumerableShardingSpec([
-            ShardMetadata(
-                shard_sizes=list(size),
-                shard_offsets=list(offset),
-                placement=place_name(topology.compute_device, rank, topology.local_world_size),
-            )
-            for size, offset, rank in zip(choice.sizes, choice.offsets, ranks, strict=True)
-        ])
-    return ParameterSharding(
-        sharding_type=choice.cut,
-        compute_kernel=choice.kernel,
-        ranks=ranks,
-        sharding_spec=spec,
-        cache_params=choice.cache_params,
-    )
-
-
-def _why_no_plan(tables: Sequence[Table], shortage: InfeasiblePlan, topology: Topology, batch_size: int) -> str:
+def _error(
+    tables: Sequence[Table], infeasible: InfeasiblePlan, topology: Topology, batch_size: int
+) -> InfeasiblePlanError:
     sizes = [table.parameter.numel() * table.parameter.element_size() for table in tables]
     usable = int(capacities(topology)[0].min())
-    found = "no plan can exist" if shortage.proven else "no plan was found, which does not prove that there is none"
-    return (
-        f"the tables do not fit: table '{tables[shortage.table].full_name}' {shortage.why}. There are {len(tables)} "
-        f"tables of {sum(sizes):,} bytes, and {topology.world_size} ranks with at least {usable:,} bytes each for "
-        f"tables, what updates them and their exchange at batch_size_per_rank={batch_size} (memory_bytes_per_rank less "
-        f"planning.reserve): {found}. Use more ranks, allow more ways to cut the table (sharding_types), or give "
-        "more memory."
+    found = "no plan can exist" if infeasible.proven else "no plan was found, which does not prove that there is none"
+    return InfeasiblePlanError(
+        f"the tables do not fit: table '{tables[infeasible.table].full_name}' {infeasible.why}. There are "
+        f"{len(tables)} tables of {sum(sizes):,} bytes, and {topology.world_size} ranks with at least {usable:,} bytes "
+        f"each for tables, what updates them and their exchange at batch_size_per_rank={batch_size} "
+        f"(memory_bytes_per_rank less planning.reserve): {found}. Use more ranks, allow more sharding types for the "
+        "table (sharding_types), or give more memory."
     )

@@ -1,190 +1,257 @@
-"""Search for the placement whose slowest rank has least to do: proposals by prices, then moves of single tables.
+"""Searches for the plan whose slowest rank has the least work: proposals by prices of memory, then moves of tables.
 
-A table's choices differ in time and memory. For given prices of memory, and a limit on one shard's time, the best
-choice of each table is known at once; placing the chosen shards, largest first, on the ranks with least to do gives a
-placement. The best of those are then improved, see moves.py.
+A table's options differ in time and memory. For given prices of memory and a limit on one shard's time, the best
+option of each table is known at once; packing the chosen shards, largest first, onto the ranks with the least work
+gives a proposal. The best proposals are then improved: tables of the slowest rank move to other ranks or options, one
+at a time; and several random tables are put again at once, to leave a plan that no single move improves.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.planning.moves import Effort, polish, thrown_about
-from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
+from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan, Ranks
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
 from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
 
+Options = Sequence[Sequence[EstimatedOption]]
+"""The options of each table."""
+
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
-"""What all memory of a kind costs, in units of all time that the tables need."""
+"""The price of all memory of a kind, in units of all time that the tables need."""
 MAX_COMBINATIONS = 300
-"""So many of all tables' choices are looked at one by one, in place of prices."""
+"""Up to this number, all combinations of options are proposed instead of those of prices."""
 NUM_PRICES = 6
-"""Prices that are tried from the first on at which tables find room."""
+"""Number of prices that are tried from the first on at which tables fit."""
 NUM_STARTS = 4
-"""Placements that are improved."""
+"""Number of proposals that are improved."""
 NUM_LIMITS = 10
-"""Limits on one shard's time that are tried at each price."""
-
-
+"""Number of limits on one shard's time that are tried at each price."""
 GOOD_ENOUGH = 1 + 1e-6
-"""Times the lower bound, at which nothing more is tried."""
+"""The search stops at this multiple of the lower bound."""
+STEEPNESS = 16
+"""Power in which ranks' times are added up, to see progress while several ranks are equally slow."""
 
 
 class Totals:
-    """Sums over the shards of every choice, as arrays of (tables, most choices of one)."""
+    """Sums over the shards of every option, as arrays of (tables, largest number of options)."""
 
-    def __init__(self, choices: Sequence[Sequence[EstimatedOption]], room: MemoryBudget) -> None:
-        shape = (len(choices), max(len(of_table) for of_table in choices))
+    def __init__(self, options: Options, budget: MemoryBudget) -> None:
+        shape = (len(options), max(len(of_table) for of_table in options))
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
         self.device, self.host = np.zeros(shape), np.zeros(shape)
-        cuts = sorted({choice.cut for of_table in choices for choice in of_table})
-        self.with_cut = {cut: np.zeros(shape, dtype=bool) for cut in cuts}
-        """Cut -> (tables, most choices of one): the choices that have it."""
-        for t, of_table in enumerate(choices):
-            for c, choice in enumerate(of_table):
-                self.time[t, c] = choice.milliseconds.sum()
-                self.longest[t, c] = choice.milliseconds.max()
-                self.device[t, c] = choice.device_bytes.sum()
-                self.host[t, c] = choice.host_bytes.sum()
-                self.with_cut[choice.cut][t, c] = True
-        self.least = float(self.time.min(axis=1).sum())
-        """Milliseconds of all tables on all ranks together, at the least."""
-        self.lower_bound = max(self.least / room.num_ranks, float(self.longest.min(axis=1).max()))
-        """No placement has a shorter critical path than this."""
+        types = sorted({option.sharding_type for of_table in options for option in of_table})
+        self.with_type = {kind: np.zeros(shape, dtype=bool) for kind in types}
+        """Sharding type -> (tables, largest number of options): the options that have it."""
+        for t, of_table in enumerate(options):
+            for o, option in enumerate(of_table):
+                self.time[t, o] = option.milliseconds.sum()
+                self.longest[t, o] = option.milliseconds.max()
+                self.device[t, o] = option.device_bytes.sum()
+                self.host[t, o] = option.host_bytes.sum()
+                self.with_type[option.sharding_type][t, o] = True
+        self.min_time = float(self.time.min(axis=1).sum())
+        """Milliseconds of all tables on all ranks together, with the fastest option of each."""
+        self.lower_bound = max(self.min_time / budget.num_ranks, float(self.longest.min(axis=1).max()))
+        """No plan has a shorter critical path than this."""
 
-    def best_choices(self, prices: tuple[float, float], limit: float, cut: str, room: MemoryBudget) -> NDArray[np.intp]:
-        """Return each table's best choice at these prices of memory (device, host), none of its shards over `limit`.
+    def best_options(
+        self, prices: tuple[float, float], limit: float, sharding_type: str, budget: MemoryBudget
+    ) -> NDArray[np.intp]:
+        """Return each table's best option at these prices of memory (device, host), none of its shards over `limit`.
 
-        A table that has no such choice gets the one whose longest shard is shortest. cut: what all tables are cut that
-        can be; "" for any.
+        A table without such an option gets the one whose longest shard is shortest. sharding_type: that of all tables
+        that can have it; "" for any.
         """
-        cost = self.time / (self.least or 1.0)
+        cost = self.time / (self.min_time or 1.0)
         for price, used, there in zip(
-            prices, (self.device, self.host), (room.device_bytes, room.host_bytes), strict=True
+            prices, (self.device, self.host), (budget.device_bytes, budget.host_bytes), strict=True
         ):
             cost = cost + price * used / max(1.0, float(there.sum()))
         cost = np.where(self.longest <= limit, cost, 1e12 + self.longest)
-        if cut:
-            cost = np.where(self.with_cut[cut], cost, 1e24 + cost)
+        if sharding_type:
+            cost = np.where(self.with_type[sharding_type], cost, 1e24 + cost)
         best: NDArray[np.intp] = np.where(np.isfinite(self.time), cost, np.inf).argmin(axis=1)
         return best
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a search came to."""
-
-    placement: PartialPlan
-    lower_bound: float
-    """Milliseconds that the critical path of no placement is below."""
+# ---------------------------------------------------------------------------------------------------------- proposals
 
 
-def search(
-    choices: Sequence[Sequence[EstimatedOption]], room: MemoryBudget, seed: int = 0, start: PartialPlan | None = None
-) -> Found | None:
-    """Return the best placement found; None where none was found. Equal input gives equal placements.
+def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[PartialPlan]:
+    """Return up to `NUM_STARTS` plans, the best first; none where no proposal fits.
 
-    choices: of each table, those that fit on empty ranks. start: a placement to improve, in place of proposals.
-    """
-    totals = Totals(choices, room)
-    starts = _proposals(choices, totals, room) if start is None else [start]
-    return Found(improve(starts, totals, seed), totals.lower_bound) if starts else None
-
-
-def improve(starts: Sequence[PartialPlan], totals: Totals, seed: int = 0) -> PartialPlan:
-    """Return the best that comes of moving single tables, from each start, and of throwing some about at random."""
-    num_tables, num_ranks = len(starts[0].choices), starts[0].room.num_ranks
-    effort = Effort(max(8000, min(60_000, 12_000_000 // (num_tables + 8 * num_ranks))))
-    patience = fruitless = min(400, (4 if _few(starts[0].choices) else 60) * num_tables)
-    polished = [polish(start.copy(), effort, level) for start in starts for level in (False, True)]
-    best = min(polished, key=lambda placement: placement.critical_path)
-    draw = np.random.default_rng(seed)
-    goal = totals.lower_bound * GOOD_ENOUGH
-    while effort.left > 0 and fruitless > 0 and best.critical_path > goal:
-        fruitless -= 1
-        tried = thrown_about(best, draw, effort)
-        if tried is None:
-            effort.spend()
-            continue
-        tried = polish(tried, effort, level=fruitless % 2 == 0)
-        if tried.critical_path < best.critical_path * (1 - 1e-9):
-            best, fruitless = tried, patience
-    return best
-
-
-def _few(choices: Sequence[Sequence[EstimatedOption]]) -> bool:
-    """Return whether all combinations of choices can be looked at."""
-    return prod(len(of_table) for of_table in choices) <= MAX_COMBINATIONS
-
-
-def _proposals(choices: Sequence[Sequence[EstimatedOption]], totals: Totals, room: MemoryBudget) -> list[PartialPlan]:
-    """Return some placements, the best first: those of the lowest prices at which there is room, and of higher ones.
-
-    Or of all combinations, where they are few.
+    They come from the lowest prices at which tables fit and some higher ones, or from all combinations of options
+    where those are few.
     """
     found: list[PartialPlan] = []
-    if _few(choices):
-        for picks in product(*(range(len(of_table)) for of_table in choices)):
-            found += pack(choices, np.asarray(picks), room)
-        return sorted(found, key=lambda placement: placement.critical_path)[:NUM_STARTS]
+    if _has_few_combinations(options):
+        for picks in product(*(range(len(of_table)) for of_table in options)):
+            found += pack(options, np.asarray(picks), budget)
+        return sorted(found, key=lambda plan: plan.critical_path)[:NUM_STARTS]
     seen: set[bytes] = set()
     more = NUM_PRICES
-    for prices in _all_prices(room):
-        for limit, cut in _restrictions(totals):
-            picked = totals.best_choices(prices, limit, cut, room)
+    for prices in _all_prices(budget):
+        for limit, sharding_type in _restrictions(totals):
+            picked = totals.best_options(prices, limit, sharding_type, budget)
             if picked.tobytes() not in seen:
                 seen.add(picked.tobytes())
-                found += pack(choices, picked, room)
+                found += pack(options, picked, budget)
         more -= bool(found)
         if more == 0:
             break
-    return sorted(found, key=lambda placement: placement.critical_path)[:NUM_STARTS]
+    return sorted(found, key=lambda plan: plan.critical_path)[:NUM_STARTS]
 
 
-def _all_prices(room: MemoryBudget) -> Iterator[tuple[float, float]]:
+def _has_few_combinations(options: Options) -> bool:
+    return prod(len(of_table) for of_table in options) <= MAX_COMBINATIONS
+
+
+def _all_prices(budget: MemoryBudget) -> Iterator[tuple[float, float]]:
     """Yield prices of the device's and the host's memory, low ones first."""
-    host_prices = PRICES if room.host_bytes.any() else (0.0,)
+    host_prices = PRICES if budget.host_bytes.any() else (0.0,)
     pairs = [(device, host) for device in PRICES for host in host_prices]
     yield from sorted(pairs, key=lambda pair: (max(pair), sum(pair)))
 
 
 def _restrictions(totals: Totals) -> Iterator[tuple[float, str]]:
-    """Yield limits on a shard's time, from none to the lower bound of a critical path; and each cut, for all tables."""
+    """Yield limits on a shard's time, from none to the lower bound of a critical path; then each sharding type."""
     longest = totals.longest[np.isfinite(totals.longest)]
     lowest = max(totals.lower_bound, 1e-9)
     limits = np.geomspace(max(float(longest.max()), lowest), lowest, NUM_LIMITS) * (1 + 1e-9)
     yield from ((float(limit), "") for limit in limits)
-    yield from ((float(limits[0]), cut) for cut in totals.with_cut)
+    yield from ((float(limits[0]), kind) for kind in totals.with_type)
 
 
-def pack(
-    choices: Sequence[Sequence[EstimatedOption]], picked: NDArray[np.intp], room: MemoryBudget
-) -> list[PartialPlan]:
-    """Return placements of the picked choices, largest first, by time and by memory: those that find room."""
+def pack(options: Options, picked: NDArray[np.intp], budget: MemoryBudget) -> list[PartialPlan]:
+    """Return plans with the picked options, packed largest first, by time and by memory: those that fit."""
     found: list[PartialPlan] = []
     for by_memory in (False, True):
-        placement = PartialPlan(choices, room)
-        for table in _order(choices, picked, by_memory):
-            choice = choices[table][picked[table]]
-            ranks = placement.find_ranks(choice, by_memory)
+        plan = PartialPlan(options, budget)
+        for table in _largest_first(options, picked, by_memory):
+            ranks = plan.find_ranks(options[table][picked[table]], by_memory)
             if ranks is None:
                 break
-            placement.put(table, int(picked[table]), ranks)
+            plan.put(table, int(picked[table]), ranks)
         else:
-            found.append(placement)
+            found.append(plan)
     return found
 
 
-def _order(choices: Sequence[Sequence[EstimatedOption]], picked: NDArray[np.intp], by_memory: bool) -> list[int]:
-    """Return tables in the order in which they are placed: those on all ranks, then those with most for one rank."""
+def _largest_first(options: Options, picked: NDArray[np.intp], by_memory: bool) -> list[int]:
+    """Return tables in the order in which they are packed: those on all ranks, then by their largest shard."""
 
     def size(table: int) -> tuple[bool, float]:
-        choice = choices[table][picked[table]]
-        largest = choice.device_bytes + choice.host_bytes if by_memory else choice.milliseconds
-        return choice.cut in EVERY_RANK_TYPES, float(largest.max())
+        option = options[table][picked[table]]
+        largest = option.device_bytes + option.host_bytes if by_memory else option.milliseconds
+        return option.sharding_type in EVERY_RANK_TYPES, float(largest.max())
 
-    return sorted(range(len(choices)), key=size, reverse=True)
+    return sorted(range(len(options)), key=size, reverse=True)
+
+
+# -------------------------------------------------------------------------------------------------------- improvement
+
+
+class Search:
+    """Improves plans by moves. Moves are counted, not timed, so that equal input gives equal plans."""
+
+    def __init__(self, options: Options, num_ranks: int, seed: int) -> None:
+        self._moves_left = max(8000, min(60_000, 12_000_000 // (len(options) + 8 * num_ranks)))
+        self._max_failures = min(400, (4 if _has_few_combinations(options) else 60) * len(options))
+        self._random = np.random.default_rng(seed)
+
+    def improve(self, starts: Sequence[PartialPlan], goal: float) -> PartialPlan:
+        """Return the best plan that moves from `starts` lead to. goal: the critical path at which to stop."""
+        best = min((self._polish(start.copy()) for start in starts), key=lambda plan: plan.critical_path)
+        failures = 0
+        while self._moves_left > 0 and failures < self._max_failures and best.critical_path > goal:
+            failures += 1
+            tried = self._with_random_tables_moved(best)
+            if tried is None:
+                self._moves_left -= 1
+            elif self._polish(tried).critical_path < best.critical_path * (1 - 1e-9):
+                best, failures = tried, 0
+        return best
+
+    def _polish(self, plan: PartialPlan) -> PartialPlan:
+        """Move tables of the slowest rank, one by one, while that helps. Changes `plan`, and returns it."""
+        while self._moves_left > 0 and self._move_one(plan):
+            pass
+        plan.recount()
+        return plan
+
+    def _move_one(self, plan: PartialPlan) -> bool:
+        """Give a table of the slowest rank other ranks or another option; returns whether one helped."""
+        unit = plan.critical_path
+        if unit <= 0:
+            return False
+        before = _steepness(plan, unit)
+        for table in plan.tables_on_slowest():
+            old = plan.take(table)
+            moves = [move for move in self._moves_of(plan, table, unit) if _is_better(move, unit, before)]
+            if moves:
+                _, _, number, ranks = min(moves, key=lambda move: move[:2])
+                plan.put(table, number, ranks)
+                return True
+            plan.put(table, *old)
+            if self._moves_left <= 0:
+                return False
+        return False
+
+    def _moves_of(self, plan: PartialPlan, table: int, unit: float) -> list[tuple[float, float, int, Ranks]]:
+        """Return, for each option of a table that is on no rank: critical path, steepness, the option, its ranks.
+
+        Options that take longer than `unit` on a rank are left out, unless all do.
+        """
+        found: list[tuple[float, float, int, Ranks]] = []
+        options = plan.options[table]
+        short = [number for number, option in enumerate(options) if float(option.milliseconds.max()) <= unit]
+        for number in short or range(len(options)):
+            ranks = plan.find_ranks(options[number])
+            if ranks is None:
+                continue
+            self._moves_left -= 1
+            if self._moves_left < 0:
+                continue
+            plan.put(table, number, ranks)
+            found.append((plan.critical_path, _steepness(plan, unit), number, ranks))
+            plan.take(table)
+        return found
+
+    def _with_random_tables_moved(self, plan: PartialPlan) -> PartialPlan | None:
+        """Return a copy in which some tables were taken off and put again in random order; None where one did not fit.
+
+        Each gets the option that adds the least time, sometimes the next best.
+        """
+        changed = plan.copy()
+        unit = changed.critical_path
+        num_tables = len(changed.options)
+        slowest = changed.tables_on_slowest()
+        count = int(self._random.integers(2, 4 + min(num_tables, 4 + num_tables // 20)))
+        few = min(len(slowest), 1 + count // 2)
+        tables = set(self._random.choice(slowest, size=few, replace=False).tolist())
+        tables |= set(self._random.integers(0, num_tables, size=count).tolist())
+        order = self._random.permutation(sorted(tables)).tolist()
+        for table in order:
+            changed.take(table)
+        for table in order:
+            moves = sorted(self._moves_of(changed, table, unit), key=lambda move: move[1])
+            if not moves:
+                return None
+            _, _, number, ranks = moves[min(int(self._random.geometric(0.8)) - 1, len(moves) - 1)]
+            changed.put(table, number, ranks)
+        return changed
+
+
+def _steepness(plan: PartialPlan, unit: float) -> float:
+    return float(((plan.milliseconds / unit) ** STEEPNESS).sum())
+
+
+def _is_better(move: tuple[float, float, int, Ranks], path: float, steepness: float) -> bool:
+    """Return whether a move shortens the critical path, or keeps it and makes the ranks' times less steep."""
+    if move[0] < path * (1 - 1e-9):
+        return True
+    return move[0] <= path * (1 + 1e-12) and move[1] < steepness * (1 - 1e-9)

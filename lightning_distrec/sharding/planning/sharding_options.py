@@ -1,4 +1,4 @@
-"""The ways in which each table can be cut and kept, and what torchrec's estimators say of each."""
+"""The sharding options of each table, a sharding type with a kernel, with the estimates of torchrec's estimators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
 from torchrec.distributed.planner.types import CollectiveType, Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
-from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ModuleSharder
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraints
+from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import Table
 
 Cells = tuple[tuple[int, int], ...]
@@ -24,23 +25,23 @@ Cells = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class EstimatedOption:
-    """One way to cut a table, kept by one kernel. S is the number of its shards, D that of unlike ones among them."""
+    """One sharding type of a table with one kernel. S is the number of its shards, D that of their distinct sizes."""
 
-    cut: str
+    sharding_type: str
     kernel: str
     sizes: Cells
     """S."""
     offsets: Cells
     which: NDArray[np.intp]
-    """(S,): the unlike shard that each shard is like."""
+    """(S,): the number of each shard's size."""
     milliseconds_by_part: NDArray[np.float64]
-    """(D, 6): estimates of an unlike shard's time in a step, by `TIME_PARTS`."""
-    device_bytes_of_unlike: NDArray[np.int64]
+    """(D, 6): estimated time of a shard of each size in a step, by `TIME_PARTS`."""
+    device_bytes_by_size: NDArray[np.int64]
     """(D,): what such a shard takes of its rank's GPU; on CPU, of its rank's host."""
-    host_bytes_of_unlike: NDArray[np.int64]
-    """(D,): what it takes of the host beside a GPU; 0 on CPU."""
-    cache_params: CacheParams | None = None
-    """What a kernel that caches rows was told of its cache."""
+    host_bytes_by_size: NDArray[np.int64]
+    """(D,): what it takes of the host's memory next to a GPU; 0 on CPU."""
+    cache_load_factor: float | None = None
+    """Share of the rows in the cache of a fused_uvm_caching table."""
 
     @cached_property
     def milliseconds(self) -> NDArray[np.float64]:
@@ -51,79 +52,67 @@ class EstimatedOption:
     @cached_property
     def device_bytes(self) -> NDArray[np.int64]:
         """(S,)."""
-        return self.device_bytes_of_unlike[self.which]
+        return self.device_bytes_by_size[self.which]
 
     @cached_property
     def host_bytes(self) -> NDArray[np.int64]:
         """(S,)."""
-        return self.host_bytes_of_unlike[self.which]
+        return self.host_bytes_by_size[self.which]
 
 
-def choices_of(
-    tables: Sequence[Table],
-    constraints: Mapping[str, ParameterConstraints],
-    topology: Topology,
-    batch_size: int,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    update_bytes: Mapping[str, tuple[float, float]],
+def estimated_options(
+    tables: Sequence[Table], constraints: Mapping[str, TableConstraints], topology: Topology, batch_size: int
 ) -> list[list[EstimatedOption]]:
-    """Return the choices of each table, in a fixed order.
-
-    constraints: by table name. update_bytes: full name -> bytes per element and per row that the table's update keeps
-    beside the rows (gradients, optimizer state), which torchrec's estimators do not know of.
+    """Return the options of each table, in a fixed order. constraints: by full name.
 
     torchrec's enumerator lists shards one by one, and its estimators look at each; of shards of one size, which cost
-    alike, only the first is shown to them here.
+    the same, they get only the first here.
     """
+    by_name, kinds = torchrec_constraints(list(tables), constraints), sharders()
     options: list[ShardingOption] = []
-    made: list[tuple[int, Cells, Cells, NDArray[np.intp]]] = []
-    for number, table in enumerate(tables):
-        sharder = next(s for s in sharders if isinstance(table.module, s.module_type))
-        constraint = constraints[table.name]
-        for cut in sorted(set(constraint.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))):
-            kernels = set(constraint.compute_kernels or [])
-            kernels &= set(sharder.compute_kernels(cut, topology.compute_device))
-            sizes, offsets, which, first = _shards(table, cut, topology, constraint.min_partition)
+    shapes: list[tuple[Table, Cells, Cells, NDArray[np.intp]]] = []
+    for table in tables:
+        sharder = next(s for s in kinds if isinstance(table.module, s.module_type))
+        wanted = by_name[table.name]
+        types = set(wanted.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))
+        for sharding_type in sorted(types):
+            kernels = set(wanted.compute_kernels or [])
+            kernels &= set(sharder.compute_kernels(sharding_type, topology.compute_device))
+            sizes, offsets, which, first = _shards(table, sharding_type, topology, wanted.min_partition)
             for kernel in sorted(_without_spare(kernels)):
-                options.append(_option(table, cut, kernel, [sizes[i] for i in first], constraint, batch_size))
-                made.append((number, sizes, offsets, which))
-    _estimate(options, topology, batch_size, constraints, sharders)
-    found: list[list[EstimatedOption]] = [[] for _ in tables]
-    for option, (number, sizes, offsets, which) in zip(options, made, strict=True):
-        kept = update_bytes.get(tables[number].full_name, (0.0, 0.0))
-        found[number].append(_choice(option, sizes, offsets, which, topology, kept))
-    return found
+                distinct = [sizes[i] for i in first]
+                options.append(_torchrec_option(table, sharding_type, kernel, distinct, wanted, batch_size))
+                shapes.append((table, sizes, offsets, which))
+    _estimate(options, topology, batch_size, by_name)
+    found: dict[str, list[EstimatedOption]] = {table.full_name: [] for table in tables}
+    for option, (table, sizes, offsets, which) in zip(options, shapes, strict=True):
+        of_update = constraints[table.full_name]
+        found[table.full_name].append(_as_estimated(option, sizes, offsets, which, topology, of_update))
+    return list(found.values())
 
 
-def estimated(
+def options_of_plan(
     tables: Sequence[Table],
-    plan: ShardingByTable,
-    constraints: Mapping[str, ParameterConstraints],
+    plan: ShardingPlan,
+    constraints: Mapping[str, TableConstraints],
     topology: Topology,
     batch_size: int,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    update_bytes: Mapping[str, tuple[float, float]],
 ) -> list[EstimatedOption]:
-    """Return the choice that a plan holds for each table, with its estimates. Arguments as those of `choices_of`."""
-    options, made = [], []
+    """Return the option that a plan has for each table, with its estimates. Arguments as `estimated_options`."""
+    by_name = torchrec_constraints(list(tables), constraints)
+    options, shapes = [], []
     for table in tables:
-        sharding = plan[table.full_name]
-        whole = (table.config.num_embeddings, table.config.embedding_dim)
-        if isinstance(sharding.sharding_spec, EnumerableShardingSpec):
-            shards = sharding.sharding_spec.shards
-            sizes: Cells = tuple((s.shard_sizes[0], s.shard_sizes[1]) for s in shards)
-            offsets: Cells = tuple((s.shard_offsets[0], s.shard_offsets[1]) for s in shards)
-        else:
-            sizes, offsets = (whole,) * topology.world_size, ((0, 0),) * topology.world_size
-        which, first = _unlike(sizes)
-        cut, kernel, constraint = sharding.sharding_type, sharding.compute_kernel, constraints[table.name]
-        options.append(_option(table, cut, kernel, [sizes[i] for i in first], constraint, batch_size))
-        made.append((sizes, offsets, which))
-    _estimate(options, topology, batch_size, constraints, sharders)
-    kept = [update_bytes.get(table.full_name, (0.0, 0.0)) for table in tables]
+        planned = plan.tables[table.full_name]
+        sizes: Cells = tuple(shard.sizes for shard in planned.shards)
+        which, first = _distinct(sizes)
+        sharding_type, kernel, wanted = planned.sharding_type, planned.compute_kernel, by_name[table.name]
+        distinct = [sizes[i] for i in first]
+        options.append(_torchrec_option(table, sharding_type, kernel, distinct, wanted, batch_size))
+        shapes.append((table, sizes, tuple(shard.offsets for shard in planned.shards), which))
+    _estimate(options, topology, batch_size, by_name)
     return [
-        _choice(option, sizes, offsets, which, topology, of_update)
-        for option, (sizes, offsets, which), of_update in zip(options, made, kept, strict=True)
+        _as_estimated(option, sizes, offsets, which, topology, constraints[table.full_name])
+        for option, (table, sizes, offsets, which) in zip(options, shapes, strict=True)
     ]
 
 
@@ -133,35 +122,39 @@ def _without_spare(kernels: set[str]) -> set[str]:
 
 
 def _shards(
-    table: Table, cut: str, topology: Topology, min_partition: int | None
+    table: Table, sharding_type: str, topology: Topology, min_partition: int | None
 ) -> tuple[Cells, Cells, NDArray[np.intp], list[int]]:
-    """Return sizes and offsets of all shards, and what `_unlike` says of them."""
+    """Return sizes and offsets of all shards, and what `_distinct` returns of them."""
     sizes, offsets = calculate_shard_sizes_and_offsets(
         tensor=table.parameter,
         world_size=topology.world_size,
         local_world_size=topology.local_world_size,
-        sharding_type=cut,
+        sharding_type=sharding_type,
         col_wise_shard_dim=min_partition,
     )
     cells = tuple((rows, columns) for rows, columns in sizes)
-    return cells, tuple((rows, columns) for rows, columns in offsets), *_unlike(cells)
+    return cells, tuple((rows, columns) for rows, columns in offsets), *_distinct(cells)
 
 
-def _unlike(sizes: Cells) -> tuple[NDArray[np.intp], list[int]]:
-    """Return the unlike shard that each is like, and the first of each unlike one."""
-    unlike: dict[tuple[int, int], int] = {}
+def _distinct(sizes: Cells) -> tuple[NDArray[np.intp], list[int]]:
+    """Return the number of each shard's size, and the first shard of each size."""
+    numbers: dict[tuple[int, int], int] = {}
     first: list[int] = []
     which = np.empty(len(sizes), dtype=np.intp)
     for i, size in enumerate(sizes):
-        kind = unlike.setdefault(size, len(unlike))
-        if kind == len(first):
+        which[i] = numbers.setdefault(size, len(numbers))
+        if which[i] == len(first):
             first.append(i)
-        which[i] = kind
     return which, first
 
 
-def _option(
-    table: Table, cut: str, kernel: str, sizes: list[tuple[int, int]], constraint: ParameterConstraints, batch_size: int
+def _torchrec_option(
+    table: Table,
+    sharding_type: str,
+    kernel: str,
+    sizes: list[tuple[int, int]],
+    constraint: ParameterConstraints,
+    batch_size: int,
 ) -> ShardingOption:
     return ShardingOption(
         name=table.name,
@@ -170,8 +163,8 @@ def _option(
         input_lengths=constraint.pooling_factors,
         batch_size=batch_size,
         compute_kernel=kernel,
-        sharding_type=cut,
-        partition_by=get_partition_by_type(cut),
+        sharding_type=sharding_type,
+        partition_by=get_partition_by_type(sharding_type),
         shards=[Shard(size=list(size), offset=[0, 0]) for size in sizes],
         cache_params=constraint.cache_params,
         enforce_hbm=constraint.enforce_hbm,
@@ -185,23 +178,24 @@ def _estimate(
     topology: Topology,
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
-    sharders: Sequence[ModuleSharder[nn.Module]],
 ) -> None:
     with silence_torchrec():
         enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=dict(constraints))
-        enumerator.enumerate(nn.Module(), list(sharders))  # of nothing: it only gets to know the sharders
+        enumerator.enumerate(nn.Module(), sharders())  # an empty module: the enumerator only registers the sharders
         enumerator.populate_estimates(options)
 
 
-def _choice(
+def _as_estimated(
     option: ShardingOption,
     sizes: Cells,
     offsets: Cells,
     which: NDArray[np.intp],
     topology: Topology,
-    update_bytes: tuple[float, float],
+    constraints: TableConstraints,
 ) -> EstimatedOption:
-    kept = [round(r * c * update_bytes[0] + r * update_bytes[1]) for r, c in (shard.size for shard in option.shards)]
+    # torchrec's estimators do not know what our updates keep: gradients, optimizer state
+    per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
+    kept = [round(r * c * per_element + r * per_row) for r, c in (shard.size for shard in option.shards)]
     on_gpu = topology.compute_device == "cuda"
     device_bytes = [_on_device(shard.storage, topology.compute_device) for shard in option.shards]
     host_bytes = [shard.storage.ddr if on_gpu else 0 for shard in option.shards]
@@ -210,9 +204,9 @@ def _choice(
     else:
         device_bytes = [a + b for a, b in zip(device_bytes, kept, strict=True)]
     perfs = [shard.perf for shard in option.shards]
-    # torchrec reckons for each block of rows as if all of the table's ids went there ...
+    # torchrec estimates each block of rows as if all of the table's ids went there ...
     blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
-    # ... and as if rows were summed that come one for each id.
+    # ... and as if the rows of single ids were summed.
     sums = _sums_over_rows(topology) if option.sharding_type == "row_wise" and not option.is_pooled else 1.0
     parts = [
         (p.fwd_compute, p.fwd_comms / sums, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms / blocks)
@@ -227,7 +221,7 @@ def _choice(
         np.asarray(parts, dtype=np.float64),
         np.asarray(device_bytes, dtype=np.int64),
         np.asarray(host_bytes, dtype=np.int64),
-        option.cache_params,
+        None if option.cache_params is None else option.cache_params.load_factor,
     )
 
 
@@ -246,15 +240,15 @@ def _on_device(storage: Any, device: str) -> int:
     return int(storage.hbm if device == "cuda" else storage.ddr)
 
 
-def unlike(choices: Sequence[EstimatedOption]) -> list[EstimatedOption]:
-    """Return the choices without those that are another by a longer name: one column block is the whole table."""
-    whole = {choice.kernel for choice in choices if choice.cut == "table_wise"}
-    blocks = ("column_wise", "table_column_wise")
-    return [c for c in choices if not (c.cut in blocks and len(c.which) == 1 and c.kernel in whole)]
+def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOption]:
+    """Return the options without column-wise ones of one shard where the same kernel can have the table table_wise."""
+    kernels = {option.kernel for option in options if option.sharding_type == "table_wise"}
+    by_columns = ("column_wise", "table_column_wise")
+    return [o for o in options if not (o.sharding_type in by_columns and len(o.which) == 1 and o.kernel in kernels)]
 
 
 def capacities(topology: Topology) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the bytes of every rank's device, and of its part of the host beside it (0 on CPU): (R,) and (R,)."""
+    """Return the bytes of every rank's device, and of its share of the host's memory (0 on CPU): (R,) and (R,)."""
     storages = [device.storage for device in topology.devices]
     cuda = topology.compute_device == "cuda"
     device = np.asarray([_on_device(storage, topology.compute_device) for storage in storages], dtype=np.int64)

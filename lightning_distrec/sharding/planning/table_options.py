@@ -1,11 +1,14 @@
-"""What a user may say about one table."""
+"""Options of single tables, by name or by a pattern of names."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
+from lightning_distrec.sharding.tables import Table
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
 EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "sparse", "dense", "fused_lazy")
@@ -15,39 +18,38 @@ DTYPES: tuple[str, ...] = ("fp32", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """What may be said about one table. None means: as the strategy says for all tables."""
+    """Options of one table; None takes the strategy's option for all tables."""
 
     embedding_update: EmbeddingUpdate | None = None
-    """How the optimizer's update reaches the table: auto, fused, sparse, dense or fused_lazy."""
+    """How to update the table: auto, fused, sparse, dense or fused_lazy."""
 
     sharding_types: list[str] | None = None
-    """The ways in which the table may be cut, for example ["row_wise"]."""
+    """Allow these sharding types, for example ["row_wise"]."""
 
     compute_kernels: list[str] | None = None
-    """The kernels that may look the table up, which say where its rows lie: "fused", in the device's memory;
-    "fused_uvm", in the host's, on CUDA only; "fused_uvm_caching", there too, with a cache on the GPU; "dense", for
-    data_parallel only."""
+    """Allow these kernels, which decide where rows are: "fused", in the device's memory; "fused_uvm", in the host's, on
+    CUDA only; "fused_uvm_caching", in the host's with a cache on the GPU; "dense", for data_parallel only."""
 
     min_partition: int | None = None
-    """Least number of columns of a column-wise shard; a multiple of 4."""
+    """Minimum number of columns of a column-wise shard; a multiple of 4."""
 
     pooling_factor: float | None = None
-    """Ids looked up per example and feature, on average; the planner's measure of load."""
+    """Average ids per example and feature, by which the planner estimates load."""
 
     batch_size: int | None = None
     """Examples per rank and step of the table's features, for the planner, where they differ from other tables'."""
 
     cache_load_factor: float | None = None
-    """Share of the rows that the GPU's cache of a fused_uvm_caching table holds; between 0 and 1."""
+    """Share of the rows in the GPU's cache of a fused_uvm_caching table; between 0 and 1."""
 
     device_group: Literal["cpu", "cuda"] | None = None
-    """The kind of device that the table must be on; an error where the run's is another."""
+    """Require this kind of device; raise an error on another."""
 
     dtype: Literal["fp32", "fp16"] | None = None
-    """The type of its rows; an error where the module has made it with another."""
+    """Require this type of rows; raise an error where the module has made the table with another."""
 
-    keep_whole: bool | None = None
-    """Whether every rank holds the whole table, whose gradient is averaged, like a dense layer's."""
+    replicated: bool | None = None
+    """Keep all of the table on every rank and average its gradient, as for a dense layer."""
 
     def __post_init__(self) -> None:
         if self.embedding_update is not None:
@@ -65,10 +67,10 @@ class TableOptions:
         self._check_cache()
         _check_name("device_group", self.device_group, DEVICES)
         _check_name("dtype", self.dtype, DTYPES)
-        if self.keep_whole and (others := [name for name in self.said() if name != "keep_whole"]):
+        if self.replicated and (others := [name for name in self.given() if name != "replicated"]):
             raise ConfigError(
-                f"keep_whole=True: a table that every rank holds whole is not planned, and {' and '.join(others)} "
-                f"would change nothing. Leave {'it' if len(others) == 1 else 'them'} out, or set keep_whole=False."
+                f"replicated=True: a table that every rank holds is not planned, and {' and '.join(others)} "
+                f"would change nothing. Leave {'it' if len(others) == 1 else 'them'} out, or set replicated=False."
             )
 
     def _check_cache(self) -> None:
@@ -85,19 +87,19 @@ class TableOptions:
                 f"compute_kernels={self.compute_kernels} leaves that out. Add it, or leave cache_load_factor out."
             )
 
-    def said(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """Return the options that were set, by name."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
 
 def check_embedding_update(value: str) -> None:
-    """Raise ConfigError where `value` is no way to update a table."""
+    """Raise ConfigError where `value` is not a way to update tables."""
     _check_name("embedding_update", value, EMBEDDING_UPDATES)
 
 
 def check_sharding_types(values: Iterable[str]) -> None:
-    """Raise ConfigError where one of `values` is no way to cut a table, or where there is none."""
-    _check_names("sharding_types", values, SHARDING_TYPES, "one way to cut the table")
+    """Raise ConfigError where one of `values` is not a sharding type, or where there is none."""
+    _check_names("sharding_types", values, SHARDING_TYPES, "one sharding type")
 
 
 def _check_name(option: str, value: str | None, known: tuple[str, ...]) -> None:
@@ -106,13 +108,112 @@ def _check_name(option: str, value: str | None, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{option}={value!r} is not known{near} Use one of {', '.join(known)}.")
 
 
-def _check_names(option: str, values: Iterable[str], known: tuple[str, ...], least: str) -> None:
+def _check_names(option: str, values: Iterable[str], known: tuple[str, ...], one: str) -> None:
     if isinstance(values, str):
         raise ConfigError(f"{option}={values!r}: a list is needed. Write [{values!r}].")
     values = list(values)
     if not values:
-        raise ConfigError(f"{option}=[]: at least {least} must be allowed.")
+        raise ConfigError(f"{option}=[]: at least {one} must be allowed.")
     for value in values:
         if value not in known:
             near = did_you_mean(str(value), known)
             raise ConfigError(f"{option}: {value!r} is not known{near} Use some of {', '.join(known)}.")
+
+
+# ------------------------------------------------------------------------------------------------- options by name
+
+Given = Mapping[str, TableOptions | Mapping[str, Any]]
+"""Options by table name, by full name (where two collections use one name), or by a pattern of either: "user_*"."""
+
+WILD = re.compile(r"[*?\[\]]")
+"""What makes a name a pattern, as in file names."""
+
+
+def options_by_table(tables: list[Table], everywhere: TableOptions, given: Given) -> dict[str, TableOptions]:
+    """Return the options of every table by its full name: `everywhere`, overridden by what was `given` for it.
+
+    A later pattern overrides an earlier one, option by option, a name any pattern, and a full name a name.
+    Raises ConfigError: a name or pattern that matches no table (with near matches); an option that does not exist;
+    options that contradict each other.
+    """
+    parsed = _parsed(given)
+    names = {name for table in tables for name in (table.name, table.full_name)}
+    for name in parsed:
+        if name in names or any(fnmatchcase(known, name) for known in names):
+            continue
+        what = f"no table fits {name!r}" if WILD.search(name) else f"there is no table {name!r}"
+        raise ConfigError(
+            f"tables: {what}{did_you_mean(WILD.sub('', name), names)} "
+            f"The tables are {', '.join(table.full_name for table in tables) or 'none'}."
+        )
+    return {table.full_name: _of_table(table, everywhere, parsed) for table in tables}
+
+
+def replicated_collections(tables: list[Table], given: Given) -> set[str]:
+    """Return the collections, by path, of which all tables are replicated: they stay ordinary layers.
+
+    Names that match no table are ignored. Raises ConfigError: options that contradict each other; an
+    EmbeddingCollection of which only some tables are replicated.
+    """
+    parsed = _parsed(given)
+    found: set[str] = set()
+    for path in dict.fromkeys(table.collection for table in tables):
+        mine = [table for table in tables if table.collection == path]
+        replicated = [table for table in mine if _of_table(table, TableOptions(), parsed).replicated]
+        if len(replicated) == len(mine):
+            found.add(path)
+        elif replicated and not mine[0].pooled:
+            raise ConfigError(
+                f"table '{replicated[0].full_name}': replicated=True, but an EmbeddingCollection is sharded with all "
+                f"of its tables or not at all. Set it for all tables of '{path}', as '{path}.*', or for none."
+            )
+    return found
+
+
+def _parsed(given: Given) -> dict[str, TableOptions]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"tables={given!r}: a dict from table names to options is needed.")
+    return {name: _as_options(name, options) for name, options in given.items()}
+
+
+def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOptions:
+    if isinstance(options, TableOptions):
+        return options
+    allowed = [field.name for field in fields(TableOptions)]
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"tables[{name!r}]={options!r}: options are needed, some of {', '.join(allowed)}.")
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(
+                f"tables[{name!r}]: there is no option {option!r}{did_you_mean(option, allowed)} "
+                f"Use some of {', '.join(allowed)}."
+            )
+    try:
+        return TableOptions(**options)
+    except ConfigError as error:
+        raise ConfigError(f"tables[{name!r}]: {error}") from None
+
+
+def _of_table(table: Table, everywhere: TableOptions, parsed: Mapping[str, TableOptions]) -> TableOptions:
+    names = (table.name, table.full_name)
+    fitting = [
+        options
+        for pattern, options in parsed.items()
+        if pattern not in names and any(fnmatchcase(name, pattern) for name in names)
+    ]
+    exact = [parsed[name] for name in dict.fromkeys(names) if name in parsed]
+    try:
+        return _merged([everywhere, *fitting, *exact])
+    except ConfigError as error:
+        raise ConfigError(f"table '{table.full_name}': {error}") from None
+
+
+def _merged(layers: list[TableOptions]) -> TableOptions:
+    replicated = next((layer.replicated for layer in reversed(layers) if layer.replicated is not None), None)
+    values: dict[str, Any] = {}
+    for layer in layers:
+        if not layer.replicated:
+            values |= layer.given()
+        elif replicated:  # options of earlier layers are for other tables of the pattern
+            values = layer.given()
+    return TableOptions(**values)

@@ -1,89 +1,18 @@
 """Ranks, nodes and memory, as torchrec's planner wants to know them."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import BasicCommsBandwidths
+from torchrec.distributed.planner.types import BasicCommsBandwidths, CollectiveType
+from typing_extensions import override
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.host_memory import host_memory_bytes
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths
-from lightning_distrec.sharding.planning.gloo_bandwidths import GlooBandwidths
 from lightning_distrec.sharding.planning.reservation import Reservation
-
-
-@dataclass(frozen=True)
-class NodeLayout:
-    """The ranks that there are to place tables on, and which of them share a node."""
-
-    node_of_rank: tuple[int, ...]
-    """Rank -> its node, numbered by first appearance."""
-
-    @classmethod
-    def of_nodes(cls, *ranks_by_node: int) -> "NodeLayout":
-        """Return nodes with so many ranks each, one node's ranks after the other's."""
-        return cls(tuple(node for node, number in enumerate(ranks_by_node) for _ in range(number)))
-
-    @classmethod
-    def equal(cls, num_ranks: int, ranks_on_node: int) -> "NodeLayout":
-        """Return so many ranks on nodes that have as many each; the last may have fewer."""
-        return cls(tuple(rank // ranks_on_node for rank in range(num_ranks)))
-
-    @classmethod
-    def gathered(cls, told: Sequence[tuple[int, int]]) -> "NodeLayout":
-        """Return what all ranks have told: the number of their node, and how many ranks are on it.
-
-        Where a launcher gives all ranks one node's number, how many are on each still tells them apart.
-        """
-        numbers = list(dict.fromkeys(node for node, _ in told))
-        by_number = cls(tuple(numbers.index(node) for node, _ in told))
-        if all(
-            by_number.ranks_by_node[node] == here for node, (_, here) in zip(by_number.node_of_rank, told, strict=True)
-        ):
-            return by_number
-        in_blocks: list[int] = []
-        while len(in_blocks) < len(told):
-            here = max(1, min(told[len(in_blocks)][1], len(told) - len(in_blocks)))
-            in_blocks += [in_blocks[-1] + 1 if in_blocks else 0] * here
-        return cls(tuple(in_blocks))
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self.node_of_rank)
-
-    @property
-    def ranks_by_node(self) -> tuple[int, ...]:
-        """How many ranks each node has."""
-        counts = Counter(self.node_of_rank)
-        return tuple(counts[node] for node in range(len(counts)))
-
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes there are."""
-        return len(set(self.node_of_rank))
-
-    @property
-    def ranks_on_node(self) -> int:
-        """How many ranks the node has that has most of them."""
-        return max(self.ranks_by_node)
-
-    @property
-    def alike(self) -> bool:
-        """Whether nodes are as torchrec takes them to be: all with as many ranks, that follow one another."""
-        return self == NodeLayout.of_nodes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
-
-    def neighbours(self, rank: int) -> list[int]:
-        """Return the other ranks on a rank's node."""
-        return [r for r, node in enumerate(self.node_of_rank) if node == self.node_of_rank[rank] and r != rank]
-
-    def strangers(self, rank: int) -> list[int]:
-        """Return the ranks on other nodes than a rank's."""
-        return [r for r, node in enumerate(self.node_of_rank) if node != self.node_of_rank[rank]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,3 +88,20 @@ def make_topology(
         described.storage.hbm = memory.device_bytes[rank] if on_gpu else 0
         described.storage.ddr = memory.host_bytes[rank] if on_gpu else memory.device_bytes[rank]
     return topology
+
+
+class GlooBandwidths(BasicCommsBandwidths):
+    """Those of torchrec, but for two collectives.
+
+    gloo scatters sums by summing everywhere (torch 2.13: twice the bytes on the wire, as all_reduce sends them). And
+    torchrec takes the sums of data_parallel tables to travel between nodes even where there is one.
+    """
+
+    @override
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        """Return bytes per millisecond of a collective of `world_size` ranks, `local_world_size` of them on a node."""
+        if collective_type == CollectiveType.ALL_REDUCE and world_size <= local_world_size:
+            # torchrec asks for the time of the table's bytes; a ring sends nearly twice as many.
+            return self.intra_host_bw / (2 * (world_size - 1) / world_size) if world_size > 1 else self.intra_host_bw
+        bandwidth = float(super().get_bw(local_world_size, world_size, collective_type))
+        return bandwidth / 2 if collective_type == CollectiveType.REDUCE_SCATTER else bandwidth

@@ -1,38 +1,47 @@
-"""What planning goes by besides tables: ranks, their memory, what is kept of it, and how fast bytes move."""
+"""What planning needs to know besides tables: ranks, their memory, what is reserved of it, and bandwidths."""
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
-from lightning_distrec.sharding.planning.bandwidths import Asked, ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.planning.reservation import Reservation
+from lightning_distrec.sharding.planning.reservation import (
+    VARIABLE,
+    Reservation,
+    chosen_reservation,
+    is_measured,
+    measured_reservation,
+)
 from lightning_distrec.sharding.planning.topology import (
-    NodeLayout,
     RankMemory,
     host_bytes_per_rank,
     make_topology,
     memory_bytes_per_rank,
 )
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.strategies.tables.decisions import TableSettings
-from lightning_distrec.strategies.tables.reserved_memory import reserve
-from lightning_distrec.strategies.tables.table_run import TableRun
+from lightning_distrec.strategies.estimates.estimate import Job, dense_memory
+from lightning_distrec.strategies.estimates.module_sizes import measure_module
+from lightning_distrec.strategies.tables.sampled_step import sample_step
+from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
 from lightning_distrec.units import format_bandwidth, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """What the planner is told."""
+    """What planning needs to know of the ranks."""
 
-    places: NodeLayout
+    layout: NodeLayout
     topology: Topology
-    """With the memory that is left for tables."""
+    """With the memory that tables may take."""
     devices: tuple[torch.device, ...]
-    """Of each rank, as that rank calls it."""
+    """Of each rank, as that rank names it."""
     memory: RankMemory
     """All of it."""
     memory_origin: str
@@ -43,69 +52,110 @@ class ClusterFacts:
 
     @property
     def in_words(self) -> str:
-        """One line for the start table: each value and who says so."""
-        least, most = min(self.memory.device_bytes), max(self.memory.device_bytes)
-        to = "" if least == most else f" to {format_bytes(most)}"
-        memory = f"{format_bytes(least)}{to} a rank ({self.memory_origin})"
-        kept = f"{self.reservation.in_words} kept ({self.reservation.origin})"
-        return f"Planned with: {memory}, {kept}; {self.bandwidths.in_words(self.names)}"
+        """One line for the start table: each value and where it came from."""
+        memory = f"{self._memory_in_words} per rank ({self.memory_origin})"
+        reserved = f"{self.reservation.in_words} reserved ({self.reservation.origin})"
+        return f"Planned with: {memory}, {reserved}; {self.bandwidths.in_words(self.names)}"
 
     @property
     def origins(self) -> list[tuple[str, str, str]]:
-        """The same for reports: what, its value, who says so."""
-        least, most = min(self.memory.device_bytes), max(self.memory.device_bytes)
-        to = "" if least == most else f" to {format_bytes(most)}"
-        rows = [("memory of a rank", f"{format_bytes(least)}{to}", self.memory_origin)]
-        rows.append(("kept for all but tables", self.reservation.in_words, self.reservation.origin))
+        """The same for reports: a quantity, its value, where it came from."""
+        rows = [
+            ("memory per rank", self._memory_in_words, self.memory_origin),
+            ("reserved for all but tables", self.reservation.in_words, self.reservation.origin),
+        ]
         found = [(name, getattr(self.bandwidths, name)) for name in self.names]
         return rows + [(name, format_bandwidth(one.bytes_per_second), one.origin) for name, one in found]
 
+    @property
+    def _memory_in_words(self) -> str:
+        smallest, largest = min(self.memory.device_bytes), max(self.memory.device_bytes)
+        return format_bytes(smallest) + ("" if smallest == largest else f" to {format_bytes(largest)}")
+
 
 def find_facts(run: TableRun, tables: list[Table]) -> ClusterFacts:
-    """Collective. Return what the planner is told, on every rank; bandwidths are measured if that was asked for.
+    """Collective. Return the same facts on every rank; bandwidths are measured if that was asked for.
 
-    What the environment says is what rank 0's says. Raises ConfigError, on all ranks: a variable or
-    memory_bytes_per_rank is not what it must be. PlanError: what is kept leaves no memory for tables.
+    Environment variables are read on rank 0. Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank has
+    an impossible value. PlanError: the reservation leaves no memory for tables.
     """
-    settings, consensus, device, places = run.settings, run.consensus, run.device, run.places
-    asked, mine = consensus.all_or_none("setup", lambda: _look(settings, device, places, consensus.rank))
+    settings, consensus, device, layout = run.settings, run.consensus, run.device, run.layout
+    here = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
+
+    def look() -> tuple[Any, int, int]:
+        asked = None if consensus.rank else asked_bandwidths(settings.planning.bandwidths, os.environ)
+        device_bytes = memory_bytes_per_rank(device, here, settings.memory_bytes_per_rank)
+        return asked, device_bytes, host_bytes_per_rank(device, here)
+
+    mine = consensus.all_or_none("setup", look)
     reservation = reserve(run, tables)
-    told = consensus.all_gather((asked, mine, device))
-    asked = told[0][0]
-    assert asked is not None
+    gathered = consensus.all_gather((*mine, device))
+    asked = gathered[0][0]
     for variable in asked.bare:
-        rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are meant.")
+        rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are assumed.")
     memory = RankMemory(
-        device_bytes=tuple(device_bytes for _, (device_bytes, _), _ in told),
-        host_bytes=tuple(host_bytes for _, (_, host_bytes), _ in told),
+        device_bytes=tuple(device_bytes for _, device_bytes, _, _ in gathered),
+        host_bytes=tuple(host_bytes for _, _, host_bytes, _ in gathered),
     )
     usable = memory.less(reservation)
-    measured = measured_bandwidths(asked.wanted, places, device, consensus, asked.afresh)
+    measured = measured_bandwidths(asked.wanted, layout, device, consensus, asked.afresh) if asked.wanted else {}
     bandwidths = asked.with_measured(measured)
     return ClusterFacts(
-        places=places,
-        topology=make_topology(device, places, usable, bandwidths),
-        devices=tuple(of_rank for _, _, of_rank in told),
+        layout=layout,
+        topology=make_topology(device, layout, usable, bandwidths),
+        devices=tuple(of_rank for _, _, _, of_rank in gathered),
         memory=memory,
         memory_origin="found" if settings.memory_bytes_per_rank is None else "memory_bytes_per_rank",
         reservation=reservation,
         bandwidths=bandwidths,
-        names=names_of_bandwidths(places, device),
+        names=names_of_bandwidths(layout, device),
     )
 
 
-def _look(
-    settings: TableSettings, device: torch.device, places: NodeLayout, rank: int
-) -> tuple[Asked | None, tuple[int, int]]:
-    """Return what rank 0 has to say of bandwidths, and what memory this rank has, on its device and on its host."""
-    here = places.ranks_by_node[places.node_of_rank[rank]]
-    mine = memory_bytes_per_rank(device, here, settings.memory_bytes_per_rank), host_bytes_per_rank(device, here)
-    return None if rank else asked_bandwidths(settings.planning.bandwidths, os.environ), mine
-
-
-def names_of_bandwidths(places: NodeLayout, device: torch.device) -> tuple[str, ...]:
-    """Return the bandwidths by which plans for these ranks differ; torchrec's rest is of no effect."""
+def names_of_bandwidths(layout: NodeLayout, device: torch.device) -> tuple[str, ...]:
+    """Return the bandwidths by which plans for these ranks differ; torchrec's others have no effect."""
     names = ["host_memory"] if device.type == "cpu" else ["device_memory", "host_to_device"]
-    names += ["intra_node"] if places.ranks_on_node > 1 and places.alike else []
-    names += ["cross_node"] if places.num_nodes > 1 else []
+    names += ["intra_node"] if layout.ranks_on_node > 1 and layout.alike else []
+    names += ["cross_node"] if layout.num_nodes > 1 else []
     return tuple(names)
+
+
+def reserve(run: TableRun, tables: list[Table]) -> Reservation:
+    """Collective. Return what is reserved on every rank: by the argument and the environment of rank 0.
+
+    Raises ConfigError, on all ranks: the environment variable has an impossible value.
+    """
+    trainer, settings, consensus = run.trainer, run.settings, run.consensus
+    given, variable = consensus.all_gather((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
+    if not is_measured(given):
+        return chosen_reservation(given, {VARIABLE: variable})
+    activation_bytes, why = sample_step(trainer, run.module, tables, consensus, run.device)
+    if why and run.fits:
+        rank_zero_info(f"torchrec_sharded: reserve='measure': nothing is reserved for activations: {why}.")
+    # Measuring runs the user's configure_model on a copy, so every rank does it: it may have collectives.
+    measured = consensus.all_or_none(
+        "setup",
+        lambda: measure_dense(
+            trainer, run.module, settings, run.device, run.layout, run.shards_dense, activation_bytes
+        ),
+    )
+    return consensus.all_gather(measured)[0]
+
+
+def measure_dense(
+    trainer: Any,
+    module: LightningModule,
+    settings: TableSettings,
+    device: torch.device,
+    layout: NodeLayout,
+    shards_dense: bool,
+    activation_bytes: int | None = None,
+) -> Reservation:
+    """Return what layers without tables need, as a reservation.
+
+    trainer: or what has its settings and `precision`. activation_bytes: what a step keeps for its backward; None
+    without a batch.
+    """
+    sizes = measure_module(module, trainer, device.type, settings.conversion)
+    job = Job(num_ranks=layout.num_ranks, num_nodes=layout.num_nodes, memory_bytes=0, precision=str(trainer.precision))
+    return measured_reservation(round(sum(dense_memory(sizes, job, shards_dense).values())), activation_bytes)

@@ -1,95 +1,73 @@
-"""What is decided about each table while the module is still unsharded: its update, its places, and what is refused."""
+"""Decides about each table of an unsharded module: whether to shard it, its update, its constraints, what to refuse."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
-from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
     refuse_what_is_not_exact,
     why_not_in_backward,
 )
-from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion
-from lightning_distrec.sharding.planning.kernels import allowed_kernels, refuse_other_storage
-from lightning_distrec.sharding.planning.named_options import left_whole, options_by_table
-from lightning_distrec.sharding.planning.plan import TableConstraints, allowed_types
-from lightning_distrec.sharding.planning.planning_options import PlanningOptions
-from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.planning.topology import NodeLayout
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.planning.constraints import (
+    TableConstraints,
+    allowed_kernels,
+    allowed_types,
+    check_storage,
+)
+from lightning_distrec.sharding.planning.table_options import TableOptions, options_by_table, replicated_collections
 from lightning_distrec.sharding.tables import Table, find_tables
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableSettings:
-    """What the strategy was told about tables."""
-
-    everywhere: TableOptions
-    conversion: Conversion
-    by_table: Mapping[str, Any]
-    check_ids: CheckIds
-    comms: QuantizedComms
-    loss_reduction: LossReduction
-    memory_bytes_per_rank: int | None
-    batch_size_per_rank: int
-    planning: PlanningOptions
-
-    def __post_init__(self) -> None:
-        check_check_ids(self.check_ids)
-        check_loss_reduction(self.loss_reduction)
-        if self.batch_size_per_rank <= 0:
-            raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")
+from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What was found in an unsharded module, and what is to become of it."""
+    """The tables to shard in an unsharded module, with the updates and constraints of each by full name."""
 
     tables: list[Table]
     warnings: list[str]
     updates: dict[str, TableUpdate]
-    demands: dict[str, TableConstraints]
+    constraints: dict[str, TableConstraints]
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[Any]
 
 
 @dataclass(frozen=True)
 class WantedTables:
-    """The tables of a module that are to be sharded, and what was said about each."""
+    """The tables to shard in a module, and the options of each."""
 
     tables: list[Table]
     options: dict[str, TableOptions]
     """By full name."""
     left_alone: dict[str, str]
     """Path -> reason, of modules that hold tables and are not sharded."""
-    kept_whole: set[str]
-    """Collections that are ordinary layers, because the user wants every rank to have them."""
+    replicated: set[str]
+    """Collections that stay ordinary layers, because their tables have replicated=True."""
 
     @property
     def warnings(self) -> list[str]:
-        """What is not sharded although it might seem so."""
-        return [f"'{path}' is left alone, whole on every rank: {why}." for path, why in self.left_alone.items()]
+        """Modules with tables that are not sharded."""
+        return [f"'{path}' is not sharded, every rank has all of it: {why}." for path, why in self.left_alone.items()]
 
 
 def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
-    """Return the tables of an unsharded module that are to be sharded. Raises ConfigError, ShardingError."""
+    """Return the tables to shard in an unsharded module. Raises ConfigError, ShardingError."""
     found = find_tables(module, settings.conversion)
     options = options_by_table(found.tables, settings.everywhere, settings.by_table)
-    kept = left_whole(found.tables, settings.by_table)
-    tables = [table for table in found.tables if table.collection not in kept]
+    replicated = replicated_collections(found.tables, settings.by_table)
+    tables = [table for table in found.tables if table.collection not in replicated]
     of_tables = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
-    return WantedTables(tables, of_tables, found.left_alone, kept)
+    return WantedTables(tables, of_tables, found.left_alone, replicated)
 
 
 def updates_in_fit(
@@ -123,42 +101,38 @@ def updates_in_fit(
     return updates, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
 
 
-def demands_of(
-    wanted: WantedTables, updates: Mapping[str, TableUpdate], device: torch.device, places: NodeLayout
+def constraints_of(
+    wanted: WantedTables, updates: Mapping[str, TableUpdate], device: torch.device, layout: NodeLayout
 ) -> dict[str, TableConstraints]:
-    """Return what each table needs of its place, by full name. Raises ConfigError, PlanError: it cannot have that."""
+    """Return the constraints of each table, by full name. Raises ConfigError, PlanError: they contradict each other."""
     return {
-        name: _demand(table, wanted.options[name], updates[name], device, places)
+        name: _constraints(table, wanted.options[name], updates[name], device, layout)
         for table in wanted.tables
         for name in [table.full_name]
     }
 
 
-def decide(
-    trainer: Trainer,
-    module: LightningModule,
-    settings: TableSettings,
-    device: torch.device,
-    places: NodeLayout,
-    earlier: Mapping[str, list[nn.Parameter]],
-) -> Decisions:
-    """Look at the unsharded module on this rank, without any exchange between ranks.
+def decide(run: TableRun, earlier: Mapping[str, list[nn.Parameter]]) -> Decisions:
+    """Look at the unsharded module on this rank, without exchanges between ranks.
 
     earlier: full name -> the shards of an earlier run of the module.
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
     """
-    wanted = wanted_tables(module, settings)
+    trainer, module = run.trainer, run.module
+    wanted = wanted_tables(module, run.settings)
     tables = wanted.tables
-    _refuse_dense_on_meta(module, tables, wanted.left_alone | dict.fromkeys(wanted.kept_whole, "keep_whole=True"))
+    _refuse_dense_on_meta(module, tables, wanted.left_alone | dict.fromkeys(wanted.replicated, "replicated=True"))
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
     updates = {table.full_name: frozen("evaluation only") for table in tables}
     warnings = wanted.warnings
-    if tables and trainer.state.fn == TrainerFn.FITTING:
+    if tables and run.fits:
         optimizers, schedulers = init_optimizers_and_schedulers(module)
-        updates, more = updates_in_fit(wanted, module, optimizers, trainer, trainer.precision_plugin, device, earlier)
+        precision = trainer.precision_plugin
+        updates, more = updates_in_fit(wanted, module, optimizers, trainer, precision, run.device, earlier)
         warnings += more
-    return Decisions(tables, warnings, updates, demands_of(wanted, updates, device, places), optimizers, schedulers)
+    constraints = constraints_of(wanted, updates, run.device, run.layout)
+    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers)
 
 
 def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
@@ -172,7 +146,7 @@ def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
 
 
 def _mode(name: str, options: TableOptions) -> str:
-    """The update that is wanted; a table that every rank holds whole can only be updated by the user's optimizer."""
+    """Return the wanted update; only the user's optimizer can update a data_parallel table."""
     mode = options.embedding_update or "auto"
     types = options.sharding_types or []
     if "data_parallel" not in types:
@@ -188,35 +162,37 @@ def _mode(name: str, options: TableOptions) -> str:
 
 
 def tables_to_shard(module: nn.Module, settings: TableSettings, conversion: Conversion = NO_CONVERSION) -> list[Table]:
-    """Return the tables of `module` that are not sharded yet and are to be: not those of `left_whole`."""
+    """Return the unsharded tables of `module` that are to be sharded."""
     tables = find_tables(module, conversion).tables
-    kept = left_whole(tables, settings.by_table)
-    return [table for table in tables if table.collection not in kept]
+    replicated = replicated_collections(tables, settings.by_table)
+    return [table for table in tables if table.collection not in replicated]
 
 
 def _in_collection(options: TableOptions) -> TableOptions:
-    """Return what keep_whole means for a table whose collection is sharded with other tables of it."""
-    return TableOptions(sharding_types=["data_parallel"]) if options.keep_whole else options
+    """Return what replicated=True means for a table whose collection is sharded because of its other tables."""
+    return TableOptions(sharding_types=["data_parallel"]) if options.replicated else options
 
 
-def _demand(
-    table: Table, options: TableOptions, update: TableUpdate, device: torch.device, places: NodeLayout
+def _constraints(
+    table: Table, options: TableOptions, update: TableUpdate, device: torch.device, layout: NodeLayout
 ) -> TableConstraints:
-    refuse_other_storage(table, options, device.type)
+    check_storage(table, options, device.type)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"], compute_kernels=None)
     optimizer = type(update.param_group.optimizer).__name__ if update.param_group else ""
-    whole_rows_for = optimizer if update.needs_full_rows else ""
-    types = allowed_types(table, options, places, whole_rows_for)
+    unsplit_rows_for = optimizer if update.needs_full_rows else ""
+    types = allowed_types(table, options, layout, unsplit_rows_for)
     kept_gradient = update.kind in ("sparse", "dense")
     return TableConstraints(
         types,
         kept_gradient,
         options,
         compute_kernels=allowed_kernels(table, types, options, kept_gradient, device.type),
-        whole_rows_for=whole_rows_for,
+        unsplit_rows_for=unsplit_rows_for,
         bytes_per_element=update.bytes_per_element,
         bytes_per_row=update.bytes_per_row,
+        update=update.kind,
+        update_reason=update.why,
     )
 
 
@@ -228,8 +204,8 @@ def _refuse_dense_on_meta(module: LightningModule, tables: list[Table], left_alo
         path = next((path for path in left_alone if name.startswith(f"{path}.")), None)
         if path is not None:
             raise ShardingError(
-                f"'{path}' is left alone ({left_alone[path]}), so that nobody gives its tables their rows. Build "
-                "its collection with device='cpu', or outside of configure_model."
+                f"'{path}' is not sharded ({left_alone[path]}), so that its tables on the meta device get no rows. "
+                "Build its collection with device='cpu', or outside of configure_model."
             )
         raise ShardingError(
             f"parameter '{name}' is on the meta device, and only tables get their values from the strategy. Build "

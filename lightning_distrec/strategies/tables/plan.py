@@ -1,111 +1,174 @@
-"""How the tables of a run come to their plan: from a file, from an earlier run of the module, or from the planner."""
+"""The plan of a run: from a file, from an earlier run of the module or from the planner; printed and saved."""
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from lightning.pytorch.trainer.states import TrainerFn
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec.sharding.plan_report.facts import PlanFacts
+from lightning_distrec import errors
+from lightning_distrec.errors import PlanError
+from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, load_plan, save_plan
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.plan_report.text import print_plan
-from lightning_distrec.sharding.planning.device_placement import put_on_devices
-from lightning_distrec.sharding.planning.held_memory import check_memory
-from lightning_distrec.sharding.planning.kernels import cache_share
-from lightning_distrec.sharding.planning.plan import constraints_of, plan_together
-from lightning_distrec.sharding.planning.planned_tables import PlannedTable, UpdateCost, planned_tables
-from lightning_distrec.sharding.planning.planner import MadePlan, cost_of_plan, make_plan
-from lightning_distrec.sharding.planning.written_plan import ranks_per_node
-from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.planning.plan_checks import check_memory, plan_for_run
+from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
+from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
-from lightning_distrec.strategies.tables.decisions import Decisions, TableSettings
-from lightning_distrec.strategies.tables.plan_files import follow, wanted_plan
-from lightning_distrec.strategies.tables.table_run import TableRun
+from lightning_distrec.strategies.tables.decisions import Decisions
+from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
+
+VARIABLE = "LIGHTNING_DISTREC_PLAN_FILE"
+"""Names a plan file where the strategy's argument does not."""
 
 
 def plan_tables(
-    run: TableRun, look: Decisions, old_plan: ShardingByTable, facts: ClusterFacts
-) -> tuple[MadePlan, PlanFacts | None]:
-    """Collective. Return the plan, and on rank 0 of a fit, which prints it, what reports tell of it.
+    run: TableRun, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
+) -> ShardingPlan:
+    """Collective. Return the plan; rank 0 of a fit prints it.
 
-    old_plan: of an earlier run of the module; {} for none. Raises PlanError, on all ranks: tables do not fit, or not
-    where a file puts them.
+    earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do not fit, or cannot
+    be sharded as a file says.
     """
-    trainer, settings = run.trainer, run.settings
-    made = plan_together(lambda: plan_or_follow(look, old_plan, settings, facts))
-    put_on_devices(made.plan, facts.devices)
-    if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
-        return made, None
-    told = facts_of_plan(look, settings, facts, made)
-    print_plan(told, run.output_dtype, facts.in_words)
-    return made, told
+
+    def make() -> ShardingPlan:
+        old = None if earlier is None else plan_of(earlier, run)
+        return plan_or_follow(decisions, old, run.settings, facts)
+
+    plan = _from_rank_zero(make)
+    if run.fits and run.trainer.is_global_zero:
+        print_plan(plan, run.output_dtype, facts.in_words)
+    return plan
+
+
+def plan_of(sharded: ShardedTables, run: TableRun) -> ShardingPlan:
+    """Return the plan of tables that are sharded already, without its cost."""
+    return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, run.layout, run.device.type)
+
+
+def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
+    """Collective. Run `make` on rank 0; every rank returns its plan, or raises its error."""
+    answer: list[ShardingPlan | tuple[str, str] | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = make()
+        except Exception as error:
+            answer[0] = (type(error).__name__, str(error))
+            dist.broadcast_object_list(answer, src=0)
+            raise
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ShardingPlan):
+        return answer[0]
+    name, message = answer[0] or ("PlanError", "rank 0 sent no plan.")
+    raise getattr(errors, name, PlanError)(message)
 
 
 def plan_or_follow(
-    look: Decisions, old_plan: ShardingByTable, settings: TableSettings, facts: ClusterFacts
-) -> MadePlan:
+    decisions: Decisions, old: ShardingPlan | None, settings: TableSettings, facts: ClusterFacts
+) -> ShardingPlan:
     """Return the plan of a file that is named, or else the old one where it suits, or else a new one. On one rank.
 
     Raises PlanError, and of those InfeasiblePlanError where memory does not suffice.
     """
-    plan = _given_plan(look, settings, facts) or _kept_plan(old_plan, look)
-    return plan_anew(look, settings, facts) if plan is None else cost_of(look, plan, settings, facts)
+    wanted = wanted_plan(settings.planning, os.environ)
+    if wanted is not None:
+        return cost_of(decisions, follow(*wanted, decisions, facts), settings, facts)
+    if old is not None and _still_suits(old, decisions):
+        return cost_of(decisions, old, settings, facts)
+    return new_plan(decisions, settings, facts)
 
 
-def plan_anew(look: Decisions, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
+def new_plan(decisions: Decisions, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
     """Return the planner's plan. Raises PlanError, and of those InfeasiblePlanError where memory does not suffice."""
-    made = make_plan(look.tables, look.demands, facts.topology, settings.batch_size_per_rank)
-    return _checked(look, made, facts)
+    plan = make_plan(decisions.tables, decisions.constraints, facts.topology, settings.batch_size_per_rank)
+    return _for_run(plan, settings, facts)
 
 
-def cost_of(look: Decisions, plan: ShardingByTable, settings: TableSettings, facts: ClusterFacts) -> MadePlan:
-    """Return a plan that is there already, with its cost. Raises InfeasiblePlanError: a rank cannot hold its tables."""
-    cost = cost_of_plan(look.tables, plan, look.demands, facts.topology, settings.batch_size_per_rank)
-    return _checked(look, MadePlan(plan, cost), facts)
+def cost_of(decisions: Decisions, plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
+    """Return an existing plan with its cost in this run. Raises InfeasiblePlanError: a rank cannot hold its tables."""
+    tables, batch_size = decisions.tables, settings.batch_size_per_rank
+    return _for_run(estimate_plan(plan, tables, decisions.constraints, facts.topology, batch_size), settings, facts)
 
 
-def _checked(look: Decisions, made: MadePlan, facts: ClusterFacts) -> MadePlan:
-    check_memory(_planned(look, made, facts), facts.memory, facts.reservation)
-    return made
-
-
-def _planned(look: Decisions, made: MadePlan, facts: ClusterFacts) -> list[PlannedTable]:
-    costs = {n: UpdateCost(u.kind, u.why, u.bytes_per_element, u.bytes_per_row) for n, u in look.updates.items()}
-    constraints = constraints_of(look.tables, look.demands)
-    pooling = {table.full_name: tuple(constraints[table.name].pooling_factors) for table in look.tables}
-    return planned_tables(look.tables, made.plan, costs, facts.places.num_ranks, pooling)
-
-
-def facts_of_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts, made: MadePlan) -> PlanFacts:
-    """Return what reports tell of a plan."""
-    return PlanFacts(
-        tables=_planned(look, made, facts),
-        places=facts.places,
-        batch_size=settings.batch_size_per_rank,
+def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
+    """Return the plan with what reports need to know of the run."""
+    check_memory(plan, facts.memory, facts.reservation)
+    return replace(
+        plan,
+        layout=facts.layout,
         comms=settings.comms,
         memory_bytes=facts.memory.device_bytes,
         usable_bytes=facts.memory.less(facts.reservation).device_bytes,
-        on_gpu=facts.topology.compute_device == "cuda",
-        cost=made.cost,
         origins=facts.origins,
     )
 
 
-def _given_plan(look: Decisions, settings: TableSettings, facts: ClusterFacts) -> ShardingByTable | None:
-    """Return the plan of the file that the user named; None for no file."""
-    wanted = wanted_plan(settings.planning, os.environ)
-    if wanted is None:
-        return None
+def _still_suits(old: ShardingPlan, decisions: Decisions) -> bool:
+    """Return whether an earlier plan suits every table, so that rows can stay where they are."""
+    return old.tables.keys() == decisions.constraints.keys() and all(
+        table.sharding_type in wanted.sharding_types
+        and table.compute_kernel in wanted.compute_kernels
+        and table.cache_load_factor == wanted.options.cache_load_factor
+        for name, table in old.tables.items()
+        for wanted in [decisions.constraints[name]]
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- plan files
+
+
+def wanted_plan(planning: PlanningOptions, variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the path of the plan file to follow and what messages call it; None for no file. Call it on one rank.
+
+    The argument takes precedence over the environment variable; a message says so where they differ.
+    """
+    given, by_variable = planning.plan_file, variables.get(VARIABLE) or None
+    if given is not None:
+        if by_variable not in (None, given):
+            rank_zero_info(f"planning: plan_file='{given}' is followed, and {VARIABLE}={by_variable} is ignored.")
+        return given, f"plan_file='{given}'"
+    return None if by_variable is None else (by_variable, f"{VARIABLE}={by_variable}")
+
+
+def follow(path: str, what: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
+    """Return the plan in a file for this run's tables and ranks. Call it on one rank.
+
+    what: what messages call the file. Raises ConfigError, PlanError: see `load_plan` and `plan_for_run`.
+    """
+    not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     device = facts.topology.compute_device
-    return follow(*wanted, look, facts.places, device).as_plan(device, ranks_per_node(facts.places))
+    plan = plan_for_run(
+        load_plan(path), what, decisions.tables, decisions.constraints, facts.layout, device, not_updated
+    )
+    rank_zero_info(f"Tables are sharded as {what} says.")
+    return plan
 
 
-def _kept_plan(old: ShardingByTable, look: Decisions) -> ShardingByTable | None:
-    """Return the earlier plan where it still suits every table, so that rows stay where they are."""
-    if set(old) != {table.full_name for table in look.tables}:
+def save_with_logs(trainer: Trainer, plan: ShardingPlan) -> None:
+    """Write the plan into the folder of the first logger that has one, on rank 0; warn where that fails."""
+    folder = next(filter(None, map(folder_of, trainer.loggers)), None)
+    if trainer.fast_dev_run or not trainer.is_global_zero or folder is None:  # type: ignore[attr-defined]
+        return
+    try:
+        save_plan(folder / PLAN_FILE, plan)
+    except OSError as error:
+        rank_zero_warn(
+            f"the plan is not saved: {folder / PLAN_FILE} cannot be written ({error.strerror or error}). Training "
+            "continues; planning={'save_plan': False} saves none."
+        )
+
+
+def folder_of(logger: Logger) -> Path | None:
+    """Return the folder of one run: that of its logs, or the one above its checkpoints; None for a logger without."""
+    log_dir = getattr(logger, "log_dir", None)
+    if isinstance(log_dir, str):  # Lightning's dummy loggers have a function for any name
+        return Path(log_dir)
+    if logger.save_dir is None or logger.name is None or logger.version is None:
         return None
-    if any(old[name].sharding_type not in demand.sharding_types for name, demand in look.demands.items()):
-        return None
-    if any(old[name].compute_kernel not in demand.compute_kernels for name, demand in look.demands.items()):
-        return None
-    if any(cache_share(old[name]) != demand.options.cache_load_factor for name, demand in look.demands.items()):
-        return None
-    return {name: replace(sharding) for name, sharding in old.items()}
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir) / logger.name / version

@@ -1,13 +1,43 @@
-"""What tables are set up in: a run of a module on its ranks."""
+"""What set-up gets from the strategy: its options about tables, and the run of a module on its ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.sharding.planning.topology import NodeLayout
-from lightning_distrec.strategies.tables.decisions import TableSettings
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
+from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """The strategy's options about tables."""
+
+    everywhere: TableOptions
+    conversion: Conversion
+    by_table: Mapping[str, Any]
+    check_ids: CheckIds
+    comms: QuantizedComms
+    loss_reduction: LossReduction
+    memory_bytes_per_rank: int | None
+    batch_size_per_rank: int
+    planning: PlanningOptions
+
+    def __post_init__(self) -> None:
+        check_check_ids(self.check_ids)
+        check_loss_reduction(self.loss_reduction)
+        if self.batch_size_per_rank <= 0:
+            raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +49,13 @@ class TableRun:
     settings: TableSettings
     consensus: Consensus
     device: torch.device
-    places: NodeLayout
-    """Which ranks are on which node."""
+    layout: NodeLayout
     output_dtype: torch.dtype | None
     """The type of looked up rows; None for the kernels' own."""
-    cuts_dense: bool
-    """Whether layers without tables are cut over the ranks."""
+    shards_dense: bool
+    """Whether layers without tables are sharded too."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is a fit, in which tables are updated."""
+        return self.trainer.state.fn == TrainerFn.FITTING

@@ -1,4 +1,4 @@
-"""Tables that are sharded, with what updates them and what is watched while they train: what a run keeps of them."""
+"""The sharded tables of a run, their plan, what updates them, and the checks before and after every step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,20 +16,23 @@ from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
-from lightning_distrec.sharding.plan_report.facts import PlanFacts
+from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, plan_text
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.plan_report.page import write_page, write_pictures
 from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
-from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
-from lightning_distrec.sharding.planning.written_plan import WrittenPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.tables.unfreezing import Unfreezing
 
 
 @dataclass(kw_only=True)
 class TableSetup:
-    """Tables that are sharded, what updates them, and what is watched while they train."""
+    """The sharded tables of a run, their plan, and what updates them."""
 
     shards: ShardedTables
+    plan: ShardingPlan
+    """Where the tables are; in a fit with its cost."""
+    saves_plan: bool
+    """Whether checkpoints hold the plan."""
     updates: dict[str, TableUpdate]
     learning_rates: LearningRates
     loss_weight: LossWeight
@@ -38,11 +41,7 @@ class TableSetup:
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
-    """What was put on optimizers and plugins for the time of the run."""
-    written_plan: WrittenPlan | None = None
-    """Where the tables are, in plain numbers; None where plans are not saved."""
-    facts: PlanFacts | None = None
-    """What reports tell of the plan, on rank 0 of a fit; None elsewhere."""
+    """Removes what was registered on optimizers and plugins for the run."""
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
@@ -50,26 +49,24 @@ class TableSetup:
         self.unfreezing = Unfreezing(self.shards, self.updates)
 
     def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
-        """Write plan.html, and if wanted its pictures as files beside it. Call it where there are `facts`.
+        """Write plan.html, and optionally its pictures as files next to it.
 
-        Returns name -> picture, as PNG; none without matplotlib, which the page says too.
+        Returns name -> picture, as PNG; none without matplotlib, which the page mentions too.
         """
-        facts = self.facts
-        assert facts is not None
-        pictures = draw_plan(facts) if can_draw() else None
-        write_page(folder / "plan.html", facts, pictures)
+        pictures = draw_plan(self.plan) if can_draw() else None
+        write_page(folder / "plan.html", self.plan, pictures)
         if picture_files and pictures:
             write_pictures(folder, pictures)
         return pictures or {}
 
     def release(self) -> None:
-        """Take off what was put on for the time of the run."""
+        """Remove what was registered for the run."""
         while self.undo:
             self.undo.pop()()
 
     def plan_files(self) -> dict[str, bytes]:
-        """Return name -> content of what checkpoints tell of the plan."""
-        return {} if self.written_plan is None else {PLAN_FILE: plan_text(self.written_plan).encode()}
+        """Return name -> content of the plan's file in checkpoints."""
+        return {PLAN_FILE: plan_text(self.plan).encode()} if self.saves_plan else {}
 
     @property
     def fused_tables(self) -> list[str]:
@@ -77,7 +74,7 @@ class TableSetup:
         return [name for name, update in self.updates.items() if update.in_backward]
 
     def before_training_step(self) -> None:
-        """Raise where something was changed since the start that the tables' updates do not follow."""
+        """Raise where something has changed since the start that the tables' updates do not follow."""
         self.learning_rates.check()
         self.replicas.before_step()
         self._refuse_late_hooks()
@@ -102,24 +99,24 @@ class TableSetup:
                 )
 
     def after_optimizer_step(self, number: int, *_: Any) -> None:
-        """The gradients of the lookups so far are used up. Called by the optimizers, of this number, themselves."""
+        """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
         self.backward_watch.step()
         self._num_steps[number] = self._num_steps.get(number, 0) + 1
         for lookup in self.lookups:
             lookup.forget_gradients()
 
     def begin_step(self) -> None:
-        """Forget what was looked up in the step before, of whatever kind."""
+        """Drop what the step before has looked up."""
         for lookup in self.lookups:
             lookup.begin_step()
 
     def num_fused_steps(self, name: str) -> int:
-        """Return how often the optimizer of a table that is updated inside of backward has stepped."""
+        """Return how many steps the optimizer of a fused table has made."""
         param_group = self.updates[name].param_group
         return 0 if param_group is None else self._num_steps.get(param_group.optimizer_index, 0)
 
     def set_fused_steps(self, name: str, num_steps: int) -> None:
-        """Go on counting a table's steps from here."""
+        """Set the number of steps of a fused table's optimizer."""
         param_group = self.updates[name].param_group
         assert param_group is not None
         self._num_steps[param_group.optimizer_index] = num_steps

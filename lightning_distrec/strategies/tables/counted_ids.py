@@ -1,4 +1,4 @@
-"""Ids per example are counted in the first batches of training before tables are planned, which leaves no trace."""
+"""Counts ids per example in the first training batches before tables are planned, and leaves all state unchanged."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -6,50 +6,48 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_distrec._compat.lightning import train_dataloaders
 from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
-from lightning_distrec.sharding.planning.plan import TableConstraints
-from lightning_distrec.sharding.planning.pooling import IdCounts
+from lightning_distrec.sharding.planning.constraints import TableConstraints
+from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.table_run import TableRun
 
-MOST_NAMED = 4
-"""How many tables the line about what was counted names."""
+MAX_NAMED = 4
+"""Number of tables that the message names."""
 
 
-def estimate_pooling(run: TableRun, look: Decisions) -> dict[str, TableConstraints]:
-    """Collective. Return the tables' demands by full name, with ids per example counted in batches of all ranks.
+def with_counted_ids(run: TableRun, decisions: Decisions) -> dict[str, TableConstraints]:
+    """Collective. Return the tables' constraints by full name, with ids per example counted in batches of all ranks.
 
-    As many batches of each training dataloader on each rank as `planning.estimate_pooling` says. A pooling_factor that
-    was given stays. What cannot be looked at is said, and the tables are planned as if nobody had asked.
+    Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A pooling_factor that was
+    given stays. A message names what cannot be counted; those tables are planned without counts.
     """
-    if run.trainer.state.fn != TrainerFn.FITTING:
-        return look.demands
+    counts, total, notes = IdCounts.none(), 0, []
     num_batches = run.settings.planning.estimate_pooling
     mine = _count(run.trainer, run.module, num_batches, run.device) if num_batches else (IdCounts.none(), 0, [])
-    counts, total, notes = IdCounts.none(), 0, []
-    for rank, (theirs, seen, said) in enumerate(run.consensus.all_gather(mine)):
+    for rank, (theirs, batches, of_rank) in enumerate(run.consensus.all_gather(mine)):
         counts.add(theirs)
-        total += seen
-        notes += [f"rank {rank}: {note}" for note in said]
-    wanted = [table for table in look.tables if look.demands[table.full_name].options.pooling_factor is None]
+        total += batches
+        notes += [f"rank {rank}: {note}" for note in of_rank]
+    constraints = decisions.constraints
+    wanted = [table for table in decisions.tables if constraints[table.full_name].options.pooling_factor is None]
     found = {table.full_name: counts.factors_of(table) for table in wanted}
     if total or notes:
-        _say(wanted, found, total, run.consensus.num_ranks, notes)
+        _report(wanted, found, total, run.consensus.num_ranks, notes)
     return {
-        name: demand if found.get(name) is None else replace(demand, pooling_factors=found[name])
-        for name, demand in look.demands.items()
+        name: of_table if found.get(name) is None else replace(of_table, pooling_factors=found[name])
+        for name, of_table in constraints.items()
     }
 
 
 def _count(
     trainer: Trainer, module: LightningModule, num_batches: int, device: torch.device
 ) -> tuple[IdCounts, int, list[str]]:
-    """Return what this rank has counted, in how many batches, and what it could not look at."""
+    """Return what this rank has counted, in how many batches, and what it could not read."""
     counts, total = IdCounts.none(), 0
     notes: list[str] = []
     declare = getattr(module, "sparse_inputs", None)
@@ -63,27 +61,27 @@ def _count(
                     for batch in batches:
                         counts.look_at(batch, *([] if declare is None else [declare(batch)]))
                         total += 1
-    except Exception as error:  # of the user's loader; training meets it again, where it stops all ranks
+    except Exception as error:  # the user's loader fails in training again, where the error stops all ranks
         notes.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return counts, total, notes
 
 
-def _say(
+def _report(
     tables: list[Table], found: dict[str, tuple[float, ...] | None], total: int, num_ranks: int, notes: list[str]
 ) -> None:
     known = [table for table in tables if found[table.full_name] is not None]
     unknown = [table.full_name for table in tables if found[table.full_name] is None]
     lines = []
     if known:
-        named = "; ".join(_in_words(table, found[table.full_name]) for table in known[:MOST_NAMED])
+        named = "; ".join(_in_words(table, found[table.full_name]) for table in known[:MAX_NAMED])
         lines.append(f"ids per example, counted in {total} batches of {num_ranks} ranks: {named}{_more(known)}")
     if unknown:
         lines.append(
-            f"ids per example of {', '.join(unknown[:MOST_NAMED])}{_more(unknown)} are not known: no batch holds their "
+            f"ids per example of {', '.join(unknown[:MAX_NAMED])}{_more(unknown)} are not known: no batch holds their "
             "features by name, nor does what sparse_inputs(batch) returns. Set pooling_factor where planning needs it"
         )
     if notes:
-        lines.append(f"not looked at: {'; '.join(notes[:MOST_NAMED])}{_more(notes)}")
+        lines.append(f"not read: {'; '.join(notes[:MAX_NAMED])}{_more(notes)}")
     rank_zero_info(f"torchrec_sharded: estimate_pooling: {'. '.join(lines)}.")
 
 
@@ -95,4 +93,4 @@ def _in_words(table: Table, factors: Any) -> str:
 
 
 def _more(names: list[Any]) -> str:
-    return f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""

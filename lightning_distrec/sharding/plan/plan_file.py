@@ -1,4 +1,4 @@
-"""Plans as JSON files that people read and change: plan.json."""
+"""Writes and reads plans as JSON files that people read and edit: plan.json."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,22 +9,18 @@ from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
-from lightning_distrec.sharding.planning.shard_edges import why_not_inside, why_not_placed
-from lightning_distrec.sharding.planning.written_plan import (
-    TableSize,
-    WrittenPlan,
-    WrittenShard,
-    WrittenTable,
-    in_order,
-)
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.planned_table import PlannedShard, PlannedTable, in_order
+from lightning_distrec.sharding.plan.shard_edges import why_not_inside, why_not_placed
+from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
 
 PLAN_FILE = "plan.json"
 """Name of a plan beside logs and in checkpoints."""
 VERSION = 1
-"""Of what a file holds; a reader refuses those of a later one."""
+"""Version of the format; a reader refuses others."""
 LARGEST = 2**62
-"""Numbers beyond it are no sizes."""
+"""Larger numbers are refused."""
 
 _PLAN_FIELDS = ("version", "num_ranks", "ranks_per_node", "device", "tables")
 _TABLE_FIELDS = ("rows", "dim", "data_type", "sharding_type", "compute_kernel", "shards")
@@ -32,23 +28,29 @@ _SHARD_FIELDS = ("rank", "offsets", "sizes")
 _CACHE = "cache_load_factor"
 
 
-def save_plan(path: str | Path, plan: WrittenPlan) -> None:
-    """Write a plan's file: whole, or what was there before stays. Raises OSError: it cannot be written."""
+def save_plan(path: str | Path, plan: ShardingPlan) -> None:
+    """Write a plan's file atomically. Raises OSError: it cannot be written."""
     replace_file(Path(path), plan_text(plan).encode())
 
 
-def plan_text(plan: WrittenPlan) -> str:
+def plan_text(plan: ShardingPlan) -> str:
     """Return a plan as JSON, with a line for each table and each shard."""
-    lines = [f' "{name}": {json.dumps(getattr(plan, name))},' for name in _PLAN_FIELDS[1:-1]]
+    fields = {
+        "version": VERSION,
+        "num_ranks": plan.num_ranks,
+        "ranks_per_node": plan.layout.ranks_per_node,
+        "device": plan.device,
+    }
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in fields.items()]
     tables = ",\n".join(_table_text(name, table) for name, table in plan.tables.items())
-    return "\n".join(["{", f' "version": {VERSION},', *lines, ' "tables": {', tables, " }", "}", ""])
+    return "\n".join(["{", *lines, ' "tables": {', tables, " }", "}", ""])
 
 
-def _table_text(name: str, table: WrittenTable) -> str:
+def _table_text(name: str, table: PlannedTable) -> str:
     fields: dict[str, Any] = {
-        "rows": table.size.rows,
-        "dim": table.size.dim,
-        "data_type": table.size.data_type,
+        "rows": table.num_rows,
+        "dim": table.dim,
+        "data_type": table.data_type,
         "sharding_type": table.sharding_type,
         "compute_kernel": table.compute_kernel,
     }
@@ -61,11 +63,11 @@ def _table_text(name: str, table: WrittenTable) -> str:
     return f'  {json.dumps(name)}: {json.dumps(fields)[:-1]}, "shards": [\n{shards}\n  ]}}'
 
 
-def load_plan(path: str | Path) -> WrittenPlan:
-    """Return what a plan's file, or the one in a checkpoint's folder, says.
+def load_plan(path: str | Path) -> ShardingPlan:
+    """Return the plan in a file, or in the plan.json of a checkpoint's folder.
 
-    Raises ConfigError: there is no such file. PlanError: it is no plan, of a later version, or one whose shards do not
-    make up its tables; with the place in the file.
+    Raises ConfigError: there is no such file. PlanError: it is no plan, has another version, or its shards do not
+    cover its tables; with the place in the file.
     """
     file = Path(path)
     try:
@@ -78,15 +80,15 @@ def load_plan(path: str | Path) -> WrittenPlan:
             "checkpoint or of logs that has one; runs save it when they start to train."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{file} is no plan: {error}.") from None
+        raise PlanError(f"{file} is not a plan: {error}.") from None
     try:
         return _plan(content)
     except _Wrong as wrong:
-        raise PlanError(f"{file} is no plan that can be followed: {wrong}") from None
+        raise PlanError(f"{file} is not a valid plan: {wrong}") from None
 
 
 class _Wrong(Exception):
-    """What is wrong in a plan, with the place."""
+    """An error in a plan's file, with its place."""
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}" if place else reason)
@@ -100,9 +102,9 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _plan(content: Any) -> WrittenPlan:
+def _plan(content: Any) -> ShardingPlan:
     if not isinstance(content, dict) or type(content.get("version")) is not int:
-        raise _Wrong("", f"it does not begin with the version of its format, as every {PLAN_FILE} does.")
+        raise _Wrong("", f"it has no integer version, as every {PLAN_FILE} does.")
     if content["version"] != VERSION:
         raise _Wrong(
             "version",
@@ -110,38 +112,47 @@ def _plan(content: Any) -> WrittenPlan:
             "wrote it, or a later one.",
         )
     _check_fields(content, "", _PLAN_FIELDS)
-    num_ranks = _number(content["num_ranks"], "num_ranks", least=1)
-    on_node = _number(content["ranks_per_node"], "ranks_per_node", least=1)
+    num_ranks = _number(content["num_ranks"], "num_ranks", smallest=1)
+    on_node = _number(content["ranks_per_node"], "ranks_per_node", smallest=1)
     if num_ranks % on_node:
-        raise _Wrong("ranks_per_node", f"{num_ranks} ranks are not some nodes of {on_node} each.")
+        raise _Wrong("ranks_per_node", f"{num_ranks} ranks cannot be divided into nodes of {on_node} ranks each.")
     device = _one_of(content["device"], "device", ("cpu", "cuda"))
     tables = content["tables"]
     if not isinstance(tables, dict):
         raise _Wrong("tables", "an object is needed, from full names of tables to their shards.")
-    return WrittenPlan(
-        num_ranks,
-        on_node,
-        device,
-        {name: _table(table, f"tables[{name!r}]", num_ranks, on_node) for name, table in tables.items()},
+    return ShardingPlan(
+        layout=NodeLayout.equal(num_ranks, on_node),
+        device=device,
+        tables={name: _table(name, table, num_ranks, on_node) for name, table in tables.items()},
     )
 
 
-def _table(content: Any, place: str, num_ranks: int, on_node: int) -> WrittenTable:
+def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTable:
+    place = f"tables[{name!r}]"
     _check_fields(content, place, _TABLE_FIELDS, (_CACHE,))
-    size = TableSize(
-        _number(content["rows"], f"{place}.rows", least=1),
-        _number(content["dim"], f"{place}.dim", least=1),
-        _one_of(content["data_type"], f"{place}.data_type", [kind.value for kind in DataType]),
-    )
-    cut = _one_of(content["sharding_type"], f"{place}.sharding_type", SHARDING_TYPES)
+    rows = _number(content["rows"], f"{place}.rows", smallest=1)
+    dim = _number(content["dim"], f"{place}.dim", smallest=1)
+    sharding_type = _one_of(content["sharding_type"], f"{place}.sharding_type", SHARDING_TYPES)
     kernel = _one_of(content["compute_kernel"], f"{place}.compute_kernel", KERNELS)
-    if (cut == "data_parallel") != (kernel == "dense"):
-        raise _Wrong(f"{place}.compute_kernel", f"{kernel} with {cut}: dense is for data_parallel, and that for dense.")
+    if (sharding_type == "data_parallel") != (kernel == "dense"):
+        raise _Wrong(
+            f"{place}.compute_kernel",
+            f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and only those.",
+        )
     shards = in_order(
-        _shard(shard, f"{place}.shards[{number}]", size, num_ranks)
+        _shard(shard, f"{place}.shards[{number}]", rows, dim, num_ranks)
         for number, shard in enumerate(_list(content["shards"], f"{place}.shards"))
     )
-    table = WrittenTable(size, cut, kernel, shards, _cache_load_factor(content, place))
+    table = PlannedTable(
+        name=name,
+        num_rows=rows,
+        dim=dim,
+        data_type=_one_of(content["data_type"], f"{place}.data_type", [kind.value for kind in DataType]),
+        sharding_type=sharding_type,
+        compute_kernel=kernel,
+        shards=shards,
+        cache_load_factor=_cache_load_factor(content, place),
+    )
     if reason := why_not_placed(table, num_ranks, on_node):
         raise _Wrong(f"{place}.shards", f"{reason}.")
     return table
@@ -152,16 +163,16 @@ def _cache_load_factor(content: Mapping[str, Any], place: str) -> float | None:
         return None
     factor = content[_CACHE]
     if type(factor) not in (int, float) or not 0 < factor <= 1:
-        raise _Wrong(f"{place}.{_CACHE}", f"{factor!r} is no share of the rows; it must be above 0, and 1 at most.")
+        raise _Wrong(f"{place}.{_CACHE}", f"{factor!r} is no share of the rows; it must be above 0 and at most 1.")
     return float(factor)
 
 
-def _shard(content: Any, place: str, size: TableSize, num_ranks: int) -> WrittenShard:
+def _shard(content: Any, place: str, num_rows: int, dim: int, num_ranks: int) -> PlannedShard:
     _check_fields(content, place, _SHARD_FIELDS)
-    row, column = _pair(content["offsets"], f"{place}.offsets", least=0)
-    rows, columns = _pair(content["sizes"], f"{place}.sizes", least=1)
-    shard = WrittenShard(_number(content["rank"], f"{place}.rank", least=0), (row, column), (rows, columns))
-    if reason := why_not_inside(shard, size.rows, size.dim, num_ranks):
+    row, column = _pair(content["offsets"], f"{place}.offsets", smallest=0)
+    rows, columns = _pair(content["sizes"], f"{place}.sizes", smallest=1)
+    shard = PlannedShard(_number(content["rank"], f"{place}.rank", smallest=0), (row, column), (rows, columns))
+    if reason := why_not_inside(shard, num_rows, dim, num_ranks):
         raise _Wrong(place, f"{reason}.")
     return shard
 
@@ -177,16 +188,16 @@ def _check_fields(content: Any, place: str, needed: Sequence[str], optional: Seq
             raise _Wrong(place, f"{name!r} is not known{did_you_mean(name, known)} There are {', '.join(known)}.")
 
 
-def _number(value: Any, place: str, least: int) -> int:
-    if type(value) is not int or not least <= value <= LARGEST:
-        raise _Wrong(place, f"{_short(value)} is not a whole number of at least {least}.")
+def _number(value: Any, place: str, smallest: int) -> int:
+    if type(value) is not int or not smallest <= value <= LARGEST:
+        raise _Wrong(place, f"{_short(value)} is not a whole number of at least {smallest}.")
     return value
 
 
-def _pair(value: Any, place: str, least: int) -> tuple[int, int]:
+def _pair(value: Any, place: str, smallest: int) -> tuple[int, int]:
     if len(_list(value, place)) != 2:
         raise _Wrong(place, f"{_short(value)} is not two numbers, of rows and of columns.")
-    rows, columns = (_number(number, f"{place}[{i}]", least) for i, number in enumerate(value))
+    rows, columns = (_number(number, f"{place}[{i}]", smallest) for i, number in enumerate(value))
     return rows, columns
 
 
@@ -206,7 +217,7 @@ def _one_of(value: Any, place: str, known: Sequence[str]) -> str:
 
 def _short(value: Any) -> str:
     try:
-        said = repr(value)
+        text = repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists in lists
         return f"a {type(value).__name__}"
-    return said if len(said) <= 40 else f"{said[:40]}..."
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,81 @@
+"""Which ranks share a node."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The ranks, and which of them share a node."""
+
+    node_of_rank: tuple[int, ...]
+    """Rank -> its node, numbered by first appearance."""
+
+    @classmethod
+    def of_nodes(cls, *ranks_by_node: int) -> "NodeLayout":
+        """Return a layout of nodes with these numbers of ranks, in order."""
+        return cls(tuple(node for node, number in enumerate(ranks_by_node) for _ in range(number)))
+
+    @classmethod
+    def equal(cls, num_ranks: int, ranks_on_node: int) -> "NodeLayout":
+        """Return `num_ranks` ranks on nodes of `ranks_on_node` each; the last node may have fewer."""
+        return cls(tuple(rank // ranks_on_node for rank in range(num_ranks)))
+
+    @classmethod
+    def gathered(cls, reported: Sequence[tuple[int, int]]) -> "NodeLayout":
+        """Return the layout from what each rank reports: the number of its node, and how many ranks are on it.
+
+        Where a launcher gives all ranks the same node number, the ranks per node still separate the nodes.
+        """
+        numbers = list(dict.fromkeys(node for node, _ in reported))
+        by_number = cls(tuple(numbers.index(node) for node, _ in reported))
+        if all(
+            by_number.ranks_by_node[node] == here
+            for node, (_, here) in zip(by_number.node_of_rank, reported, strict=True)
+        ):
+            return by_number
+        in_blocks: list[int] = []
+        while len(in_blocks) < len(reported):
+            here = max(1, min(reported[len(in_blocks)][1], len(reported) - len(in_blocks)))
+            in_blocks += [in_blocks[-1] + 1 if in_blocks else 0] * here
+        return cls(tuple(in_blocks))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.node_of_rank)
+
+    @property
+    def ranks_by_node(self) -> tuple[int, ...]:
+        """Number of ranks on each node."""
+        counts = Counter(self.node_of_rank)
+        return tuple(counts[node] for node in range(len(counts)))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(set(self.node_of_rank))
+
+    @property
+    def ranks_on_node(self) -> int:
+        """Number of ranks on the largest node."""
+        return max(self.ranks_by_node)
+
+    @property
+    def alike(self) -> bool:
+        """Whether nodes are as torchrec expects: equal numbers of ranks, numbered consecutively."""
+        return self == NodeLayout.of_nodes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a node as plans count them: all ranks where nodes are not alike."""
+        return self.ranks_on_node if self.alike else self.num_ranks
+
+    def ranks_on_same_node(self, rank: int) -> list[int]:
+        """Return the other ranks on a rank's node."""
+        return [r for r, node in enumerate(self.node_of_rank) if node == self.node_of_rank[rank] and r != rank]
+
+    def ranks_on_other_nodes(self, rank: int) -> list[int]:
+        """Return the ranks on other nodes than a rank's."""
+        return [r for r, node in enumerate(self.node_of_rank) if node != self.node_of_rank[rank]]

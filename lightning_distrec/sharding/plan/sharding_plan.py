@@ -1,0 +1,190 @@
+"""A plan: where each shard of each table is, what that costs, and what it was made for."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.planned_table import PlannedTable
+from lightning_distrec.sharding.plan.traffic import Traffic, estimate_traffic
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.tables import Table
+
+TIME_PARTS = (
+    "forward compute",
+    "forward exchange",
+    "backward compute",
+    "backward exchange",
+    "prefetch",
+    "exchange of ids",
+)
+"""The parts of a step's time that torchrec's estimators know; planning minimizes their sum.
+
+torchrec's own total, and therefore its planner, leaves the ids out: over a slow link they may be half of the bytes.
+"""
+
+Origin = tuple[str, str, str]
+"""A quantity, its value, and where the value came from."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanCost:
+    """The estimates for one plan; empty where it was not estimated. Shapes: R is the number of ranks."""
+
+    milliseconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(TIME_PARTS))))
+    """(R, 6): time of a step that a rank spends on tables, by `TIME_PARTS`."""
+    device_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """(R,): memory of the rank's GPU that tables and their exchange take; on CPU, of its host."""
+    host_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """(R,): memory of the host that tables take which a GPU reads from there (fused_uvm kernels); 0 on CPU."""
+    device_bytes_usable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """(R,): device memory that tables may take, without what is reserved."""
+    host_bytes_usable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """(R,): the same of the host's memory; 0 on CPU."""
+    lower_bound: float | None = None
+    """Milliseconds that no plan's critical path is below; None for a plan that was not searched for."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the plan was estimated."""
+        return len(self.milliseconds) > 0
+
+    @property
+    def milliseconds_by_rank(self) -> NDArray[np.float64]:
+        """(R,): all parts together."""
+        total: NDArray[np.float64] = self.milliseconds.sum(axis=1)
+        return total
+
+    @property
+    def critical_path(self) -> float:
+        """Milliseconds that the slowest rank spends on tables in a step: what planning minimizes."""
+        return float(self.milliseconds_by_rank.max(initial=0.0))
+
+
+NOT_ESTIMATED = PlanCost()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUsage:
+    """What tables take of one kind of memory. Shapes: R ranks."""
+
+    tables: NDArray[np.int64]
+    """(R,): bytes of tables, and of their exchange where the plan was estimated."""
+    usable: NDArray[np.int64]
+    """(R,): bytes that tables may take."""
+    capacity: NDArray[np.int64]
+    """(R,): all bytes; what is not usable is reserved."""
+
+    @property
+    def worst(self) -> int:
+        """The rank with the fewest free bytes."""
+        return int((self.usable - self.tables).argmin())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has what it needs."""
+        return bool((self.tables <= self.usable).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """Where each shard of each table is, what that costs, and what it was made for.
+
+    The planner searches for it, plan files hold it, checks and reports read it; torchrec gets it by `for_torchrec`.
+    """
+
+    layout: NodeLayout
+    """The ranks."""
+    device: str
+    """Type of the ranks' devices, cpu or cuda."""
+    tables: Mapping[str, PlannedTable]
+    """By full name."""
+    cost: PlanCost = NOT_ESTIMATED
+
+    # What it was made for: known in a run, and not in plan files.
+    batch_size: int = 0
+    """Examples per rank and step."""
+    comms: QuantizedComms = field(default_factory=QuantizedComms)
+    memory_bytes: int | Sequence[int] = 0
+    """Memory of a rank, or of each: its GPU's, or its share of the host's where tables train on CPU."""
+    usable_bytes: int | Sequence[int] = 0
+    """How much of it tables may take, where `cost` is not known."""
+    origins: Sequence[Origin] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.layout.num_ranks
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether tables train on GPUs."""
+        return self.device == "cuda"
+
+    def for_torchrec(self, devices: Sequence[torch.device]) -> ShardingByTable:
+        """Return it as torchrec's sharders take it.
+
+        devices: of each rank, as that rank names it. torchrec's own planner numbers a node's GPUs by rank, which is
+        wrong where nodes are unequal, or where a launcher shows each rank one GPU that all of them call cuda:0.
+        """
+        names = [str(device) for device in devices]
+        return {name: table.for_torchrec(names) for name, table in self.tables.items()}
+
+    @staticmethod
+    def from_torchrec(
+        tables: Iterable[Table], shardings: ShardingByTable, layout: NodeLayout, device: str
+    ) -> "ShardingPlan":
+        """Return a plan of torchrec's for these tables; what it costs is not known."""
+        of_tables = {
+            table.full_name: PlannedTable.from_torchrec(table, shardings[table.full_name], layout.num_ranks)
+            for table in tables
+        }
+        return ShardingPlan(layout=layout, device=device, tables=of_tables)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What the ranks send in a training step."""
+        return estimate_traffic(self.tables.values(), self.layout, self.batch_size, self.comms)
+
+    def table_bytes(self, on_host: bool = False) -> NDArray[np.int64]:
+        """Return, (R,), bytes of rows, optimizer state and kept gradients on each rank.
+
+        on_host: of the tables that a GPU reads from its host's memory, instead of the others.
+        """
+        totals = np.zeros(self.num_ranks)
+        for table in self.tables.values():
+            if table.on_host == on_host:
+                elements = table.shard_rows * table.shard_columns
+                of_shards = elements * (table.element_bytes + table.update_bytes_per_element)
+                of_shards = of_shards + table.shard_rows * table.update_bytes_per_row
+                totals += np.bincount(table.ranks, of_shards, minlength=self.num_ranks)
+        return np.rint(totals).astype(np.int64)
+
+    @cached_property
+    def memory(self) -> RankUsage:
+        """The memory that tables are in: the GPU's, or the host's where they train on CPU."""
+        capacity = np.broadcast_to(np.asarray(self.memory_bytes, dtype=np.int64), self.num_ranks)
+        if self.cost.known:
+            usable = np.minimum(self.cost.device_bytes_usable, capacity)
+            return RankUsage(tables=self.cost.device_bytes, usable=usable, capacity=capacity)
+        usable = np.broadcast_to(np.asarray(self.usable_bytes, dtype=np.int64), self.num_ranks)
+        return RankUsage(tables=self.table_bytes(), usable=usable, capacity=capacity)
+
+    @cached_property
+    def host_memory(self) -> RankUsage | None:
+        """The host's memory, for tables that a GPU reads from there; None without such tables."""
+        if self.cost.known:
+            tables, usable = self.cost.host_bytes, self.cost.host_bytes_usable
+        else:  # only the planner knows how much the host has
+            tables = usable = self.table_bytes(on_host=True)
+        return RankUsage(tables=tables, usable=usable, capacity=usable) if tables.any() else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory that it needs."""
+        return self.memory.fits and (self.host_memory is None or self.host_memory.fits)

@@ -1,0 +1,245 @@
+"""What the planner may do with each table: its sharding types, its kernels, and what its update keeps in memory."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.constants import POOLING_FACTOR
+from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_configs import DataType
+
+from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.sharding_types import (
+    HOST_KERNELS,
+    KERNELS,
+    POOLED_TYPES,
+    SEQUENCE_TYPES,
+    TWO_LEVEL_TYPES,
+)
+from lightning_distrec.sharding.tables import Table
+
+
+@dataclass(frozen=True)
+class TableConstraints:
+    """What the planner may do with a table, and what the table's update needs."""
+
+    sharding_types: tuple[str, ...]
+    """Allowed sharding types."""
+    kept_gradient: bool
+    """Whether the user's own optimizer updates it with a gradient that is kept, which needs rows in plain memory."""
+    options: TableOptions
+    bytes_per_element: float = 0.0
+    """What its update keeps for each element: a gradient, optimizer state."""
+    bytes_per_row: float = 0.0
+    """What its update keeps for each row."""
+    unsplit_rows_for: str = ""
+    """The optimizer that keeps one number for each row, so that a row must stay on one rank; "" for none."""
+    compute_kernels: tuple[str, ...] = KERNELS
+    """Allowed kernels; torchrec leaves out those that are not possible."""
+    pooling_factors: tuple[float, ...] | None = None
+    """Ids per example of each of its features, if they were counted."""
+    update: str = "fused"
+    """The kind of its update, for reports."""
+    update_reason: str = ""
+    """Why the update is of that kind, for reports."""
+
+
+def default_types(num_nodes: int) -> tuple[str, ...]:
+    """Return the sharding types that are tried where the user names none.
+
+    data_parallel is planned on request only, because every rank then holds all of the table. The two-level types need
+    several nodes: on one node they are row_wise and column_wise with more steps.
+    """
+    types = ("table_wise", "row_wise", "column_wise")
+    return types if num_nodes == 1 else (*types, "table_row_wise", "table_column_wise")
+
+
+def allowed_types(table: Table, options: TableOptions, layout: NodeLayout, unsplit_rows_for: str) -> tuple[str, ...]:
+    """Return the sharding types that `table` may have.
+
+    unsplit_rows_for: see `TableConstraints`.
+    Raises PlanError: none of those that the user allowed is possible, with the reasons.
+    """
+    possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
+    wanted = tuple(options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible))
+    reasons = {
+        kind: _why_not_type(table, kind, layout, unsplit_rows_for) or _why_not_columns(table, kind, options)
+        for kind in wanted
+    }
+    types = tuple(kind for kind, reason in reasons.items() if not reason)
+    if not types:
+        raise PlanError(f"table '{table.full_name}': {'; '.join(f'{kind}: {why}' for kind, why in reasons.items())}.")
+    return types
+
+
+def _why_not_type(table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str) -> str:
+    if not table.pooled and sharding_type not in SEQUENCE_TYPES:
+        return f"an EmbeddingCollection's table can be {', '.join(SEQUENCE_TYPES)}"
+    if not layout.alike and sharding_type in TWO_LEVEL_TYPES:
+        return (
+            "the nodes have unequal numbers of ranks, or ranks that are not numbered consecutively; allow table_wise, "
+            "row_wise or column_wise"
+        )
+    if unsplit_rows_for and "column" in sharding_type:
+        return (
+            f"{unsplit_rows_for} keeps one number for each row, so that a row must stay on one rank; allow table_wise "
+            "or row_wise"
+        )
+    ranks = {"row_wise": layout.num_ranks, "table_row_wise": layout.ranks_on_node}.get(sharding_type, 1)
+    rows = table.config.num_embeddings
+    if -(-rows // -(-rows // ranks)) < ranks:
+        # FBGEMM's kernels fail on a shard without rows, or read past their tables' sizes.
+        return f"{rows} rows in equal blocks leave one of {ranks} ranks without any; allow table_wise"
+    return ""
+
+
+def _why_not_columns(table: Table, sharding_type: str, options: TableOptions) -> str:
+    width, dim = options.min_partition, table.config.embedding_dim
+    if table.pooled or sharding_type != "column_wise" or width is None or dim <= width or dim % width == 0:
+        return ""
+    return (
+        f"min_partition={width} divides {dim} columns into unequal shards, and torchrec needs one width for all of an "
+        f"EmbeddingCollection; choose a divisor of {dim}"
+    )
+
+
+def allowed_kernels(
+    table: Table, types: Iterable[str], options: TableOptions, kept_gradient: bool, device: str
+) -> tuple[str, ...]:
+    """Return the kernels that may look up `table` if it has one of the sharding types `types`.
+
+    kept_gradient: see `TableConstraints`. device: "cpu" or "cuda".
+    Raises PlanError: none of those that the user allowed is possible, with the reasons; a cache for a table that
+    cannot have one.
+    """
+    types = list(types)
+    wanted = options.compute_kernels or KERNELS
+    reasons = {kernel: _why_not_kernel(kernel, types, kept_gradient, device) for kernel in wanted}
+    kernels = tuple(kernel for kernel, reason in reasons.items() if not reason)
+    if not kernels:
+        raise PlanError(
+            f"table '{table.full_name}': compute_kernels={list(wanted)}: "
+            f"{'; '.join(f'{kernel}: {why}' for kernel, why in reasons.items())}."
+        )
+    if options.cache_load_factor is not None and "fused_uvm_caching" not in kernels:
+        raise PlanError(
+            f"table '{table.full_name}': cache_load_factor={options.cache_load_factor} is for a fused_uvm_caching "
+            f"table, which this one cannot be: {_why_not_kernel('fused_uvm_caching', types, kept_gradient, device)}. "
+            "Leave cache_load_factor out."
+        )
+    return kernels
+
+
+def _why_not_kernel(kernel: str, types: list[str], kept_gradient: bool, device: str) -> str:
+    if kernel == "dense":
+        return "" if "data_parallel" in types else "is for tables whose sharding_types are data_parallel; allow fused"
+    if types == ["data_parallel"]:
+        return "a data_parallel table has the dense kernel; allow dense"
+    if kernel in HOST_KERNELS and device != "cuda":
+        return f"on {device} rows are in the host's memory already; allow fused"
+    if kernel in HOST_KERNELS and kept_gradient:
+        return "the optimizer steps on the rows itself, which needs them in the device's memory; allow fused"
+    return ""
+
+
+def check_storage(table: Table, options: TableOptions, device: str) -> None:
+    """Raise ConfigError where the user wants the table's rows on a device, or in a type, that they do not have.
+
+    torchrec's planner would silently leave out a table of another device. device: "cpu" or "cuda".
+    """
+    if options.device_group not in (None, device):
+        accelerator = "gpu" if options.device_group == "cuda" else "cpu"
+        raise ConfigError(
+            f"table '{table.full_name}': device_group='{options.device_group}', but this run is on {device}, and all "
+            f"sharded tables are. Set Trainer(accelerator='{accelerator}'), or leave device_group out."
+        )
+    has = "fp16" if table.config.data_type == DataType.FP16 else "fp32"
+    if options.dtype not in (None, has):
+        raise ConfigError(
+            f"table '{table.full_name}': dtype='{options.dtype}', but the module has made it with rows of {has}, and "
+            f"rows of another type are another model. {_other_type(table, str(options.dtype))}, or leave dtype out."
+        )
+
+
+def _other_type(table: Table, dtype: str) -> str:
+    if table.plain is None:
+        kind = "EmbeddingBagConfig" if table.pooled else "EmbeddingConfig"
+        return f"Set data_type=DataType.{dtype.upper()} in its {kind}"
+    return f"Give {type(table.plain).__name__} dtype=torch.{'float16' if dtype == 'fp16' else 'float32'}"
+
+
+def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableConstraints]) -> None:
+    """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of unequal width."""
+    for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):
+        widths = {
+            table.full_name: min(wanted.options.min_partition or 0, table.config.embedding_dim)
+            for table in tables
+            if table.collection == collection
+            for wanted in [constraints[table.full_name]]
+            if "column_wise" in wanted.sharding_types
+        }
+        if len(set(widths.values())) > 1:
+            raise PlanError(
+                f"tables of '{collection}' may be column_wise with unequal min_partition ({widths}), and torchrec "
+                "needs one width for all of an EmbeddingCollection. Set the same min_partition for them, or leave "
+                "column_wise out of their sharding_types."
+            )
+
+
+def torchrec_constraints(
+    tables: list[Table], constraints: Mapping[str, TableConstraints]
+) -> dict[str, ParameterConstraints]:
+    """Return the constraints as torchrec takes them, by table name.
+
+    torchrec knows a constraint by the table's name alone: tables of one name get what suits them all.
+    """
+    found: dict[str, ParameterConstraints] = {}
+    for table in tables:
+        mine = _for_torchrec(table, constraints[table.full_name])
+        earlier = found.get(table.name)
+        found[table.name] = mine if earlier is None else _suiting_both(table, earlier, mine)
+    return found
+
+
+def _for_torchrec(table: Table, wanted: TableConstraints) -> ParameterConstraints:
+    options, features = wanted.options, table.config.feature_names
+    factors = wanted.pooling_factors or [POOLING_FACTOR] * len(features)
+    if options.pooling_factor is not None:
+        factors = [options.pooling_factor] * len(features)
+    share = options.cache_load_factor
+    return ParameterConstraints(
+        sharding_types=list(wanted.sharding_types),
+        compute_kernels=list(wanted.compute_kernels),
+        min_partition=options.min_partition,
+        pooling_factors=list(factors),
+        batch_sizes=None if options.batch_size is None else [options.batch_size] * len(features),
+        is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
+        cache_params=None if share is None else CacheParams(load_factor=share),
+    )
+
+
+def _suiting_both(table: Table, one: ParameterConstraints, other: ParameterConstraints) -> ParameterConstraints:
+    """Return what suits two tables of one name, with the larger of their loads; `other` is that of `table`."""
+    types = [kind for kind in other.sharding_types or [] if kind in (one.sharding_types or [])]
+    kernels = [kernel for kernel in other.compute_kernels or [] if kernel in (one.compute_kernels or [])]
+    for what, left in (
+        ("sharding type", types),
+        ("kernel", kernels),
+        ("cache", one.cache_params == other.cache_params),
+    ):
+        if not left:
+            raise PlanError(
+                f"table '{table.full_name}': another table is called '{table.name}' too, and no {what} suits both. "
+                "Give the tables different names."
+            )
+    busier = max((one, other), key=lambda each: sum(each.pooling_factors))
+    return replace(
+        other,
+        sharding_types=types,
+        compute_kernels=kernels,
+        pooling_factors=busier.pooling_factors,
+        batch_sizes=busier.batch_sizes,
+        is_weighted=one.is_weighted or other.is_weighted,
+    )
