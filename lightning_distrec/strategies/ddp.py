@@ -36,7 +36,7 @@ from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
-JOIN_OR = (*UNEVEN_INPUTS, "join")
+UNEVEN_OR_JOIN = (*UNEVEN_INPUTS, "join")
 
 
 @dataclass(kw_only=True)
@@ -44,41 +44,39 @@ class DDPRun(Run):
     """What ddp_tuned has during one run."""
 
     joining: Joining | NoJoining = field(default_factory=NoJoining)
-    """Lets ranks whose batches are over take part in the others' steps."""
+    """Lets ranks whose batches have ended join the others' steps."""
     sparse_trial: SparseTrial | NoSparseTrial = field(default_factory=NoSparseTrial)
     """Times both ways to exchange sparse gradients in the first steps."""
 
 
 class TunedDDPStrategy(DistRecStrategy[DDPRun]):
-    """Trains an unchanged LightningModule as Lightning's "ddp" does, with the same numbers, and faster where it can.
+    """Trains an unchanged LightningModule as Lightning's "ddp" does: same numbers, fewer copies and broadcasts.
 
-    Gradients are views into DDP's buckets, and buffers that never change are not broadcast at every step. Checkpoints,
-    stopping and requeueing, and what is said of dead ranks, are those of TorchRecShardedStrategy.
+    Gradients are views into DDP's buckets, and buffers are not broadcast while none of them changes. Checkpoints,
+    stopping, requeueing and the watchdog are those of TorchRecShardedStrategy.
 
     Args:
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
-        comm_dtype: gradients travel, and are added up, in "bf16" or "fp16": half of the bytes, and not the same
-            numbers. "fp32": as they are.
-        find_unused_parameters: as DDP's, for layers that some steps do not use.
-        static_graph: as DDP's, for a module every step of which uses the same layers alike.
-        sparse_grads: those of nn.Embedding(sparse=True) travel over gloo as indices and values ("sparse"), or as
-            dense tensors ("dense"), from which the rows that any rank looked up become sparse gradients again. "auto":
-            both are timed in the first steps, for tables of at most 16 MiB, and the one whose slowest rank is faster is
-            kept.
-        zero_optimizer: each parameter is updated by one rank, which alone keeps the optimizer's state of it, and sends
-            it to the others; the numbers are the same. For optimizers of torch.optim that look at each parameter by
-            itself.
-        uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error"; with
-            "join" a rank whose batches are over takes part in the others' steps with gradients of zero, and the
-            gradients are the mean over the ranks that have a batch.
+        comm_dtype: the type in which gradients are sent and added up: "fp32", or "bf16" or "fp16", which halve the
+            bytes and give other numbers.
+        find_unused_parameters: as in DDP, for layers that some steps do not use.
+        static_graph: as in DDP, for a module every step of which uses the same layers alike.
+        sparse_grads: how gradients of nn.Embedding(sparse=True) are sent over gloo: "sparse", as rows; "dense", as
+            dense tensors, which become sparse gradients of the looked up rows again. "auto": time both in the first
+            steps, for tables of up to 16 MiB, and keep the one whose slowest rank is faster.
+        zero_optimizer: partition the optimizers' state over the ranks (ZeRO stage 1): each parameter is updated by one
+            rank, which sends it to the others; same numbers. For optimizers of torch.optim that update each parameter
+            from its own gradient alone.
+        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
+            have; "error"; or "join": a rank whose batches have ended joins the others' steps with gradients of zero,
+            and the gradients are the mean over the ranks that have a batch.
         checkpoint: distributed, async_save, start_from, rename: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions.
-        process_group_backend: "gloo" or "nccl"; None takes the device's.
+        process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
-            "highest" in float32. None leaves torch's setting as it is.
-        timeout_seconds: how long a rank waits for the others in any exchange.
-        watchdog_seconds: after so long a rank that has been stopped, or is not heard of, ends the others, which name
-            it; one whose process has ended does at once. 0: nobody watches.
+            "highest" in float32. None: leave torch's setting as it is.
+        timeout_seconds: seconds a rank waits for the others in any collective.
+        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
     """
 
     strategy_name = "ddp_tuned"
@@ -112,8 +110,8 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self._sparse_grads: SparseGrads = sparse_grads
         self._joins = uneven_inputs == "join"
         self._zero_optimizer = zero_optimizer
-        if uneven_inputs not in JOIN_OR:
-            raise ConfigError(f"uneven_inputs={uneven_inputs!r} is not known. Use one of {', '.join(JOIN_OR)}.")
+        if uneven_inputs not in UNEVEN_OR_JOIN:
+            raise ConfigError(f"uneven_inputs={uneven_inputs!r} is not known. Use one of {', '.join(UNEVEN_OR_JOIN)}.")
         if self._joins:
             check_joining({"find_unused_parameters": find_unused_parameters, "static_graph": static_graph})
         super().__init__(
@@ -141,12 +139,12 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         if self._joins and self.world_size > 1:
             refuse_to_join(trainer, run.module)
             run.joining = Joining(run.module, self.global_rank)
-        trains_together = run.is_fitting and self.world_size > 1
-        if trains_together and self._sparse_grads == "auto" and is_worth_a_trial(sparse_weights(run.module)):
+        trains_with_others = run.is_fitting and self.world_size > 1
+        if trains_with_others and self._sparse_grads == "auto" and is_worth_a_trial(sparse_weights(run.module)):
             self._exchange = replace(self._exchange, max_dense_bytes=0)
             run.sparse_trial = SparseTrial(trainer.accumulate_grad_batches, run.session.consensus, self._exchange_up_to)
         super().setup(trainer)
-        if trains_together and self._zero_optimizer:
+        if trains_with_others and self._zero_optimizer:
             self._partition_optimizers(run)
         run.session.checkpoints.begin(tables=None)
 
@@ -163,7 +161,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run.frozen = FrozenLayers(run.module.parameters())
 
     def _exchange_up_to(self, num_bytes: int) -> None:
-        """Collective, between two steps: send gradients of tables of at most this size as dense tensors from now on."""
+        """Collective, between two steps. Send gradients of tables up to this size as dense tensors from now on."""
         self._exchange = replace(self._exchange, max_dense_bytes=num_bytes)
         self.configure_ddp()
 
@@ -208,7 +206,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             return super().predict_step(*args, **kwargs)
 
     def _join(self, name: str, args: tuple[Any, ...], step: Callable[[], Any]) -> Any:
-        """Run a step of the module; where this rank has no batch, take part in the others' step."""
+        """Run a step of the module; where this rank has no batch, join the others' step."""
         model: Any = self.model
         return self.run.joining.step(name, model, args, step)
 

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="fsdp_tuned")`: the parameters of an unchanged module cut over the ranks, by torch's FSDP2."""
+"""`Trainer(strategy="fsdp_tuned")`: the parameters of an unchanged module, sharded over the ranks by torch's FSDP2."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,32 +43,32 @@ class FSDPRun(Run):
 
 
 class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
-    """Trains an unchanged LightningModule with parameters, gradients and optimizer state cut over the ranks.
+    """Trains an unchanged LightningModule with parameters, gradients and optimizer state sharded over the ranks.
 
-    Each rank keeps a part of everything, and gathers a block's parameters while it computes with them: memory per rank
-    shrinks with the number of ranks, and the numbers are those of `ddp`. Checkpoints, stopping and requeueing, and what
-    is said of dead ranks, are those of TorchRecShardedStrategy. Source: torch.distributed.fsdp.fully_shard.
+    Each rank keeps a shard of every parameter, and gathers a block's parameters while it computes with them: memory per
+    rank shrinks with the number of ranks, and the numbers are those of `ddp`. Checkpoints, stopping, requeueing and the
+    watchdog are those of TorchRecShardedStrategy. Source: torch.distributed.fsdp.fully_shard.
 
     Args:
-        wrap: the blocks, each gathered and freed as one. "auto": of at least `min_num_parameters`, the parts that stand
-            beside others of their kind and shapes, as a transformer's layers do, and single layers; or a list of
-            classes' names, and of paths in the module. What is in no block is gathered for a whole step.
-        min_num_parameters: see wrap.
-        replicas: so many copies of the parameters, each cut over the ranks that follow each other (HSDP); "nodes": one
-            on each node, so that parameters travel within nodes, and gradients' sums between them.
-        reshard_after_forward: whether a block's parameters are freed after forward, and gathered again for backward.
-            "auto": those of all blocks but the last.
-        activation_checkpointing: whether blocks keep no activations for backward, but run their forward once more.
-        cpu_offload: whether parameters, gradients and optimizer state stay on the host (CUDA).
-        uneven_inputs: when ranks have unequal numbers of batches, "stop" after the last that all have, or "error".
+        wrap: blocks, each gathered and freed as one. "auto": submodules of at least `min_num_parameters` that repeat
+            (siblings of one class and shapes, like a transformer's layers) or are single layers; or a list of class
+            names, and of paths in the module. What is in no block is gathered for a whole step.
+        min_num_parameters: minimum number of parameters of a block with wrap="auto".
+        replicas: number of copies of the parameters, each sharded over consecutive ranks (HSDP); "nodes": one on each
+            node, so that parameters are gathered within nodes, and gradients are summed between them.
+        reshard_after_forward: whether to free a block's parameters after forward, and gather them again for backward.
+            "auto": for all blocks but the last.
+        activation_checkpointing: whether to recompute the activations of blocks in backward instead of keeping them.
+        cpu_offload: whether to keep parameters, gradients and optimizer state on the host (CUDA).
+        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
+            have, or "error".
         checkpoint: distributed, async_save, start_from, rename: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions.
-        process_group_backend: "gloo" or "nccl"; None takes the device's.
+        process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
-            "highest" in float32. None leaves torch's setting as it is.
-        timeout_seconds: how long a rank waits for the others in any exchange.
-        watchdog_seconds: after so long a rank that has been stopped, or is not heard of, ends the others, which name
-            it; one whose process has ended does at once. 0: nobody watches.
+            "highest" in float32. None: leave torch's setting as it is.
+        timeout_seconds: seconds a rank waits for the others in any collective.
+        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
     """
 
     strategy_name = "fsdp_tuned"

@@ -46,7 +46,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
 
     Every EmbeddingBagCollection and EmbeddingCollection of the module, and every large nn.Embedding and
     nn.EmbeddingBag, is planned and sharded when fit, validate, test or predict sets up. The optimizers of
-    `configure_optimizers` keep updating their tables with the same numbers; the table that is printed at the start says
+    `configure_optimizers` keep updating their tables with the same numbers; the start table shows
     how. What cannot be exact raises before the first step.
 
     Args:

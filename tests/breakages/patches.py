@@ -339,7 +339,7 @@ BREAKAGES = (
     Breakage(
         "join-weight",
         "lightning_distrec/strategies/data_parallel",
-        r"return len\(self\._whose\) / sum\(self\._whose\) if self\._whose else 1\.0",
+        r"return len\(self\._has_batch\) / sum\(self\._has_batch\) if self\._has_batch else 1\.0",
         "return 1.0",
         "uneven_inputs='join': the last batches count less than they should.",
         ("multiprocess/test_join.py",),

@@ -126,7 +126,7 @@ def _variables_as_before() -> Iterator[None]:
 def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() -> None:
     model = WithEmbedding()
     trainer = pl.Trainer(strategy=TunedDDPStrategy(comm_dtype="bf16"), devices=1, **DEFAULTS)
-    with pytest.raises(ConfigError, match="comm_dtype='bf16': 'table' has sparse gradients, which travel as they are"):
+    with pytest.raises(ConfigError, match="comm_dtype='bf16': 'table' has sparse gradients, which are sent as they"):
         trainer.fit(model, loader())
     assert model.losses == []
 

@@ -286,9 +286,9 @@ def test_what_some_ranks_could_not_answer_is_refused_at_the_first_step() -> None
     for said in run_each_on_ranks(calls | {"several": (_several_for_training,)}, 2):
         assert r"'join': self.log(on_step=True, sync_dist=True) in a step needs all ranks" in said["LogsAtEveryStep"]
         assert "'join': self.all_gather in a step needs all ranks" in said["Gathers"]
-        assert "'join': 'norm' (SyncBatchNorm) talks to all ranks in every step" in said["Synchronised"]
+        assert "'join': 'norm' (SyncBatchNorm) runs a collective in every step" in said["Synchronised"]
         assert "'join': with automatic_optimization=False the module's own step runs" in said["TwoByHand"]
-        assert "'join': 2 dataloaders are drawn from at once" in said["several"]
+        assert "'join': a step draws from 2 dataloaders" in said["several"]
 
 
 def _fails_on_one() -> None:

@@ -1,4 +1,4 @@
-"""How DistributedDataParallel exchanges gradients: its settings, and gradients that travel as 16-bit numbers."""
+"""How DistributedDataParallel exchanges gradients: its settings, and 16-bit exchange."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,7 +15,7 @@ from lightning_distrec.strategies.data_parallel.sparse_gradients import Hook, Sp
 CommDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = ("gloo", "nccl")
-"""Those that add up 16-bit numbers: gloo was tried, with torch 2.13; NCCL was not run."""
+"""Backends that add up 16-bit numbers: gloo was tested, with torch 2.13; NCCL was not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class GradientExchange:
 
 
 def check_exchange(comm_dtype: CommDtype, sparse_grads: SparseGrads) -> None:
-    """Raise ConfigError: one of them is not known."""
+    """Raise ConfigError: a value is unknown."""
     for name, value, known in (
         ("comm_dtype", comm_dtype, get_args(CommDtype)),
         ("sparse_grads", sparse_grads, get_args(SparseGrads)),
@@ -60,7 +60,7 @@ def check_exchange(comm_dtype: CommDtype, sparse_grads: SparseGrads) -> None:
 
 
 def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> None:
-    """Raise where gradients of this module cannot travel as asked: ConfigError or UnsupportedError."""
+    """Raise ConfigError or UnsupportedError where gradients of this module cannot be exchanged so."""
     if comm_dtype != "fp32" and backend not in BACKENDS:
         raise ConfigError(
             f"comm_dtype={comm_dtype!r}: {backend} is not known to add up 16-bit numbers. Use 'fp32', or one of "
@@ -69,7 +69,7 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
     sparse = list(sparse_weights(module).values())
     if sparse and comm_dtype != "fp32":
         raise ConfigError(
-            f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which travel as they are. Use "
+            f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which are sent as they are. Use "
             "comm_dtype='fp32', or sparse=False for it."
         )
     if sparse and backend == "nccl":
@@ -80,7 +80,7 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
 
 
 def _compressing(dtype: torch.dtype) -> Hook:
-    # torch's own hooks for this divide, send and copy alike, but bf16's is refused by its name where there is no NCCL.
+    # torch's own hooks do the same, but DDP refuses bf16_compress_hook by its name where there is no NCCL.
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()
         small = gradients.to(dtype).div_(dist.get_world_size())  # first, so that sums do not overflow

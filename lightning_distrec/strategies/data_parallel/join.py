@@ -1,9 +1,9 @@
-"""Ranks without a batch of their own take part in the others' steps, and change nothing.
+"""Ranks whose batches have ended join the others' steps without changing anything.
 
-As torch's DistributedDataParallel.join(divide_by_initial_world_size=False) does, but for Lightning's loop: where that
-answers collectives until all are through, here such a rank goes through the loop's steps, so that optimizers,
-schedulers, checkpoints and evaluations are reached by all ranks. The module's own step is left out: in training a loss
-takes its place whose gradients are zero, and the others' losses weigh as much more as DDP divides by too many ranks.
+The numbers are those of torch's DistributedDataParallel.join(divide_by_initial_world_size=False). That answers the
+others' collectives outside of the loop; here the rank runs Lightning's loop on, so that all ranks reach optimizers,
+schedulers, checkpoints and evaluations. It skips the module's own step: in training it returns a loss whose gradients
+are zero, and the other ranks' losses are scaled up, since DDP divides by the number of all ranks.
 """
 
 import inspect
@@ -27,50 +27,51 @@ LOADERS = {
     "validation_step": "val_dataloaders",
     "test_step": "test_dataloaders",
 }
-"""A step -> where the Trainer has its loaders."""
+"""Step -> attribute of the Trainer that has its dataloaders."""
 
 
 class Joining:
-    """Runs the steps of one run. rank: this one."""
+    """Runs the steps of one run, on this `rank`."""
 
     def __init__(self, module: LightningModule, rank: int) -> None:
         self._module = module
         self._rank = rank
-        self._whose: list[bool] = []
+        self._has_batch: list[bool] = []
+        """For each rank, whether it has a batch in this step; empty where all ranks have equally many."""
         self._is_inside = False
 
     def step(self, name: str, model: nn.Module, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Collective. Return what `run`, the module's own step, does where this rank has a batch.
+        """Collective. Return what `run`, the module's own step, returns; without a batch, what changes nothing.
 
-        model: the module in DDP. Raises ConfigError: several loaders are drawn from at once.
+        model: the module in DDP. Raises ConfigError: a step draws from several dataloaders.
         """
-        self._whose = self._next(name, args)
+        self._has_batch = self._next(name, args)
         is_training = name == "training_step"
-        if not self._whose:  # all have as many
+        if not self._has_batch:
             return run()
-        if self._whose[self._rank]:
+        if self._has_batch[self._rank]:
             self._is_inside = True
             try:
                 output = run()
             finally:
                 self._is_inside = False
         else:
-            output = _through(model, self._module, _without_effect if is_training else _nothing)
-        if is_training and not self._whose[0]:
-            self._hand_buffers_on(model)
+            output = _run_in_ddp(model, self._module, _zero_loss if is_training else _nothing)
+        if is_training and not self._has_batch[0]:
+            self._broadcast_buffers(model)
         return output
 
     @property
     def weight(self) -> float:
-        """What a loss is multiplied by, so that the gradients are the mean over the ranks that have a batch."""
-        return len(self._whose) / sum(self._whose) if self._whose else 1.0
+        """The factor of a loss that makes the gradients the mean over the ranks that have a batch."""
+        return len(self._has_batch) / sum(self._has_batch) if self._has_batch else 1.0
 
     def refuse_inside(self, what: str) -> None:
-        """Raise ConfigError where the module's own step talks to other ranks, of which some may not run it."""
+        """Raise ConfigError where the module's own step runs a collective: ranks without a batch do not."""
         if self._is_inside:
             raise ConfigError(
-                f"uneven_inputs='join': {what} in a step needs all ranks, and those whose batches are over do not run "
-                "it. Log with on_step=False, on_epoch=True, talk to other ranks at the end of the epoch, or set "
+                f"uneven_inputs='join': {what} in a step needs all ranks, and those whose batches have ended do not "
+                "run it. Log with on_step=False, on_epoch=True, run collectives at the end of the epoch, or set "
                 "uneven_inputs='stop'."
             )
 
@@ -83,19 +84,19 @@ class Joining:
                 or "dataloader_idx" not in inspect.signature(getattr(self._module, name)).parameters
             ):
                 raise ConfigError(
-                    f"uneven_inputs='join': {len(loaders)} dataloaders are drawn from at once, whose batches end at "
-                    "different places. Use one, or uneven_inputs='stop'."
+                    f"uneven_inputs='join': a step draws from {len(loaders)} dataloaders, whose batches end at "
+                    "different steps. Use one dataloader, or uneven_inputs='stop'."
                 )
             index = args[-1]
         loader = loaders[index]
         return loader.own_batches.popleft() if isinstance(loader, JoinedLoader) else []
 
     @torch.no_grad()
-    def _hand_buffers_on(self, model: nn.Module) -> None:
-        """Collective. Give all ranks the buffers of the first that has a batch: DDP goes on with those of rank 0."""
+    def _broadcast_buffers(self, model: nn.Module) -> None:
+        """Collective. Give all ranks the buffers of the first rank with a batch: DDP broadcasts rank 0's next."""
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             for buffer in model.module.buffers():
-                dist.broadcast(buffer, self._whose.index(True))
+                dist.broadcast(buffer, self._has_batch.index(True))
 
 
 class NoJoining:
@@ -112,22 +113,22 @@ class NoJoining:
 
 
 def check_joining(graph: Mapping[str, bool]) -> None:
-    """Raise ConfigError: DDP is told to look which layers a step uses, and a rank without a batch uses none."""
+    """Raise ConfigError: DDP must find the layers that a step uses, and a rank without a batch uses none."""
     for name, value in graph.items():
         if value:
             raise ConfigError(
-                f"uneven_inputs='join' and {name}=True: a rank whose batches are over runs no layer, so that it cannot "
-                f"tell which are used. Leave {name} out, or set uneven_inputs='stop'."
+                f"uneven_inputs='join' and {name}=True: a rank whose batches have ended runs no layer, so DDP cannot "
+                f"find out which are used. Leave {name} out, or set uneven_inputs='stop'."
             )
 
 
 def refuse_to_join(trainer: Trainer, module: LightningModule) -> None:
-    """Raise ConfigError where ranks without a batch cannot do what the others' steps need of them."""
+    """Raise ConfigError where ranks without a batch cannot join the others' steps."""
     if trainer.state.fn == TrainerFn.FITTING:
         if not module.automatic_optimization:
             raise ConfigError(
                 "uneven_inputs='join': with automatic_optimization=False the module's own step runs the optimizers, "
-                "and a rank whose batches are over does not run it. Use automatic optimization, or set "
+                "and a rank whose batches have ended does not run it. Use automatic optimization, or set "
                 "uneven_inputs='stop'."
             )
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -135,18 +136,18 @@ def refuse_to_join(trainer: Trainer, module: LightningModule) -> None:
                 "uneven_inputs='join': training_step(dataloader_iter) draws the batches itself. Take `batch`, or set "
                 "uneven_inputs='stop'."
             )
-    for path, part in module.named_modules():
-        together = isinstance(part, nn.SyncBatchNorm) or (isinstance(part, Metric) and part.dist_sync_on_step)
-        if together:
+    for path, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm) or (isinstance(child, Metric) and child.dist_sync_on_step):
             raise ConfigError(
-                f"uneven_inputs='join': '{path}' ({type(part).__name__}) talks to all ranks in every step, and those "
-                "whose batches are over do not run it. Replace it (nn.BatchNorm, dist_sync_on_step=False), or set "
+                f"uneven_inputs='join': '{path}' ({type(child).__name__}) runs a collective in every step, and ranks "
+                "whose batches have ended do not run it. Replace it (nn.BatchNorm, dist_sync_on_step=False), or set "
                 "uneven_inputs='stop'."
             )
 
 
-def _through(model: nn.Module, module: LightningModule, run: Callable[[LightningModule], Any]) -> Any:
+def _run_in_ddp(model: nn.Module, module: LightningModule, run: Callable[[LightningModule], Any]) -> Any:
     """Run something in the place of the module's forward, inside of DDP's, which prepares backward."""
+    # As Lightning's _ForwardRedirection: DDP calls module.forward, so that is replaced on the instance.
     original = module.forward
 
     def instead(_: Tensor) -> Any:
@@ -163,7 +164,7 @@ def _nothing(module: LightningModule) -> None:
     return None
 
 
-def _without_effect(module: LightningModule) -> Tensor:
+def _zero_loss(module: LightningModule) -> Tensor:
     """Return a loss of 0 whose gradients are zero, for every parameter."""
     sparse = sparse_weights(module)
     parameters = [p for p in module.parameters() if p.requires_grad]

@@ -1,9 +1,9 @@
-"""Sparse gradients, of nn.Embedding(sparse=True), travel as indices and values or as a dense tensor.
+"""Averages sparse gradients, those of nn.Embedding(sparse=True), over ranks: as rows, or as dense tensors.
 
-Ranks gather the rows and values of all, and each adds them up: that is slow where they look up most rows of a table,
-and fast where they look up few of many. torch's own all-reduce of sparse tensors over gloo does so too, but in
+As rows: every rank gathers the rows and values of all ranks and adds them up, which is fast where a step looks up few
+of many rows, and slow where it looks up most. torch's own all-reduce of sparse tensors over gloo does this too, but in
 DistributedDataParallel it corrupts memory once in some thousand steps (torch 2.13: "malloc(): unaligned tcache chunk
-detected", or a segmentation fault), so sparse tensors never reach it from here.
+detected", or a segmentation fault), so that no sparse tensor reaches it from here.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def max_dense_bytes(sparse_grads: SparseGrads) -> int:
 
 
 def averaging(dense_bytes: float) -> Hook:
-    """Return what averages a bucket over ranks: sparse gradients as dense tensors, if of at most so many bytes so."""
+    """Return a hook that averages a bucket over ranks: sparse gradients of up to `dense_bytes` as dense tensors."""
 
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()
@@ -48,26 +48,26 @@ def _average_of_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def _average_of_rows(gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """Gather rows and values, of each rank as many as the rank with most rows has; only their number is waited for."""
+    """Gather rows and values, padded to those of the rank with the most rows. Only the numbers of rows are awaited."""
     shape, num_ranks = gradients.shape, dist.get_world_size()
     rows, values = rows_and_values(gradients.coalesce())
     counts = [rows.new_empty(1) for _ in range(num_ranks)]
     dist.all_gather(counts, rows.new_tensor([len(rows)]))
-    most = int(max(counts))
-    all_rows, rows_are_here = _gather(rows, most)
-    all_values, values_are_here = _gather(values, most)
+    max_count = int(max(counts))
+    all_rows, rows_gathered = _gather(rows, max_count)
+    all_values, values_gathered = _gather(values, max_count)
 
     def added(_: Any) -> Tensor:
-        parts = zip(map(int, counts), all_rows, all_values, strict=True)
-        first, *others = [_coalesced(r[:count], v[:count], shape) for count, r, v in parts]
+        of_ranks = zip(map(int, counts), all_rows, all_values, strict=True)
+        first, *others = [_coalesced(r[:count], v[:count], shape) for count, r, v in of_ranks]
         return sum(others, start=first).coalesce().div_(num_ranks)
 
-    return torch.futures.collect_all([rows_are_here, values_are_here]).then(added)
+    return torch.futures.collect_all([rows_gathered, values_gathered]).then(added)
 
 
-def _gather(part: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Future[Any]]:
-    """Return where the parts of all ranks will be, each made so long, and when."""
-    padded = torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+def _gather(own: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Future[Any]]:
+    """Return all ranks' tensors, each padded to `length`, which hold their values once the future is done."""
+    padded = torch.cat([own, own.new_zeros(length - len(own), *own.shape[1:])])
     of_ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
     sent: Any = dist.all_gather(of_ranks, padded, async_op=True)
     return of_ranks, sent.get_future()

@@ -49,7 +49,7 @@ class BufferBroadcaster:
 
 
 class NoBroadcasts:
-    """In the place of a BroadcastSkipper where nobody broadcasts buffers: an evaluation, or no DDP."""
+    """In the place of a BroadcastSkipper where no buffers are broadcast: an evaluation, or no DDP."""
 
     def before_step(self) -> None:
         """Do nothing."""
@@ -103,7 +103,7 @@ class BroadcastSkipper:
             pairs = zip(self._names, self._current_versions(), self._versions, strict=True)
             written = [name for (_, _, name), now, before in pairs if now != before]
         else:
-            # Versions do not tell while DDP broadcasts, because a broadcast writes to buffers too.
+            # Versions are no evidence while DDP broadcasts: a broadcast writes to buffers too.
             triples = zip(self._names, self._buffers(), self._values, strict=False)
             written = [name for (_, _, name), now, before in triples if not _equal(now, before)]
         if written and not self._written:

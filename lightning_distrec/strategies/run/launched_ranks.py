@@ -24,7 +24,7 @@ from lightning_distrec.units import quantity
 
 
 def launched_of(environment: ClusterEnvironment | None) -> Launched | None:
-    """Return what the launcher told this process; None under Lightning's own launcher, or a plugin of the user's."""
+    """Return the ranks as the launcher describes them; None under Lightning's launcher, or the user's plugin."""
     return environment.launched if isinstance(environment, LaunchedRanks) else None
 
 

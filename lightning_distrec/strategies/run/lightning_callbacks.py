@@ -1,4 +1,4 @@
-"""Lightning's own callbacks that walk a module's parameters: what they see when those are shards."""
+"""Lightning's own callbacks that walk a module's parameters: what they get when those are shards."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,42 +15,42 @@ from lightning_distrec._compat.lightning import average_model, set_average_model
 if TYPE_CHECKING:  # torchrec, which modules without tables have no use for
     from lightning_distrec.sharding.sharded_tables import ShardedTables
 
-WholeState = Callable[[], dict[str, Any]]
-"""Collective. Returns the module's state_dict, tables whole on rank 0."""
+FullState = Callable[[], dict[str, Any]]
+"""Collective. Returns the module's state_dict, with full tables on rank 0."""
 
 
 def adapt_callbacks(
-    trainer: Trainer, module: LightningModule, tables: "ShardedTables | None", whole_state: WholeState
+    trainer: Trainer, module: LightningModule, tables: "ShardedTables | None", full_state: FullState
 ) -> None:
-    """After sharding: averages are kept shard by shard, and summaries count whole tables."""
+    """Let averages be kept shard by shard, and summaries count full tables; called after sharding."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            _average_shards(callback, module, whole_state)
+            _average_shards(callback, module, full_state)
         elif isinstance(callback, ModelSummary) and tables is not None:
-            _count_whole_tables(callback, tables)
+            _count_full_tables(callback, tables)
 
 
 class WeightCopies(nn.Module):
     """A copy of every parameter and buffer that this rank has, in the module's order; averages are kept in it.
 
     Element by element, an average of shards is the shard of the average. `state_dict` is that of the module with these
-    values, tables whole on rank 0: collective, and it uses the module's own memory for a moment.
+    values, with full tables on rank 0: collective, and it uses the module's own memory for a moment.
     """
 
-    def __init__(self, module: nn.Module, whole_state: WholeState) -> None:
+    def __init__(self, module: nn.Module, full_state: FullState) -> None:
         super().__init__()
         self._of = [module]  # in a list, so that it does not become a child
-        self._whole_state = whole_state
+        self._full_state = full_state
         for i, parameter in enumerate(module.parameters()):
             self.register_parameter(f"p{i}", nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
         for i, buffer in enumerate(module.buffers()):
             self.register_buffer(f"b{i}", buffer.detach().clone())
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Collective. Return the whole state, under the names of the module that was copied."""
+        """Collective. Return the full state, under the names of the module that was copied."""
         destination = {} if destination is None else destination
         with self._exchanged():
-            state = {key: value.clone() for key, value in self._whole_state().items()}
+            state = {key: value.clone() for key, value in self._full_state().items()}
         destination.update({f"{prefix}{key}": value for key, value in state.items()})
         return destination
 
@@ -86,18 +86,18 @@ class WeightCopies(nn.Module):
 
 
 def _average_shards(
-    callback: WeightAveraging | StochasticWeightAveraging, module: LightningModule, whole_state: WholeState
+    callback: WeightAveraging | StochasticWeightAveraging, module: LightningModule, full_state: FullState
 ) -> None:
     average = average_model(callback)  # made from the unsharded module, in Callback.setup
     if isinstance(average, AveragedModel):
-        average.module = WeightCopies(module, whole_state)
+        average.module = WeightCopies(module, full_state)
     else:
-        set_average_model(callback, WeightCopies(module, whole_state))
+        set_average_model(callback, WeightCopies(module, full_state))
 
 
-def _count_whole_tables(callback: ModelSummary, tables: "ShardedTables") -> None:
+def _count_full_tables(callback: ModelSummary, tables: "ShardedTables") -> None:
     def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
-        del callback.on_fit_start  # this once
+        del callback.on_fit_start  # only once: the class's method serves later runs
         with tables.full_numel():
             type(callback).on_fit_start(callback, trainer, module)
 

@@ -18,7 +18,7 @@ from lightning_distrec.strategies.run.stopping import StopHandler
 class Run:
     """One fit, validate, test or predict. Its strategy's subclass has further fields; none of them is ever None.
 
-    `setup` makes it first of all and replaces the defaults as it goes on, so that `teardown` can undo a set-up that has
+    `setup` makes it first of all and replaces the defaults one by one, so that `teardown` can undo a set-up that has
     failed half way.
     """
 

@@ -19,9 +19,9 @@ from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM, as that of any program which that signal ends."""
+"""Exit code after SIGTERM: that of any program which the signal ends."""
 TRY_AGAIN = 75
-"""Exit code where the job is to run again and nobody has requeued it: EX_TEMPFAIL of sysexits.h."""
+"""Exit code where the job is to run again: EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +29,25 @@ class StopOptions:
     """What a signal does to a run."""
 
     auto_requeue: bool = True
-    """Under Slurm: `requeue_signal` to any rank makes all of them save a checkpoint and leave; the job is requeued."""
+    """Under Slurm: whether `requeue_signal` to any rank makes all ranks save a checkpoint and requeue the job."""
     requeue_signal: str = "SIGUSR1"
-    """The signal that `sbatch --signal=USR1@90` sends, 90 seconds before the time is over."""
+    """The signal before the time limit; `sbatch --signal=USR1@90` sends SIGUSR1 90 seconds before it."""
     on_sigterm: Literal["stop", "checkpoint"] = "stop"
-    """Whether a checkpoint is saved when SIGTERM has asked any rank to stop."""
+    """What SIGTERM to any rank does: "stop" all ranks, or save a "checkpoint" before."""
     resume: Literal["auto", "never"] = "auto"
-    """Whether a fit without ckpt_path goes on from what the same job, requeued or restarted, has saved so."""
+    """Whether a fit without ckpt_path resumes from what the same job has saved before it was requeued or restarted."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("SIG[A-Z0-9]+", self.requeue_signal) or not hasattr(signal, self.requeue_signal):
             raise ConfigError(
-                f"stopping: requeue_signal={self.requeue_signal!r} is no signal of this machine. Use SIGUSR1, say."
+                f"stopping: requeue_signal={self.requeue_signal!r} is no signal of this machine. Use SIGUSR1."
             )
         for name, allowed in (("on_sigterm", ("stop", "checkpoint")), ("resume", ("auto", "never"))):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"stopping: {name}={value!r} is not known. Use {' or '.join(map(repr, allowed))}.")
 
     def apply(self, environment: object) -> None:
-        """Let Lightning listen to the signal, which it does under Slurm alone; a user's plugin stays as it is."""
+        """Let Lightning handle the signal, which it does under Slurm only; a user's plugin stays as it is."""
         if isinstance(environment, SlurmRanks):
             environment.auto_requeue = self.auto_requeue
             environment.requeue_signal = signal.Signals[self.requeue_signal]

@@ -1,4 +1,4 @@
-"""The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end together."""
+"""The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at the same points."""
 
 import functools
 import os
@@ -105,7 +105,7 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
 
     @property
     def launched(self) -> Launched | None:
-        """What the launcher told this process; None under Lightning's own launcher, or a plugin of the user's."""
+        """The ranks as the launcher describes them; None under Lightning's own launcher, or a plugin of the user's."""
         return launched_of(self.cluster_environment)
 
     @property
@@ -185,7 +185,7 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective. Return a checkpoint: a folder, or a plain file; whatever weights_only says, no code is run."""
+        """Collective. Return a checkpoint: a folder, or a plain file. No code is run, whatever weights_only is."""
         return self.session.checkpoints.load(checkpoint_path)
 
     @override
@@ -260,7 +260,7 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
             checkpoints.save(checkpoint, filepath)
         else:
             raise ConfigError(
-                "storage_options are for a CheckpointIO. Set checkpoint={'distributed': False} to use one."
+                "storage_options belong to a CheckpointIO. Set checkpoint={'distributed': False} to use one."
             )
 
     @override

@@ -1,4 +1,4 @@
-"""Runs under the watchdog: each says when it begins and ends, and a failure that is another rank's is told as such."""
+"""Runs under the watchdog: each reports its begin and end, and a failure that another rank caused names that rank."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
