@@ -1,1 +1,1 @@
-"""Callbacks: how fast a fit goes, how many bytes, what overlaps what; and learning rates that follow the ranks."""
+"""Callbacks: throughput, bytes sent, traces, plans, and learning rates scaled by the number of ranks."""

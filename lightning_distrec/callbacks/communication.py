@@ -1,4 +1,4 @@
-"""How many bytes leave a rank, and what they are."""
+"""Counts the bytes that each rank sends per step, by kind."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     ring_bytes,
 )
 from lightning_distrec.callbacks.steps import LogTimes, log
+from lightning_distrec.units import format_bytes
 
 
 @dataclass
@@ -39,20 +40,20 @@ class Traffic:
     steps: int = 0
 
     def add(self, kind: str, sent: float, across_nodes: float) -> None:
-        """Count bytes that leave."""
+        """Add bytes that were sent."""
         self.sent[kind] += sent
         self.across_nodes[kind] += across_nodes
 
 
 class Communication(Callback):
-    """Bytes that each rank sends per step, by kind: in the loggers, and as a table at the end of a fit.
+    """Logs the bytes that a rank sends per step, by kind, and prints a table at the end of a fit.
 
-    While a fit trains, calls of torch.distributed's collectives are counted as they are made. Dense gradients are
-    computed: DistributedDataParallel averages them by itself, and a ring sends 2 (W - 1) / W of their bytes.
-    The loggers get rank 0's numbers; the table has the mean over all ranks, and the most that any sends.
+    Calls of torch.distributed's collectives are counted while a fit trains. Dense gradients are computed instead:
+    DistributedDataParallel reduces them in C++, where calls are not seen; a ring of W ranks sends 2 (W - 1) / W of
+    their bytes. The loggers get the numbers of rank 0; the table has the mean and the maximum over all ranks.
 
     Args:
-        every_n_steps: optimizer steps between two entries in the loggers; None takes the Trainer's log_every_n_steps.
+        every_n_steps: optimizer steps between two log entries; None: the Trainer's log_every_n_steps.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -64,11 +65,11 @@ class Communication(Callback):
         self._evaluating = False
         self._fit = Traffic()
         self._since_log = Traffic()
-        self._of_ranks: Tensor | None = None
+        self._gathered: Tensor | None = None
 
     @property
     def bytes_per_step(self) -> dict[str, float]:
-        """What this rank has sent in a step of the fit, by kind: the mean over its steps so far."""
+        """Bytes that this rank has sent per step of the fit, by kind: the mean over its steps so far."""
         return {kind: sent / max(self._fit.steps, 1) for kind, sent in self._fit.sent.items()}
 
     @override
@@ -85,7 +86,8 @@ class Communication(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        # Not on_after_backward: who overrides that wants the tables' gradients, so that their updates have to wait.
+        # Not on_after_backward: a callback that overrides it may read the tables' gradients, so that no table could be
+        # updated inside of backward.
         for ddp, sent, across_nodes in self._reductions:
             if ddp.require_backward_grad_sync:
                 self._count(DENSE_GRADIENTS, sent, across_nodes)
@@ -111,20 +113,20 @@ class Communication(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collective. Gather what all ranks have sent."""
+        """Collective. Gather the counts of all ranks."""
         watched = self._unwatch is not None
         self._stop()
-        self._of_ranks = self._gather(trainer) if watched and self._fit.steps else None
+        self._gathered = self._gather(trainer) if watched and self._fit.steps else None
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rank 0 prints what all ranks have sent."""
-        if self._of_ranks is None or not trainer.is_global_zero:
+        """Print the table on rank 0."""
+        if self._gathered is None or not trainer.is_global_zero:
             return
         if trainer.progress_bar_callback is not None:
-            # A living bar redraws itself below whatever is printed.
+            # An active progress bar would be drawn again below the table.
             trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
-        print_table(self._of_ranks, self._ranks_on_node, self._fit.steps)
+        print_table(self._gathered, self._ranks_on_node, self._fit.steps)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -141,7 +143,7 @@ class Communication(Callback):
 
     def _count_call(self, name: str, arguments: dict[str, Any], caller: str) -> None:
         group = arguments.get("group")
-        if dist.get_rank(group) < 0:  # not one of the group: the call does nothing here
+        if dist.get_rank(group) < 0:  # this rank is not in the group: the call does nothing
             return
         ranks = dist.get_process_group_ranks(group)
         if name in EXCHANGES:
@@ -163,7 +165,7 @@ class Communication(Callback):
         return {name: number / max(traffic.steps, 1) for name, number in numbers.items()}
 
     def _gather(self, trainer: Trainer) -> Tensor:
-        """Collective. Return bytes per step, (ranks, 2, kinds): sent, and of those across nodes."""
+        """Collective. Return bytes per step, shape (ranks, 2, kinds): sent, and sent across nodes."""
         mine = [list(counts.values()) for counts in (self._fit.sent, self._fit.across_nodes)]
         numbers = torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
         gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
@@ -172,7 +174,7 @@ class Communication(Callback):
 
 
 def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
-    """Return every DistributedDataParallel of the strategy, also those around tables that all ranks hold whole."""
+    """Return every DistributedDataParallel of the strategy, including those around data-parallel tables."""
     model = trainer.strategy.model
     found = [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     setup = getattr(trainer.strategy, "table_setup", None)  # TorchRecShardedStrategy's
@@ -183,37 +185,28 @@ def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
 
 
 def print_table(bytes_per_step: Tensor, ranks_on_node: int | None, steps: int, console: Console | None = None) -> None:
-    """Print what the ranks send. bytes_per_step: (ranks, 2, kinds), sent, and of those across nodes."""
+    """Print the table. bytes_per_step: shape (ranks, 2, kinds), sent, and sent across nodes."""
     ranks = len(bytes_per_step)
     several_nodes = ranks_on_node is not None and ranks_on_node < ranks
     text = TextTable(
-        title=f"Sent by a rank per step, {ranks} ranks, {steps} steps",
+        title=f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)",
         title_justify="left",
-        caption="All-to-alls are counted byte by byte, other calls as rings. Gradients under DDP are computed.",
+        caption="All-to-alls are counted exactly, other collectives as rings; gradients under DDP are computed.",
         caption_justify="left",
     )
-    headings = ["what", "mean of ranks", "most", "by rank", *(["across nodes"] if several_nodes else []), "how"]
+    headings = ["kind", "mean", "max", "on rank", *(["across nodes"] if several_nodes else []), "source"]
     for heading in headings:
-        text.add_column(heading, justify="left" if heading in ("what", "how") else "right")
+        text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
     sent, across = bytes_per_step[:, 0], bytes_per_step[:, 1]
-    hows = ["computed" if kind == DENSE_GRADIENTS else "counted" for kind in KINDS]
-    columns = [(kind, sent[:, i], across[:, i], how) for i, (kind, how) in enumerate(zip(KINDS, hows, strict=True))]
-    for kind, of_ranks, away, how in [*columns, ("all", sent.sum(1), across.sum(1), "")]:
+    sources = ["computed" if kind == DENSE_GRADIENTS else "counted" for kind in KINDS]
+    columns = [(kind, sent[:, i], across[:, i], sources[i]) for i, kind in enumerate(KINDS)]
+    for kind, by_rank, away, source in [*columns, ("total", sent.sum(1), across.sum(1), "")]:
         text.add_row(
             kind,
-            in_bytes(float(of_ranks.mean())),
-            in_bytes(float(of_ranks.max())),
-            str(int(of_ranks.argmax())) if float(of_ranks.max()) > float(of_ranks.min()) else "all alike",
-            *([in_bytes(float(away.mean()))] if several_nodes else []),
-            how,
+            format_bytes(float(by_rank.mean())),
+            format_bytes(float(by_rank.max())),
+            str(int(by_rank.argmax())) if float(by_rank.max()) > float(by_rank.min()) else "all",
+            *([format_bytes(float(away.mean()))] if several_nodes else []),
+            source,
         )
     (console or Console()).print(text)
-
-
-def in_bytes(number: float) -> str:
-    """Return a number of bytes in words: 950 B, 12.3 KiB, 1.2 MiB."""
-    units = ["B", "KiB", "MiB", "GiB"]
-    while number >= 1023.5 and len(units) > 1:
-        number /= 1024
-        units.pop(0)
-    return f"{number:.0f} B" if units[0] == "B" else f"{number:.1f} {units[0]}"

@@ -1,4 +1,4 @@
-"""Learning rates grow with the number of ranks, because the global batch does.
+"""Scales learning rates with the number of ranks, as the global batch grows with it.
 
 Source: Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677: the linear rule and the gradual warm-up.
 """
@@ -20,31 +20,30 @@ Rule = Literal["linear", "sqrt"]
 
 
 class ScaledLearningRate(Callback):
-    """Multiplies all learning rates by what the number of ranks asks for, so that any number can share one YAML.
+    """Multiplies all learning rates by a factor of the number of ranks, so that one YAML serves any number of ranks.
 
-    The factor multiplies what optimizers and schedulers say, while a step is made. Between steps the param groups hold
-    the rates as they are without it, which schedulers, LearningRateMonitor and checkpoints see; the loggers get the
-    rates that were used, as `scaled_learning_rate`.
+    The rates are multiplied during an optimizer's step only. Between steps the param groups hold the rates without the
+    factor, which is what schedulers, LearningRateMonitor and checkpoints see; the loggers get the rates that were used
+    as `scaled_learning_rate`.
 
     Args:
         rule: "linear": the factor is ranks / base_ranks, which suits SGD; "sqrt": its square root, which suits Adam
-            and its like.
-        base_ranks: the number of ranks that the rates are written for; on so many nothing changes.
-        warmup_steps: a factor above 1 begins as 1 and grows by equal amounts over so many steps of each optimizer. 0:
-            none.
+            and similar optimizers.
+        base_ranks: the number of ranks that the rates were chosen for; on this number nothing changes.
+        warmup_steps: a factor above 1 grows linearly from 1 over this number of steps of each optimizer; 0: no warm-up.
     """
 
     def __init__(self, rule: Rule = "linear", base_ranks: int = 1, warmup_steps: int = 0) -> None:
         super().__init__()
         if rule not in get_args(Rule):
-            raise ConfigError(f"ScaledLearningRate: rule={rule!r} is not known. Use 'linear' or 'sqrt'.")
+            raise ConfigError(f"ScaledLearningRate: rule={rule!r} is unknown. Use 'linear' or 'sqrt'.")
         if base_ranks < 1:
             raise ConfigError(
                 f"ScaledLearningRate: base_ranks={base_ranks} must be at least 1, the number of ranks that the "
-                "learning rates are written for."
+                "learning rates were chosen for."
             )
         if warmup_steps < 0:
-            raise ConfigError(f"ScaledLearningRate: warmup_steps={warmup_steps} must not be below 0, no warm-up.")
+            raise ConfigError(f"ScaledLearningRate: warmup_steps={warmup_steps} must be at least 0 (no warm-up).")
         self._rule = rule
         self._base_ranks = base_ranks
         self._warmup_steps = warmup_steps
@@ -61,7 +60,7 @@ class ScaledLearningRate(Callback):
         return [[float(rate) for rate in scaled.used] for scaled in self._scaled]
 
     def factor_at(self, step: int) -> float:
-        """Return what rates are multiplied by in an optimizer's step, counted from 0."""
+        """Return the factor of an optimizer's step, counted from 0."""
         if self._factor <= 1 or step >= self._warmup_steps:
             return self._factor
         return 1 + (self._factor - 1) * step / self._warmup_steps
@@ -72,14 +71,14 @@ class ScaledLearningRate(Callback):
             return
         if any(isinstance(c, LearningRateFinder) for c in trainer.callbacks):  # type: ignore[attr-defined]
             raise ConfigError(
-                "ScaledLearningRate with LearningRateFinder: the rate that is found on these ranks suits them already, "
-                "and would be scaled once more. Search without ScaledLearningRate, then set base_ranks to the number "
-                "of ranks that were searched on."
+                "ScaledLearningRate with LearningRateFinder: the rate that the finder returns already suits this "
+                "number of ranks and would be scaled again. Run the finder without ScaledLearningRate, then set "
+                "base_ranks to the number of ranks it ran on."
             )
         num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         ratio = num_ranks / self._base_ranks
         self._factor = ratio if self._rule == "linear" else ratio**0.5
-        self._steps, self._scaled = [], []  # a checkpoint that is resumed from is read after this
+        self._steps, self._scaled = [], []  # a checkpoint is loaded after this
         if self._factor != 1:
             warm_up = f", reached after {self._warmup_steps} steps" if self._factor > 1 and self._warmup_steps else ""
             rank_zero_info(
@@ -102,12 +101,12 @@ class ScaledLearningRate(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        # A kernel takes the rate at its forward. None has updated anything yet.
+        # Fused kernels copy the rate at forward. At this point no table has been updated with it.
         if self._has_fused_tables and not any(scaled.is_stepping for scaled in self._scaled):
             raise OptimizerError(
-                "ScaledLearningRate: tables are updated inside of backward, because embedding_update asks for it, and "
-                "this backward runs outside of optimizer.step, where rates are not scaled. Set "
-                "embedding_update='auto', or give forward and backward to optimizer.step as its closure."
+                "ScaledLearningRate: embedding_update makes tables update inside of backward, and this backward runs "
+                "outside of optimizer.step, where rates are not scaled. Set embedding_update='auto', or pass forward "
+                "and backward to optimizer.step as its closure."
             )
 
     @override
@@ -115,7 +114,7 @@ class ScaledLearningRate(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         steps = sum(scaled.steps for scaled in self._scaled)
-        stepped, self._steps_seen = steps != self._steps_seen, steps  # not where this batch is accumulated only
+        stepped, self._steps_seen = steps != self._steps_seen, steps  # False while gradients accumulate
         if stepped and self._log_times.due(trainer) and trainer.is_global_zero:
             log(trainer, named_rates(self.rates))
 
@@ -145,10 +144,10 @@ class ScaledLearningRate(Callback):
 
 
 class ScaledSteps:
-    """Multiplies one optimizer's rates while it steps; the closure, with forward and backward, is part of the step."""
+    """Multiplies one optimizer's rates during its steps; the closure, with forward and backward, is part of a step."""
 
     def __init__(self, optimizer: Optimizer, factor_at: Callable[[int], float], steps: int) -> None:
-        """factor_at: number of a step -> its factor; steps: how many were made before."""
+        """factor_at: number of a step -> its factor. steps: number of steps made before."""
         self.steps = steps
         self.used: list[Any] = []
         self.is_stepping = False
@@ -160,14 +159,14 @@ class ScaledSteps:
         ]
 
     def stop(self) -> None:
-        """Scale no further steps, and put back the rates of one that failed; may be called more than once."""
-        self._put_back()
+        """Scale no further steps, and restore the rates if a step failed; may be called more than once."""
+        self._restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._put_back()  # after a step that failed, of which nobody told us
+        self._restore()  # after a step that failed: optimizers call no hook then
         factor = self._factor_at(self.steps)
         self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
         self.used = [rate * factor for _, rate in self._groups]
@@ -177,16 +176,16 @@ class ScaledSteps:
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
-        number = self._put_back()
+        number = self._restore()
         if number is not None:
             raise OptimizerError(
                 f"ScaledLearningRate: the learning rate of param group {number} of {type(optimizer).__name__} was set "
-                "while a step was made (training_step and backward are part of it), too late to be scaled. Set it in "
-                "a scheduler or in on_train_batch_start."
+                "during a step (training_step and backward are part of it), too late to be scaled. Set it in a "
+                "scheduler or in on_train_batch_start."
             )
 
-    def _put_back(self) -> int | None:
-        """Give the groups their own rates; returns the number of one that has another than the one it was given."""
+    def _restore(self) -> int | None:
+        """Restore the groups' own rates; returns the number of a group whose rate was changed meanwhile, or None."""
         changed = None
         for number, ((group, plain), used) in enumerate(zip(self._groups, self.used, strict=False)):
             if group["lr"] is used:
@@ -198,19 +197,19 @@ class ScaledSteps:
 
 
 def named_rates(rates: list[list[float]]) -> dict[str, float]:
-    """Return name -> rate; optimizers and groups are numbered where there are several."""
+    """Return name -> rate; optimizers and groups are numbered if there are several."""
     named = {}
     for index, groups in enumerate(rates):
-        of_optimizer = f"/optimizer_{index}" if len(rates) > 1 else ""
+        optimizer = f"/optimizer_{index}" if len(rates) > 1 else ""
         for number, rate in enumerate(groups):
-            of_group = f"/group_{number}" if len(groups) > 1 else ""
-            named[f"scaled_learning_rate{of_optimizer}{of_group}"] = rate
+            group = f"/group_{number}" if len(groups) > 1 else ""
+            named[f"scaled_learning_rate{optimizer}{group}"] = rate
     return named
 
 
 def _check_has_rates(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer) or any("lr" not in group for group in optimizer.param_groups):
         raise UnsupportedError(
-            f"ScaledLearningRate: {type(optimizer).__name__} is no torch.optim.Optimizer with a learning rate, 'lr', "
+            f"ScaledLearningRate: {type(optimizer).__name__} is not a torch.optim.Optimizer with a learning rate 'lr' "
             "in each param group, so there is nothing to scale. Remove ScaledLearningRate."
         )

@@ -1,4 +1,4 @@
-"""What one call of a collective sends: what it is, how many bytes leave the rank, and how many its node."""
+"""What one call of a collective sends: its kind, the bytes that leave the rank, and those that leave its node."""
 
 from typing import Any
 
@@ -17,18 +17,18 @@ OTHER = "control messages and other"
 KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, OTHER)
 
 EXCHANGES = ("all_to_all_single", "all_to_all")
-"""Each rank's part has a rank that it goes to, so that every byte is counted where it goes."""
+"""Each chunk has a destination, so that bytes are counted exactly."""
 RINGS = (
     *("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
 )
-"""What leaves a rank depends on how the backend goes about it; counted as in a ring of all ranks."""
+"""The bytes depend on the backend's algorithm; they are counted as those of a ring of all ranks."""
 
 
 def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
-    """Return what a call sends. caller: the module that makes it; torchrec's are told apart by it."""
+    """Return the kind of a call. caller: the module that makes it, which identifies the calls of torchrec."""
     if caller == "torchrec.distributed.dist_data":
-        return IDS  # weights of ids too, which are floats
+        return IDS  # including the weights of ids, which are floats
     if name in EXCHANGES and dtype in (torch.int32, torch.int64):
         return IDS
     if name in EXCHANGES or caller.startswith("torchrec.distributed.comm_ops"):
@@ -41,26 +41,26 @@ def exchanged_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of an all-to-all that leave `rank`, and those that leave its node.
 
-    arguments: of all_to_all_single or all_to_all, by name. ranks: the group's, as numbers in the world.
+    arguments: of all_to_all_single or all_to_all, by name. ranks: the global ranks of the group.
     """
     if "input_tensor_list" in arguments:
-        parts = [_bytes(tensor) for tensor in arguments["input_tensor_list"]]
+        chunks = [_bytes(tensor) for tensor in arguments["input_tensor_list"]]
     else:
         sent = arguments["input"]
         splits = arguments.get("input_split_sizes")
         rows = len(sent) or 1
-        parts = [_bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)]
-    to = [(other, part) for other, part in zip(ranks, parts, strict=True) if other != rank]
-    away = [part for other, part in to if ranks_on_node and other // ranks_on_node != rank // ranks_on_node]
-    return float(sum(part for _, part in to)), float(sum(away))
+        chunks = [_bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)]
+    to_others = [(other, chunk) for other, chunk in zip(ranks, chunks, strict=True) if other != rank]
+    away = [chunk for other, chunk in to_others if ranks_on_node and other // ranks_on_node != rank // ranks_on_node]
+    return float(sum(chunk for _, chunk in to_others)), float(sum(away))
 
 
 def ring_bytes(
     name: str, arguments: dict[str, Any], ranks: list[int], ranks_on_node: int | None
 ) -> tuple[float, float]:
-    """Return the bytes that leave each rank in a ring of `ranks`, and those that leave its node, in the mean of ranks.
+    """Return the bytes that leave each rank in a ring of `ranks`, and those that leave its node, averaged over ranks.
 
-    Each rank hands pieces on to the next, so as many links cross nodes as there are nodes.
+    Each rank sends chunks to the next one, so as many links cross nodes as there are nodes.
     """
     others = len(ranks) - 1
     if name == "all_reduce":
@@ -77,7 +77,7 @@ def ring_bytes(
 
 
 def reduced_bytes(ddp: DistributedDataParallel, ranks_on_node: int | None) -> tuple[float, float]:
-    """Return what `ring_bytes` would for the gradients that DDP averages in one backward."""
+    """Return the same as `ring_bytes` for the gradients that DDP reduces in one backward."""
     gradients = sum(
         _bytes(parameter)
         for name, parameter in ddp.module.named_parameters()
@@ -89,7 +89,7 @@ def reduced_bytes(ddp: DistributedDataParallel, ranks_on_node: int | None) -> tu
 
 
 def dtype_sent(arguments: dict[str, Any]) -> torch.dtype:
-    """Return the type of what a call sends. arguments: its arguments, by name."""
+    """Return the dtype of the tensors that a call sends. arguments: its arguments, by name."""
     for key in ("input", "tensor", "input_tensor"):
         if key in arguments:
             dtype: torch.dtype = arguments[key].dtype

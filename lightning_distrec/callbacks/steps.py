@@ -1,6 +1,6 @@
-"""The steps of a fit as a callback sees them: when each began and ended, what passed in it, when to log.
+"""Measures the steps of a fit for callbacks: begin, end and spans of each, and when to log.
 
-A step is one batch, from the end of the batch before it, so that fetching it is inside. Validation is not.
+A step is one batch. It begins at the end of the previous batch, so that it includes fetching; validation is excluded.
 """
 
 import time
@@ -22,38 +22,38 @@ class Step:
     begin: float
     end: float
     seconds: float
-    """Its length, without what was paused."""
+    """Its duration without pauses."""
     spans: list[Span]
-    """Those that ended in it, in the order in which they did."""
+    """The spans that ended in it, in the order of their ends."""
 
 
 class StepClock:
-    """Cuts the time of a fit into steps; between `start` and `stop` it listens to spans."""
+    """Divides the time of a fit into steps; between `start` and `stop` it collects spans."""
 
     def __init__(self) -> None:
-        self._unlisten: Callable[[], None] | None = None
+        self._unsubscribe: Callable[[], None] | None = None
         self._begin = 0.0
         self._paused_seconds = 0.0
         self._paused_at: float | None = None
         self._spans: list[Span] = []
 
     def start(self) -> None:
-        """Begin to listen, and begin the first step."""
+        """Begin to collect spans, and begin the first step."""
         self.stop()
-        self._unlisten = subscribe(self._hear)
+        self._unsubscribe = subscribe(self._add)
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step now; what passed since the last one ended belongs to none."""
+        """Begin a step now; the time since the end of the last one belongs to no step."""
         self._begin = time.perf_counter()
         self._paused_seconds, self._paused_at, self._spans = 0.0, None, []
 
     def pause(self) -> None:
-        """Stand still: the time until `resume`, and the spans in it, belong to no step."""
+        """Stop the clock: the time until `resume`, and the spans in it, belong to no step."""
         self._paused_at = time.perf_counter()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         if self._paused_at is not None:
             self._paused_seconds += time.perf_counter() - self._paused_at
             self._paused_at = None
@@ -65,23 +65,23 @@ class StepClock:
         return Step(begin, self._begin, self._begin - begin - paused, spans)
 
     def stop(self) -> None:
-        """Listen no longer; may be called at any time, and more than once."""
-        if self._unlisten is not None:
-            self._unlisten()
-            self._unlisten = None
+        """Stop collecting spans; may be called at any time, and more than once."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
 
     @property
     def running(self) -> bool:
-        """Whether it is between `start` and `stop`."""
-        return self._unlisten is not None
+        """Return whether the clock is between `start` and `stop`."""
+        return self._unsubscribe is not None
 
-    def _hear(self, span: Span) -> None:
+    def _add(self, span: Span) -> None:
         if self._paused_at is None:
             self._spans.append(span)
 
 
 class Clocked(Callback):
-    """A callback whose `clock` stands still in validation and stops with the fit, however that ends."""
+    """A callback with a `clock` that pauses during validation and stops when the fit ends or fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Clocked(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.clock.begin()  # what callbacks and loops did between two epochs is part of no step
+        self.clock.begin()  # the time between two epochs is part of no step
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,23 +108,23 @@ class Clocked(Callback):
         self.clock.stop()
 
 
-def pieces(spans: Iterable[Span]) -> list[Span]:
-    """Cut spans so that each moment belongs to one of them, to the one that began last; in order of time.
+def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
+    """Split spans so that each moment belongs to one of them, the one that began last; in order of time.
 
-    A wait inside of forward is then no part of forward. Travels are left out: they pass beside all else.
+    A wait inside of forward is then not part of forward. Concurrent spans are left out.
     """
-    cut: list[Span] = []
+    exclusive: list[Span] = []
     open_spans: list[Span] = []
     now = 0.0
 
     def until(moment: float) -> None:
-        """Give the time from `now` to the spans that are open, innermost first."""
+        """Assign the time from `now` on to the open spans, innermost first."""
         nonlocal now
         while open_spans and now < moment:
             span = open_spans[-1]
             end = min(span.end, moment)
             if end > now:
-                cut.append(Span(span.name, now, end))
+                exclusive.append(Span(span.name, now, end))
                 now = end
             if span.end <= moment:
                 open_spans.pop()
@@ -134,34 +134,34 @@ def pieces(spans: Iterable[Span]) -> list[Span]:
         until(span.begin)
         open_spans.append(span)
     until(max((s.end for s in open_spans), default=now))
-    return cut
+    return exclusive
 
 
 def seconds_by_span(step: Step) -> dict[str, float]:
-    """Return name -> seconds of the step that passed in spans of this name and in no later one."""
+    """Return name -> seconds of the step in spans of this name, without the spans nested in them."""
     seconds: dict[str, float] = {}
-    for piece in pieces(step.spans):
-        seconds[piece.name] = seconds.get(piece.name, 0.0) + max(piece.end - max(piece.begin, step.begin), 0.0)
+    for span in exclusive_spans(step.spans):
+        seconds[span.name] = seconds.get(span.name, 0.0) + max(span.end - max(span.begin, step.begin), 0.0)
     return seconds
 
 
 class LogTimes:
-    """When to tell the loggers: every so many optimizer steps, and as often as Lightning does where that is None."""
+    """Decides when to log: every n optimizer steps, or when Lightning logs where n is None."""
 
-    def __init__(self, owner: str, every_n_steps: int | None) -> None:
+    def __init__(self, callback: str, every_n_steps: int | None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigError(
-                f"{owner}: every_n_steps={every_n_steps} must be at least 1; leave it out to log when Lightning does."
+                f"{callback}: every_n_steps={every_n_steps} must be at least 1; omit it to log when Lightning does."
             )
         self._every = every_n_steps
         self._last = -1
 
     def start(self) -> None:
-        """Forget an earlier fit."""
+        """Reset for a new fit."""
         self._last = -1
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether to log at the end of this batch; once for each step where batches are accumulated."""
+        """Return whether to log at the end of this batch; once per step when gradients accumulate over batches."""
         every = self._every or trainer.log_every_n_steps  # type: ignore[attr-defined]  # set at run time
         step = batches_that_stepped(trainer)
         if not every or step == self._last or (step + 1) % every:
@@ -171,7 +171,7 @@ class LogTimes:
 
 
 def log(trainer: Trainer, numbers: dict[str, float]) -> None:
-    """Give `numbers` to every logger of the trainer, at the step at which Lightning logs this batch."""
+    """Log `numbers` with every logger of the trainer, at the step at which Lightning logs this batch."""
     step = batches_that_stepped(trainer)
     for logger in trainer.loggers:
         logger.log_metrics(numbers, step=step)

@@ -1,4 +1,4 @@
-"""How fast a fit goes, and where the time of its steps goes."""
+"""Measures samples per second, and how the time of a step is spent."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,8 @@ STEP_MS = "throughput/step_ms"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What is kept of one step."""
+class StepTimes:
+    """The measurements of one step."""
 
     samples: int | None
     seconds: float
@@ -28,41 +28,41 @@ class Measured:
 
 
 class Throughput(Clocked):
-    """Samples per second in the progress bar and the loggers; in the loggers also where a step's time goes.
+    """Shows samples per second in the progress bar, and logs them with the time that each phase of a step takes.
 
-    Only rank 0 measures, by the host's clock; nothing is exchanged, and no GPU is waited for. Samples per second are
-    those of rank 0 times the number of ranks. The split of a step is there under strategies that tell it.
+    Only rank 0 measures, with the host's clock, without collectives and without waiting for the GPU. Samples per second
+    are those of rank 0 times the number of ranks. The phases are logged under strategies that emit spans.
 
     Args:
-        every_n_steps: optimizer steps between two entries in the loggers; None takes the Trainer's log_every_n_steps.
-        window: number of last batches that each number is the mean of.
-        samples_from: where the batch holds what counts its samples, as keys, positions or attributes joined by dots:
-            "label", "0.features". The first dim of the tensor there counts, or the stride of the
-            KeyedJaggedTensor. None takes the first KeyedJaggedTensor of the batch, else its first tensor.
+        every_n_steps: optimizer steps between two log entries; None: the Trainer's log_every_n_steps.
+        window: number of latest batches over which each number is averaged.
+        samples_from: where in the batch to count samples, as keys, positions or attributes joined by dots: "label",
+            "0.features". The number is the first dim of the tensor there, or the stride of the KeyedJaggedTensor.
+            None: the first KeyedJaggedTensor of the batch, else its first tensor.
     """
 
     def __init__(self, every_n_steps: int | None = None, window: int = 50, samples_from: str | None = None) -> None:
         super().__init__()
         if window < 1:
-            raise ConfigError(f"Throughput: window={window} must be at least 1, the last batch.")
+            raise ConfigError(f"Throughput: window={window} must be at least 1 batch.")
         self._log_times = LogTimes("Throughput", every_n_steps)
         self._samples_from = samples_from
-        self._steps: deque[Measured] = deque(maxlen=window)
-        self._looked = False
+        self._steps: deque[StepTimes] = deque(maxlen=window)
+        self._counted = False
         self._num_ranks = 1
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What the loggers would get now, by its name there; empty before the first step, and on ranks other than 0."""
+        """The current numbers by their names in the loggers; empty before the first step, and on ranks other than 0."""
         if not self._steps:
             return {}
         per_step_ms = 1000 / len(self._steps)
         seconds = sum(step.seconds for step in self._steps)
         names = dict.fromkeys(name for step in self._steps for name in step.seconds_by_span)
-        parts = {name: sum(step.seconds_by_span.get(name, 0.0) for step in self._steps) for name in names}
-        if parts:
-            parts["other"] = seconds - sum(parts.values())
-        numbers = {f"throughput/{name.replace(' ', '_')}_ms": part * per_step_ms for name, part in parts.items()}
+        seconds_of = {name: sum(step.seconds_by_span.get(name, 0.0) for step in self._steps) for name in names}
+        if seconds_of:
+            seconds_of["other"] = seconds - sum(seconds_of.values())
+        numbers = {f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms for name, total in seconds_of.items()}
         samples_per_second = self._samples_per_second()
         if samples_per_second is not None:
             numbers[SAMPLES_PER_SECOND] = samples_per_second
@@ -81,7 +81,7 @@ class Throughput(Clocked):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.clear()
         self._log_times.start()
-        self._looked = False
+        self._counted = False
         self._num_ranks = trainer.world_size
         if trainer.is_global_zero:
             self.clock.start()
@@ -90,16 +90,16 @@ class Throughput(Clocked):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Every rank looks at its first batch: a wrong samples_from must fail on all of them.
-        first, self._looked = not self._looked, True
+        # Every rank counts the samples of its first batch: a wrong samples_from must fail on all of them.
+        first, self._counted = not self._counted, True
         samples = count_samples(batch, self._samples_from, warn=first) if first or self.clock.running else None
         if not self.clock.running:
             return
         step = self.clock.end()
-        self._steps.append(Measured(samples, step.seconds, seconds_by_span(step)))
+        self._steps.append(StepTimes(samples, step.seconds, seconds_by_span(step)))
         samples_per_second = self._samples_per_second()
         if samples_per_second is not None:
-            show_in_progress_bar(trainer, "samples/s", short(samples_per_second))
+            show_in_progress_bar(trainer, "samples/s", format_count(samples_per_second))
         if self._log_times.due(trainer):
             log(trainer, self.numbers)
 
@@ -108,8 +108,8 @@ class Throughput(Clocked):
         self.clock.stop()
 
 
-def short(number: float) -> str:
-    """Return a number with three digits: 950, 12.3k, 1.23M."""
+def format_count(number: float) -> str:
+    """Return a number with three significant digits: 950, 12.3k, 1.23M."""
     units = ["", "k", "M", "G"]
     while number >= 999.5 and len(units) > 1:
         number /= 1000
@@ -119,9 +119,9 @@ def short(number: float) -> str:
 
 
 def count_samples(batch: Any, where: str | None = None, warn: bool = False) -> int | None:
-    """Return the number of samples of a batch, or None where nothing tells it.
+    """Return the number of samples of a batch, or None if it is unknown.
 
-    where: see `Throughput.samples_from`. warn: warn where it is not known or not certain.
+    where: see `Throughput.samples_from`. warn: warn if the number is unknown or ambiguous.
     Raises ConfigError: the batch has nothing at `where`.
     """
     found = batch if where is None else _at(batch, where)
@@ -132,20 +132,20 @@ def count_samples(batch: Any, where: str | None = None, warn: bool = False) -> i
     sizes = [int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes and warn:
         rank_zero_warn(
-            f"Throughput: no tensor was found in the batch ({_in_words(found)}), so samples per second are left out. "
-            "Set samples_from to the place of a tensor whose first dim counts samples."
+            f"Throughput: the batch ({_describe(found)}) contains no tensor, so samples per second are not measured. "
+            "Set samples_from to a tensor whose first dim is the number of samples."
         )
     if len(set(sizes)) > 1 and warn:
         rank_zero_warn(
-            f"Throughput: the tensors of the batch ({_in_words(found)}) have first dims of {sorted(set(sizes))}; the "
-            f"first one, {sizes[0]}, is taken for the number of samples. Set samples_from to the place of a tensor "
-            "whose first dim counts samples."
+            f"Throughput: the tensors of the batch ({_describe(found)}) have different first dims, "
+            f"{sorted(set(sizes))}; {sizes[0]} is assumed to be the number of samples. Set samples_from to a tensor "
+            "whose first dim is the number of samples."
         )
     return sizes[0] if sizes else None
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in dicts, lists, tuples and dataclasses, at any depth."""
+    """Yield the leaves of nested dicts, lists, tuples and dataclasses."""
     if isinstance(value, Mapping):
         inner = list(value.values())
     elif isinstance(value, (list, tuple)):
@@ -155,12 +155,12 @@ def _leaves(value: Any) -> Iterator[Any]:
     else:
         yield value
         return
-    for part in inner:
-        yield from _leaves(part)
+    for child in inner:
+        yield from _leaves(child)
 
 
 def _is_keyed_jagged(value: Any) -> bool:
-    return hasattr(value, "stride_per_key")  # no import of torchrec, which a run may be without
+    return hasattr(value, "stride_per_key")  # without importing torchrec, which other strategies do not load
 
 
 def _at(batch: Any, where: str) -> Any:
@@ -176,13 +176,13 @@ def _at(batch: Any, where: str) -> Any:
         except (KeyError, IndexError, AttributeError):
             keys = [str(key) for key in value] if isinstance(value, Mapping) else []
             raise ConfigError(
-                f"Throughput: samples_from='{where}': nothing is called '{name}' in {_in_words(value)}"
+                f"Throughput: samples_from='{where}': there is no '{name}' in {_describe(value)}"
                 f"{did_you_mean(name, keys)}"
             ) from None
     return value
 
 
-def _in_words(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(str, value))}"
     if isinstance(value, (list, tuple)):

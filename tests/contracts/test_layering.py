@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "strategies/estimates": BELOW_STRATEGIES | {"strategies/run", "strategies/fully_sharded"},
     "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
-    "callbacks": {"errors", "_compat", "spans"},  # any strategy will do: they read what it exposes, and hear its spans
+    "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans
     "advice": BELOW_STRATEGIES | STRATEGIES,
     "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
     "cli": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "advice", "bench", "__init__"},

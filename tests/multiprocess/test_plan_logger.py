@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_fails_all_ranks_by_name(tmp_path: Path)
         run_on_warm_ranks(_fit, 2, False, str(tmp_path / "file" / "plan"))
     said = str(failed.value)
     assert "--- rank 0 raised" in said
-    assert f"ConfigError: PlanLogger cannot write into '{tmp_path / 'file' / 'plan'}'" in said
+    assert f"ConfigError: PlanLogger cannot write to '{tmp_path / 'file' / 'plan'}'" in said
     assert "was not done" not in said
     assert time.monotonic() - begin < 120
 
@@ -176,15 +176,13 @@ def _ddp() -> list[str]:
 def test_a_strategy_without_sharded_tables_is_reported_once() -> None:
     said = run_on_warm_ranks(_ddp, 2)
     assert len(said[0]) == 1
-    assert said[0][0].startswith("PlanLogger: no tables are sharded, so that there is no plan to write.")
+    assert said[0][0].startswith("PlanLogger: no tables are sharded, so there is no plan to write.")
     assert said[1] == []
 
 
 def test_a_folder_that_is_none_of_this_machine_is_refused() -> None:
     trainer = pl.Trainer(**DEFAULTS, callbacks=[PlanLogger("s3://bucket/plan")])
-    with pytest.raises(
-        ConfigError, match="PlanLogger writes files, and 's3://bucket/plan' is no folder of this machine"
-    ):
+    with pytest.raises(ConfigError, match="PlanLogger: 's3://bucket/plan' is not a local folder"):
         trainer.fit(seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}), rank_loader(1, 0))
 
 

@@ -19,9 +19,9 @@ from tests.support.trainers import DEFAULTS
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"rule": "cubic"}, "rule='cubic' is not known. Use 'linear' or 'sqrt'"),
+        ({"rule": "cubic"}, "rule='cubic' is unknown. Use 'linear' or 'sqrt'"),
         ({"base_ranks": 0}, "base_ranks=0 must be at least 1"),
-        ({"warmup_steps": -1}, "warmup_steps=-1 must not be below 0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
     ],
 )
 def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
@@ -35,7 +35,7 @@ def _fit(module: pl.LightningModule, *callbacks: pl.Callback, **options: Any) ->
 
 def test_a_search_for_the_rate_is_refused() -> None:
     module = CountingRates()
-    with pytest.raises(ConfigError, match="Search without ScaledLearningRate, then set base_ranks"):
+    with pytest.raises(ConfigError, match="Run the finder without ScaledLearningRate, then set base_ranks"):
         _fit(module, ScaledLearningRate(), LearningRateFinder())
     assert module.used == []
 
@@ -52,7 +52,7 @@ class WithoutRate(CountingRates):
 
 def test_an_optimizer_without_rates_is_refused() -> None:
     module = WithoutRate()
-    with pytest.raises(UnsupportedError, match="SGD is no torch.optim.Optimizer with a learning rate"):
+    with pytest.raises(UnsupportedError, match="SGD is not a torch.optim.Optimizer with a learning rate"):
         _fit(module, ScaledLearningRate())
     assert module.used == []
 

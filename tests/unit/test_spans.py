@@ -1,4 +1,4 @@
-"""Spans are told to those who listen, and cut so that every moment of a step belongs to one of them."""
+"""Spans are emitted to those who listen, and exclusive so that every moment of a step belongs to one of them."""
 
 import random
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from lightning_distrec import spans
 from lightning_distrec.callbacks import steps
-from lightning_distrec.callbacks.steps import Step, StepClock, pieces, seconds_by_span
+from lightning_distrec.callbacks.steps import Step, StepClock, exclusive_spans, seconds_by_span
 from lightning_distrec.spans import (
     BACKWARD,
     FORWARD,
@@ -84,8 +84,8 @@ def test_spans_of_other_threads_are_recorded(heard: list[Span]) -> None:
 
 
 def test_a_wait_inside_of_forward_is_cut_out_of_it() -> None:
-    cut = pieces([Span(WAIT_OUTPUT_DIST, 3.0, 5.0), Span(FORWARD, 1.0, 8.0), Span(BACKWARD, 8.0, 9.0)])
-    assert cut == [
+    exclusive = exclusive_spans([Span(WAIT_OUTPUT_DIST, 3.0, 5.0), Span(FORWARD, 1.0, 8.0), Span(BACKWARD, 8.0, 9.0)])
+    assert exclusive == [
         Span(FORWARD, 1.0, 3.0),
         Span(WAIT_OUTPUT_DIST, 3.0, 5.0),
         Span(FORWARD, 5.0, 8.0),
@@ -94,12 +94,12 @@ def test_a_wait_inside_of_forward_is_cut_out_of_it() -> None:
 
 
 def test_travels_take_no_time_from_others() -> None:
-    assert pieces([Span(INPUT_DIST, 0.0, 9.0), Span(FORWARD, 1.0, 8.0)]) == [Span(FORWARD, 1.0, 8.0)]
+    assert exclusive_spans([Span(INPUT_DIST, 0.0, 9.0), Span(FORWARD, 1.0, 8.0)]) == [Span(FORWARD, 1.0, 8.0)]
 
 
-def _owner(told: list[Span], moment: float) -> str | None:
+def _owner(emitted: list[Span], moment: float) -> str | None:
     """Return, by trying them all, the name of the span that began last of those that hold `moment`."""
-    holding = [s for s in told if s.begin < moment < s.end and s.name != INPUT_DIST]
+    holding = [s for s in emitted if s.begin < moment < s.end and s.name != INPUT_DIST]
     return max(holding, key=lambda s: s.begin).name if holding else None
 
 
@@ -108,11 +108,11 @@ def test_every_moment_belongs_to_the_span_that_began_last(seed: int) -> None:
     draw = random.Random(seed)
     names = [FORWARD, BACKWARD, OPTIMIZER, WAIT_OUTPUT_DIST, INPUT_DIST]
     begins = draw.sample(range(100), 12)
-    told = [Span(draw.choice(names), float(begin), float(begin + draw.randint(1, 40))) for begin in begins]
-    cut = pieces(told)
+    emitted = [Span(draw.choice(names), float(begin), float(begin + draw.randint(1, 40))) for begin in begins]
+    exclusive = exclusive_spans(emitted)
     for moment in (0.5 + i for i in range(150)):
-        owners = [piece.name for piece in cut if piece.begin < moment < piece.end]
-        assert owners == [name for name in [_owner(told, moment)] if name is not None]
+        owners = [piece.name for piece in exclusive if piece.begin < moment < piece.end]
+        assert owners == [name for name in [_owner(emitted, moment)] if name is not None]
 
 
 def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clock: SimpleNamespace) -> None:

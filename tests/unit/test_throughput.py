@@ -17,7 +17,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import Throughput, spans
 from lightning_distrec.callbacks import steps
-from lightning_distrec.callbacks.throughput import count_samples, short
+from lightning_distrec.callbacks.throughput import count_samples, format_count
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import BACKWARD, FORWARD, INPUT_DIST, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
 
@@ -210,31 +210,31 @@ def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(
     model = Job(sleep)
     model.layer.forward = lambda batch: next(model.layer.parameters())  # type: ignore[method-assign]
     pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(model, DataLoader(["text"] * 3, batch_size=None))
-    told = [str(w.message) for w in recwarn if "Throughput" in str(w.message)]
-    assert len(told) == 1
-    assert "no tensor was found in the batch (a str), so samples per second are left out" in told[0]
+    warned = [str(w.message) for w in recwarn if "Throughput" in str(w.message)]
+    assert len(warned) == 1
+    assert "the batch (a str) contains no tensor, so samples per second are not measured" in warned[0]
     assert "throughput/samples_per_second" not in callback.numbers
     assert model.bar == [None] * 3
 
 
 def test_tensors_of_unequal_first_dims_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"a dict of ids, label\) have first dims of \[4, 9\]; the first one, 9, is"):
+    with pytest.warns(UserWarning, match=r"a dict of ids, label\) have different first dims, \[4, 9\]; 9 is assumed"):
         assert count_samples({"ids": torch.ones(9), "label": torch.ones(4)}, warn=True) == 9
 
 
 def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="samples_from='labels': nothing is called 'labels' in a dict of ids, label"):
+    with pytest.raises(ConfigError, match="samples_from='labels': there is no 'labels' in a dict of ids, label"):
         count_samples({"ids": torch.ones(9), "label": torch.ones(4)}, "labels")
     with pytest.raises(ConfigError, match="did you mean 'label'"):
         count_samples({"ids": torch.ones(9), "label": torch.ones(4)}, "labels")
-    with pytest.raises(ConfigError, match="nothing is called '2' in a tuple of 1."):
+    with pytest.raises(ConfigError, match="there is no '2' in a tuple of 1."):
         count_samples((torch.ones(9),), "2")
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="window=0 must be at least 1"):
         Throughput(window=0)
-    with pytest.raises(ConfigError, match="Throughput: every_n_steps=0 must be at least 1; leave it out"):
+    with pytest.raises(ConfigError, match="Throughput: every_n_steps=0 must be at least 1; omit it"):
         Throughput(every_n_steps=0)
 
 
@@ -252,4 +252,4 @@ def test_settings_that_cannot_be_are_refused() -> None:
     ],
 )
 def test_numbers_in_the_progress_bar_have_three_digits(number: float, text: str) -> None:
-    assert short(number) == text
+    assert format_count(number) == text
