@@ -1,6 +1,6 @@
 """Steps optimizers whose param groups mix sharded DTensors and plain tensors, which torch refuses to step at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.optimizers.step_hooks import register_update_pre_hook
 
 
 @contextmanager
@@ -26,26 +27,12 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
             groups[:] = [optimizer.param_groups]
             optimizer.param_groups = [one_kind for of_group in split_groups for one_kind in of_group]
 
-    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Lightning computes the loss in the step's closure, so that the split has to wait for it.
-        closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            split()
-            return None
-
-        def then_split() -> Any:
-            result = closure()
-            split()
-            return result
-
-        return ((args[0], then_split, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": then_split})
-
     def after(*_: Any) -> None:
         if groups:
             optimizer.param_groups = groups.pop()
             _copy_changes(optimizer, split_groups)
 
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    handles = register_update_pre_hook(optimizer, split), optimizer.register_step_post_hook(after)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import OptimizerError
+from lightning_distrec.optimizers.step_hooks import register_update_pre_hook
 
 CHUNK_BYTES = 16 * 2**20
 """About how much of each rank's parameters is sent at a time."""
@@ -89,26 +90,13 @@ def partition_steps(optimizer: Optimizer, partition: ZeroPartition, rank: int) -
                 hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            hide()
-            return None
-
-        def then_hide() -> Any:
-            result = closure()  # it may clip by the norm of all gradients
-            hide()
-            return result
-
-        return ((args[0], then_hide, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": then_hide})
-
     def after(*_: Any) -> None:
         for parameter, gradient in hidden:
             parameter.grad = gradient
         hidden.clear()
         _broadcast([p for p in _parameters(optimizer) if p.requires_grad], partition, rank)
 
-    handles = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+    handles = (register_update_pre_hook(optimizer, hide), optimizer.register_step_post_hook(after))
 
     def undo() -> None:
         for handle in handles:

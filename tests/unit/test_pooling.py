@@ -222,5 +222,5 @@ def test_loaders_are_found_in_what_a_trainer_takes_and_streams_are_left_alone() 
     loader, stream = DataLoader(range(3)), DataLoader(Stream())  # type: ignore[arg-type]
     assert loaders_in({"a": [loader, stream], "b": CombinedLoader({"c": loader})}) == [loader, stream, loader]
     assert why_not(loader) == ""
-    assert why_not(stream) == "Stream is an IterableDataset, which may not begin twice alike"
-    assert why_not(iter([])) == "a list_iterator is no DataLoader, and may not begin twice alike"
+    assert why_not(stream) == "Stream is an IterableDataset, which may not start twice with the same batches"
+    assert why_not(iter([])) == "a list_iterator is no DataLoader, and may not start twice with the same batches"
