@@ -131,7 +131,7 @@ def plan_ahead(given: Namespace) -> DryRun:
         memory_origin=origin,
         host_bytes=host_bytes,
         bandwidths=bandwidths,
-        shards_dense=strategy.cuts_dense,
+        shards_dense=strategy.shards_dense,
     )
     found = dry_run(dry_module(built.model, trainer, settings, job.device), job, quick=given.quick)
     found = replace(found, assumed=[*of_strategy, *assumed, *found.assumed])

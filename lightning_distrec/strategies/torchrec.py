@@ -165,7 +165,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
         return self._settings
 
     @property
-    def cuts_dense(self) -> bool:
+    def shards_dense(self) -> bool:
         """Whether the layers without tables are sharded over the ranks."""
         return self._fsdp_options is not None
 
@@ -190,7 +190,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
         else:
             drop_unfinished_step(run.module)
         nodes = run.session.consensus.all_gather((self.node_rank, self.num_local_ranks))
-        tables = run.shard_tables(self, self._settings, NodeLayout.gathered(nodes), self.cuts_dense)
+        tables = run.shard_tables(self, self._settings, NodeLayout.gathered(nodes), self.shards_dense)
         if tables is None:
             super().setup(trainer)
             run.session.checkpoints.begin(tables)

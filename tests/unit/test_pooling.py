@@ -17,7 +17,7 @@ from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.planning.id_counts import LEAST_FACTOR, IdCount, IdCounts
+from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCount, IdCounts
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.tables import find_tables
 from tests.support.click_model import bag_configs
@@ -76,7 +76,7 @@ def test_a_table_gets_a_factor_for_each_feature_over_all_batches_of_all_ranks() 
     assert counts.factors_of(wide) == (2.0, 0.5)
     counts.add(counted(keyed(a=[5], b=[4], d=[1])))
     assert counts.factors_of(wide) == (9 / 3, 5 / 3)
-    assert counts.factors_of(narrow) == (LEAST_FACTOR,)
+    assert counts.factors_of(narrow) == (MIN_FACTOR,)
     assert counts.factors_of(shared) == (5 / 3, 1.0)
     assert counted(keyed(b=[1])).factors_of(wide) is None, "a is not known"
     assert counted(keyed(a=[], b=[])).factors_of(wide) is None, "nobody has an example"

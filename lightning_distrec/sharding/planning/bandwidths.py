@@ -1,4 +1,4 @@
-"""How fast bytes move here, as the planner is to believe: what was said, what was measured, or torchrec's defaults."""
+"""The bandwidths that the planner assumes: configured, measured, or torchrec's defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -99,7 +99,7 @@ class Asked:
     """Environment variables that are numbers without a unit."""
 
     def with_measured(self, measured: Mapping[str, Bandwidth]) -> ChosenBandwidths:
-        """Return what is believed; torchrec's defaults for what nobody says, and for what could not be measured."""
+        """Return the bandwidths to plan with; torchrec's defaults where none is configured or could be measured."""
         default = {name: Bandwidth(bytes_per_second=DEFAULTS[name], origin="torchrec's default") for name in NAMES}
         return ChosenBandwidths(**(default | dict(measured) | dict(self.known)))
 

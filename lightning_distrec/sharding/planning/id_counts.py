@@ -9,8 +9,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from lightning_distrec.sharding.tables import Table
 
-LEAST_FACTOR = 0.01
-"""What the planner is told of a feature that hardly any example has: it divides by these numbers."""
+MIN_FACTOR = 0.01
+"""The planner gets at least this for a feature that hardly any example has, because it divides by these numbers."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class IdCount:
     @property
     def factor(self) -> float:
         """Ids per example."""
-        return max(LEAST_FACTOR, self.ids / self.examples)
+        return max(MIN_FACTOR, self.ids / self.examples)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class IdCounts:
                 mine.setdefault(name, IdCount()).add(count.ids, count.examples)
 
     def factors_of(self, table: Table) -> tuple[float, ...] | None:
-        """Return ids per example of each feature of `table`; None where the batches do not tell those of all.
+        """Return ids per example of each feature of `table`; None where the batches do not show those of all.
 
         An nn.Embedding's or nn.EmbeddingBag's are those of the tensor that is called as it is, by its path or the last
         part of that.

@@ -34,18 +34,18 @@ def fits_alone(option: EstimatedOption, budget: MemoryBudget) -> bool:
 def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: MemoryBudget) -> InfeasiblePlan:
     """Return by how much a table, of which no option fits on empty ranks, is too large."""
     closest = min(options, key=lambda option: max(_missing(option, budget)))
-    of_one, together = _missing(closest, budget)
+    of_one, of_all = _missing(closest, budget)
     needs, has = f"{closest.device_bytes.max():,} bytes", f"{budget.device_bytes.max():,}"
     if budget.host_bytes.any():
         needs += f" of its GPU's memory and {closest.host_bytes.max():,} of its host's"
         has += f" and {budget.host_bytes.max():,}"
     return InfeasiblePlan(
         table,
-        max(of_one, together),
+        max(of_one, of_all),
         proven=True,
         why=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs {needs} for its rows, "
-        f"their update and exchange, and has {has}: {max(of_one, together):,} too few"
-        f"{' for all its shards' if together > of_one else ''}",
+        f"their update and exchange, and has {has}: {max(of_one, of_all):,} too few"
+        f"{' for all its shards' if of_all > of_one else ''}",
     )
 
 
@@ -57,11 +57,11 @@ def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
     of_one = max(0, int((option.device_bytes - per_device).max())) + max(0, int((option.host_bytes - per_host).max()))
     ranks = budget.ranks_on_node if option.sharding_type in ONE_NODE_TYPES else budget.num_ranks
     there = np.sort(budget.device_bytes)[-ranks:].sum(), np.sort(budget.host_bytes)[-ranks:].sum()
-    together = max(0, int(option.device_bytes.sum() - there[0])) + max(0, int(option.host_bytes.sum() - there[1]))
-    return of_one, together
+    of_all = max(0, int(option.device_bytes.sum() - there[0])) + max(0, int(option.host_bytes.sum() - there[1]))
+    return of_one, of_all
 
 
-def too_large_together(options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> InfeasiblePlan | None:
+def exceed_total_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> InfeasiblePlan | None:
     """Return a reason where all tables, each with its smallest option, need more memory than all ranks have."""
     for device, host in WEIGHTS:
         sizes = np.array([

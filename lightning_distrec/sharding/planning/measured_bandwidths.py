@@ -20,17 +20,17 @@ from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth
 
-LEAST_BYTES, MOST_BYTES, GROWTH = 64 * 2**10, 64 * 2**20, 4
+MIN_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 64 * 2**20, 4
 """What a rank sends in one exchange: more and more, until that takes long enough."""
 LONG_ENOUGH_SECONDS = 0.05
-LEAST_COPIES = 3
+MIN_COPIES = 3
 """Of which one may be slow for the sake of others on the machine, however long they take."""
 REPEATS = 5
 BUDGET_SECONDS = 0.8
 """For the repeats of one bandwidth; a slow link gets fewer of them."""
 COPIED_BYTES = 64 * 2**20
-MOST_DAYS = 30
-"""How long a measurement is believed."""
+MAX_AGE_DAYS = 30
+"""Older measurements are made again."""
 SECONDS_OF_DAY = 24 * 60 * 60
 
 
@@ -81,25 +81,25 @@ def _measure_exchange(peers: list[list[int]], device: torch.device, ranks: Ranks
 
     peers: of each rank. Where nodes are unequal, the number is that of the rank with most of them, for which all wait.
     """
-    most_peers = max(map(len, peers))
+    max_peers = max(map(len, peers))
     mine = peers[ranks.rank]
-    total = LEAST_BYTES
+    total = MIN_BYTES
     while True:
-        to_each = max(1, total // most_peers)
+        to_each = max(1, total // max_peers)
         exchange = ranks.all_or_none("measuring exchanges", partial(_exchange, to_each, mine, device, ranks))
         _timed(exchange, device, ranks)  # connections are made by the first
         seconds = _timed(exchange, device, ranks)
-        if seconds >= LONG_ENOUGH_SECONDS or total >= MOST_BYTES:
+        if seconds >= LONG_ENOUGH_SECONDS or total >= MAX_BYTES:
             break
         total *= GROWTH
     times = [seconds]
     while len(times) < REPEATS and sum(times) + seconds < BUDGET_SECONDS:
         times.append(_timed(exchange, device, ranks))
-    return to_each * most_peers / min(times)  # other work on the machines only adds time
+    return to_each * max_peers / min(times)  # other work on the machines only adds time
 
 
 def _exchange(to_each: int, peers: list[int], device: torch.device, ranks: Ranks) -> Callable[[], object]:
-    """Return what sends so many bytes to each peer, and receives as many."""
+    """Return a function that sends `to_each` bytes to each peer, and receives as many."""
     sizes = [to_each if rank in peers else 0 for rank in range(ranks.num_ranks)]
     sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     return partial(dist.all_to_all_single, torch.empty_like(sent), sent, sizes, sizes)
@@ -123,7 +123,7 @@ def _measure_copies(name: str, device: torch.device) -> tuple[float, int]:
         source = source.pin_memory()
     target = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=there)
     times: list[float] = []
-    while len(times) < LEAST_COPIES or (len(times) <= REPEATS and sum(times) < BUDGET_SECONDS):
+    while len(times) < MIN_COPIES or (len(times) <= REPEATS and sum(times) < BUDGET_SECONDS):
         began = time.perf_counter()
         target.copy_(source)
         _wait_for(there)
@@ -138,11 +138,11 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _shape(places: NodeLayout, device: torch.device, ranks: Ranks) -> str:
-    """Collective. Return what tells this cluster from others: its hosts, ranks, devices and backend."""
+    """Collective. Return what identifies this cluster: its hosts, ranks, devices and backend."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    told = ranks.all_gather((socket.gethostname(), kind, torch.get_num_threads()))
-    hosts = sorted({host for host, _, _ in told})
-    rest = [(kind, threads) for _, kind, threads in told]
+    gathered = ranks.all_gather((socket.gethostname(), kind, torch.get_num_threads()))
+    hosts = sorted({host for host, _, _ in gathered})
+    rest = [(kind, threads) for _, kind, threads in gathered]
     return json.dumps([hosts, places.node_of_rank, rest, dist.get_backend(), torch.__version__])
 
 
@@ -171,7 +171,7 @@ def _read(key: str) -> dict[str, tuple[float, float]]:
 def _remembered(key: str) -> dict[str, Bandwidth]:
     found = {}
     for name, (number, when) in _read(key).items():
-        if 0 <= time.time() - when < MOST_DAYS * SECONDS_OF_DAY:
+        if 0 <= time.time() - when < MAX_AGE_DAYS * SECONDS_OF_DAY:
             on = datetime.fromtimestamp(when).strftime("%Y-%m-%d")
             found[name] = Bandwidth(bytes_per_second=number, origin=f"measured on {on}")
     return found

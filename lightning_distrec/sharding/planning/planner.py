@@ -17,10 +17,10 @@ from lightning_distrec.sharding.planning.constraints import (
 )
 from lightning_distrec.sharding.planning.infeasible import (
     InfeasiblePlan,
+    exceed_total_memory,
     fits_alone,
     no_option_fits,
     pack_by_memory,
-    too_large_together,
 )
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
 from lightning_distrec.sharding.planning.search import GOOD_ENOUGH, Search, Totals, proposals
@@ -61,7 +61,7 @@ def make_plan(
     totals = Totals(options, budget)
     starts = proposals(options, totals, budget)
     if not starts:
-        packed = too_large_together(options, budget) or pack_by_memory(options, budget)
+        packed = exceed_total_memory(options, budget) or pack_by_memory(options, budget)
         if isinstance(packed, InfeasiblePlan):
             raise _error(tables, packed, topology, batch_size)
         starts = [packed]

@@ -1,4 +1,4 @@
-"""What may be said about planning: how tables find their ranks."""
+"""Options for planning: how tables are assigned to ranks."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

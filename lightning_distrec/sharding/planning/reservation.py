@@ -93,18 +93,18 @@ def chosen_reservation(given: str | None, environment: Mapping[str, str]) -> Res
 
 
 def _of_argument(given: str) -> Reservation:
-    said = f"planning.reserve={given!r}"
+    option = f"planning.reserve={given!r}"
     wanted = "Write a percentage such as '15%', a size such as '4GB', or 'measure'."
     if not isinstance(given, str):
-        raise ConfigError(f"{said} has no unit. {wanted}")
+        raise ConfigError(f"{option} has no unit. {wanted}")
     if found := PERCENT.fullmatch(given):
         percent = float(found[1])
         if not 0 < percent < 100:
-            raise ConfigError(f"{said}: a percentage above 0 and below 100 is needed, or nothing is left. {wanted}")
+            raise ConfigError(f"{option}: a percentage above 0 and below 100 is needed, or nothing is left. {wanted}")
         return Reservation(share=percent / 100, host_share=percent / 100, origin="argument")
     if given.strip().isalpha():
         near = did_you_mean(given, (MEASURE, *SIZE_UNITS))
-        raise ConfigError(f"{said} is not known{near} {wanted}")
+        raise ConfigError(f"{option} is not known{near} {wanted}")
     if re.fullmatch(r"[\s\d.]*", given):
-        raise ConfigError(f"{said} has no unit. {wanted}")
-    return Reservation(fixed_bytes=parse_bytes(given, said), origin="argument")
+        raise ConfigError(f"{option} has no unit. {wanted}")
+    return Reservation(fixed_bytes=parse_bytes(given, option), origin="argument")

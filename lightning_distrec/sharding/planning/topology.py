@@ -27,11 +27,11 @@ class RankMemory:
     def less(self, reservation: Reservation) -> "RankMemory":
         """Return what is left of it for tables. Raises PlanError: nothing is left on a rank."""
         left = [memory - reservation.bytes_of(memory) for memory in self.device_bytes]
-        least = min(range(len(left)), key=left.__getitem__)
-        if left[least] <= 0:
+        rank = min(range(len(left)), key=left.__getitem__)
+        if left[rank] <= 0:
             raise PlanError(
-                f"{reservation.in_words} ({reservation.origin}) are kept for what is not tables, and rank {least} has "
-                f"{self.device_bytes[least]:,} bytes: nothing is left for tables. Say less by planning.reserve, or use "
+                f"{reservation.in_words} ({reservation.origin}) are kept for what is not tables, and rank {rank} has "
+                f"{self.device_bytes[rank]:,} bytes: nothing is left for tables. Say less by planning.reserve, or use "
                 "ranks with more memory."
             )
         host = reservation.of_host()
@@ -64,7 +64,7 @@ def make_topology(
     """Return torchrec's description of the ranks.
 
     memory: what each rank has for tables and their exchange, without what is reserved for all else. It may be unequal;
-    row-wise cuts stay equal, because lookups find a row's rank by dividing.
+    row-wise shards stay equal, because lookups find a row's rank by dividing.
     Where nodes are not alike, for which torchrec has no word, each rank is described as a node of its own: everything
     then travels at the speed between nodes.
     """

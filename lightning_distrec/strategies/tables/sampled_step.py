@@ -37,10 +37,10 @@ def sample_step(
             return None, why
         assert mine is not None
         measured = profile_step(*mine, None, str(trainer.precision))
-    told = consensus.all_gather((measured.activation_bytes, "; ".join(measured.notes)))
-    if why := _first([said for _, said in told]):
+    gathered = consensus.all_gather((measured.activation_bytes, "; ".join(measured.notes)))
+    if why := _first([notes for _, notes in gathered]):
         return None, why
-    return max(kept for kept, _ in told if kept is not None), ""
+    return max(kept for kept, _ in gathered if kept is not None), ""
 
 
 def _prepared(
@@ -77,8 +77,8 @@ def _moved(trainer: Trainer, module: LightningModule, batch: Any, device: torch.
         ("transfer_batch_to_device", (device,)),
         ("on_after_batch_transfer", ()),
     ):
-        owner = data if data is not None and is_overridden(hook, data) else module
-        batch = getattr(owner, hook)(batch, *more, 0)
+        holder = data if data is not None and is_overridden(hook, data) else module
+        batch = getattr(holder, hook)(batch, *more, 0)
     return batch
 
 
@@ -110,6 +110,6 @@ def _of_first_row(ids: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor
     return with_ids(ids, torch.zeros_like(ids.values()))
 
 
-def _first(said_by_rank: list[str]) -> str:
-    """Return what the first rank with something to say says."""
-    return next((f"rank {rank}: {said}" for rank, said in enumerate(said_by_rank) if said), "")
+def _first(reasons: list[str]) -> str:
+    """Return the reason of the first rank that has one, or ""."""
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
