@@ -70,9 +70,9 @@ _HOMES = {
 _STRATEGIES = {
     "torchrec_sharded": (
         "TorchRecShardedStrategy",
-        "Embedding tables sharded over the ranks by TorchRec, the rest as under DDP",
+        "Embedding tables sharded over the ranks by TorchRec, other layers as under DDP",
     ),
-    "ddp_tuned": ("TunedDDPStrategy", "DDP with settings that suit the module, and checkpoints that survive"),
+    "ddp_tuned": ("TunedDDPStrategy", "DDP tuned to the module, with crash-safe checkpoints"),
     "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
 }
 

@@ -1,4 +1,4 @@
-"""The yardstick: what two averages already know about who likes what."""
+"""The baseline: predicts likes from the average rates of users and items."""
 
 from dataclasses import dataclass
 

@@ -91,7 +91,7 @@ class MovieLensDataModule(pl.LightningDataModule):
         test_fraction: float = 0.1,
         num_workers: int = 0,
     ) -> None:
-        """Say where the data is and how it is cut.
+        """Set where the data is and how it is split into batches.
 
         Args:
             data_dir: folder with one .inter, one .user and one .item file. Left out: MovieLens-100k, downloaded once.

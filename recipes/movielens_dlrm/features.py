@@ -21,7 +21,7 @@ class Table:
     features: tuple[str, ...]
 
 
-# The sizes are fixed, with room to spare, so that model and data agree without talking to each other and a
+# The sizes are fixed, with room to spare, so that model and data agree without exchanging anything, and a
 # checkpoint fits another folder too. An unused row costs memory only. A folder that needs more gets an error.
 TABLES = {
     "user": Table(rows=16384, features=("user",)),

@@ -29,7 +29,7 @@ class ClickModel(pl.LightningModule):
         table_learning_rate: float = 0.004,
         learning_rate: float = 0.004,
     ) -> None:
-        """Say how large the model is and how fast it learns.
+        """Set the size of the model and its learning rates.
 
         Args:
             dim: numbers per embedding, a multiple of 4; the same for all tables, so that dot products exist.
@@ -44,7 +44,7 @@ class ClickModel(pl.LightningModule):
         self.dim = dim
         self.table_learning_rate = table_learning_rate
         self.learning_rate = learning_rate
-        # Built in configure_model, where a strategy can still say on which device.
+        # Created in configure_model, where the strategy chooses the device.
         self.tables: EmbeddingBagCollection = None
         num_vectors = len(FEATURES) + 1
         pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
@@ -81,7 +81,7 @@ class ClickModel(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         loss = functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
-        # The mean over the epoch and over the ranks; ranks meet for it once an epoch.
+        # The mean over the epoch and all ranks; ranks exchange it once per epoch.
         size = len(batch["label"])
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
         return loss
@@ -99,7 +99,7 @@ class ClickModel(pl.LightningModule):
         return torch.sigmoid(self(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
+        """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
         tables = list(self.tables.parameters())
         others = [*self.bottom.parameters(), *self.top.parameters()]
         return torch.optim.Adagrad([

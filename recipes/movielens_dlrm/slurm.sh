@@ -1,6 +1,6 @@
 #!/bin/bash
-# Two machines with four GPUs each: sbatch recipes/movielens_dlrm/slurm.sh, from the repository root.
-# Not yet run on a GPU cluster; partition, account and modules are yours to add.
+# Trains on two nodes with four GPUs each. Run from the repository root: sbatch recipes/movielens_dlrm/slurm.sh
+# Not yet tested on a GPU cluster. Add your partition, account and modules.
 #SBATCH --job-name=movielens_dlrm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -14,11 +14,11 @@
 
 set -euo pipefail
 
-# Compute nodes often cannot download: fetch the data here, once, where the job is submitted from a shared disk.
-# With data of your own, delete this line and add --data.init_args.data_dir=<folder> to the srun line.
+# Download the data once, on the shared disk that the job is submitted from: compute nodes often have no internet.
+# To use your own data, delete this line and add --data.init_args.data_dir=<folder> to the srun line.
 test -d data/movielens-100k || .venv/bin/python -c \
     "from recipes.movielens_dlrm.data import MovieLensDataModule; MovieLensDataModule().prepare_data()"
 
-# srun starts one process per GPU; how many there are is Slurm's to say. 90 seconds before the time is over they save a
-# checkpoint, the job is requeued, and goes on from there.
+# srun starts one process per GPU. 90 seconds before the time limit they save a checkpoint; Slurm requeues the job, which
+# resumes from the checkpoint.
 srun --kill-on-bad-exit=1 .venv/bin/lightning-distrec fit --config recipes/movielens_dlrm/gpu.yaml

@@ -1,1 +1,1 @@
-"""Writes on in the manner of Python's manual: a small transformer, every rank with a whole copy of it."""
+"""Predicts the next character of Python's manual: a small transformer, replicated on every rank."""

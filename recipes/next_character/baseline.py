@@ -1,4 +1,4 @@
-"""The yardstick: what the character before tells about the next one."""
+"""The baseline: predicts each character from the one before it."""
 
 import torch
 from torch import Tensor

@@ -10,7 +10,7 @@ from recipes.next_character.text import encode, read_pages, split_pages
 
 
 class Windows(Dataset):
-    """A text cut into windows of equal length, one after the other; what is left over at the end is left out."""
+    """A text split into consecutive windows of equal length; an incomplete last window is dropped."""
 
     def __init__(self, characters: Tensor, length: int) -> None:
         """characters: (num_characters,) int64. length: characters in a window."""
@@ -31,7 +31,7 @@ class ManualDataModule(pl.LightningDataModule):
     """Python's own manual, by character; every eighth page validates. Nothing is downloaded."""
 
     def __init__(self, length: int = 64, batch_size: int = 16) -> None:
-        """Say how the text is cut.
+        """Set the lengths of windows and batches.
 
         Args:
             length: characters in a window.
@@ -59,5 +59,5 @@ class ManualDataModule(pl.LightningDataModule):
         return DataLoader(self.val, self.batch_size)
 
     def baseline(self) -> float:
-        """Return the validation's log-loss of what pairs of characters in training tell."""
+        """Return the validation log-loss of the pair baseline."""
         return pairs_log_loss(self.train.characters, self.val.characters)

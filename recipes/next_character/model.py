@@ -22,7 +22,7 @@ class NextCharacter(pl.LightningModule):
     def __init__(
         self, length: int = 64, dim: int = 64, num_layers: int = 2, num_heads: int = 4, learning_rate: float = 0.004
     ) -> None:
-        """Say how large the model is and how fast it learns.
+        """Set the size of the model and its learning rate.
 
         Args:
             length: most characters in a window.
@@ -58,7 +58,7 @@ class NextCharacter(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, in nats per character."""
         loss = self._loss(batch)
-        # The mean over the epoch and over the ranks; ranks meet for it once an epoch.
+        # The mean over the epoch and all ranks; ranks exchange it once per epoch.
         size = len(batch[0])
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
         return loss
