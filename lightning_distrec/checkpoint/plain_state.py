@@ -180,3 +180,26 @@ def plain_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
             numbers.setdefault(name, len(numbers))
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
     return {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}
+
+
+def state_by_name(
+    saved: Mapping[str, Any], names: list[dict[str, Any]], number: int
+) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
+    """Return the saved state by parameters' names, and the names of all that the optimizer had.
+
+    A state of torch's own has numbers for names, which count the parameters in the order of the groups.
+    """
+    if "optimizer" in saved:
+        return dict(saved["state"]), {name for group in saved["param_groups"] for name in group["params"]}
+    states: dict[str, Mapping[str, Any]] = {}
+    for j, (group, named) in enumerate(zip(saved["param_groups"], names, strict=True)):
+        if len(group["params"]) != len(named):
+            raise CheckpointError(
+                f"optimizer {number}: param group {j} has {len(named)} parameters, and the checkpoint's had "
+                f"{len(group['params'])}. Build the module and the groups that were saved, or start a new run from its "
+                "weights: checkpoint={'start_from': path}."
+            )
+        for index, name in zip(group["params"], named, strict=True):
+            if index in saved["state"]:
+                states[name] = saved["state"][index]
+    return states, {name for named in names for name in named}

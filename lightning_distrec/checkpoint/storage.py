@@ -98,9 +98,9 @@ class StoredTensors:
             raise CheckpointError(f"{self._folder} holds no tensor '{name}'; it has been changed since it was written.")
         if name not in self._checked:
             try:
-                whole = tuple(entry.size)
+                shape = tuple(entry.size)
                 boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-                is_covered = _cover(boxes, whole)
+                is_covered = _cover(boxes, shape)
             except (AttributeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{self._folder} is damaged: '{name}' lies nowhere ({error!r}).") from error
             if not is_covered:

@@ -173,7 +173,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         partition = ZeroPartition(self.world_size)
         for optimizer in self.optimizers:
             run.undo.callback(partition_steps(optimizer, partition, self.global_rank))
-        run.session.checkpoints.share_out_state(partition.rank_of)
+        run.session.checkpoints.use_zero_partition(partition.rank_of)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

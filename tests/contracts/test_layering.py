@@ -70,10 +70,7 @@ MAY_IMPORT = {
 NOT_YET: set[str] = set()
 """Arrows that still point the wrong way."""
 STILL_FULL: set[str] = set()
-STILL_LONG: set[str] = {
-    "lightning_distrec/strategies/checkpoints/checkpointing.py",
-    "lightning_distrec/strategies/checkpoints/optimizer_state.py",
-}
+STILL_LONG: set[str] = set()
 """Folders and files to be parted."""
 
 

@@ -736,7 +736,7 @@ def test_another_optimizer_starts_over_and_reports_it(gone_on: dict[str, Lived])
         told = [said for said in outcomes[0].said if "optimizer 0" in said]
         assert len(told) == 1
         assert f"is a {kind}, and the checkpoint's was a torch.optim.adagrad.Adagrad" in told[0]
-        assert "begins anew" in told[0]
+        assert "starts empty" in told[0]
         assert not any("optimizer 0" in said for outcome in outcomes[1:] for said in outcome.said)
         for state in outcomes[0].final["optimizer_states"][0]["state"].values():
             assert float(state.get("step", 20)) == 20
@@ -749,7 +749,7 @@ def test_a_table_that_was_not_saved_starts_over_and_reports_it(gone_on: dict[str
         assert len(outcomes[0].losses) == 20
         told = [said for said in outcomes[0].said if "broad" in said]
         assert len(told) == 2, told
-        assert "has no state of 'ebc.embedding_bags.broad.weight'; it begins anew" in told[1]
+        assert "has no state of 'ebc.embedding_bags.broad.weight'; it starts empty" in told[1]
         states = outcomes[0].final["optimizer_states"][0]["state"]
         assert [float(state["step"]) for name, state in states.items() if "broad" in name] == [20]
         assert {float(state["step"]) for name, state in states.items() if "broad" not in name} == {25}

@@ -137,7 +137,7 @@ def test_no_free_port_is_an_error_of_rank_0(point: MeetingPoint) -> None:
     servers = [socket.create_server(("", port)) for port in point.ports]
     try:
         (outcome,) = _run(_rank(point, 0, 2, []))
-        assert "none is free on 127.0.0.1. Set MASTER_PORT" in str(outcome)
+        assert "is free on 127.0.0.1. Set MASTER_PORT" in str(outcome)
     finally:
         for server in servers:
             server.close()

@@ -38,7 +38,7 @@ def export(
     _must_be_free(target, overwrite)
     value = _content_for(source, target)
     total = sum(num_bytes(lazy) for lazy in tensors_of(value).values())
-    _must_have_room(target, total)
+    _check_disk_space(target, total)
     written = 0
 
     def advance(count: int) -> None:
@@ -91,7 +91,7 @@ def _content_for(source: Path, target: Path) -> dict[str, Any]:
     return {**checkpoint, "optimizer_states": plain}
 
 
-def _must_have_room(target: Path, needed: int) -> None:
+def _check_disk_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise CheckpointError(

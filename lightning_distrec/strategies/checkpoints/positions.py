@@ -1,37 +1,92 @@
-"""Training goes on in the middle of an epoch: dataloaders keep their position, and Lightning its count of batches."""
+"""Where a run continues, in the middle of an epoch too: loaders' positions, random generators, Lightning's counters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec.pipeline.position import PositionedLoader, resumable
+from lightning_distrec.checkpoint.generators import generator_states, set_generator_states
+from lightning_distrec.checkpoint.load import Loaded
+from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.pipeline.position import PositionedLoader, adapt_progress, resumable, states_of_all_ranks
 
 COUNTERS = ("ready", "started", "processed", "completed")
+POSITIONS = "distrec_positions"
+"""Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them, ignores it."""
 
 
 class Positions:
-    """The positions of one fit's training loaders."""
+    """The positions of one fit: what checkpoints get of them, and what they are set to on resuming."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
+    def __init__(self, ranks: Consensus) -> None:
+        self._ranks = ranks
         self._loaders: list[Any] = []
+        self._generators: Mapping[str, Any] | None = None
+        """The state of the random generators in the checkpoint that the run resumes from."""
 
     def keep(self, loader: Any) -> Any:
-        """Return the loader, with a position that checkpoints hold where it can have one."""
-        kept = resumable(loader, self._rank, self._num_ranks, rank_zero_warn)
+        """Return the training loader, with a position that checkpoints hold if it can have one."""
+        kept = resumable(loader, self._ranks.rank, self._ranks.num_ranks, rank_zero_warn)
         self._loaders.append(kept)
         return kept
 
     @property
-    def are_kept(self) -> bool:
+    def _are_kept(self) -> bool:
         """Whether all loaders keep their position here; such ones draw no random numbers before their first batch."""
         return all(isinstance(loader, PositionedLoader) for loader in self._loaders)
 
-    def resume(self, trainer: Trainer) -> None:
-        """When training starts: let Lightning count the batches that are behind the positions which were loaded.
+    def take_out(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Collective. Return what this rank alone saves: its loaders' states and its random generators.
 
-        With another batch size, or where a position was of no use, these are not those that were counted.
+        Positions that any number of ranks can use stay in the checkpoint, under POSITIONS.
+        """
+        state = checkpoint["loops"]["fit_loop"]["state_dict"]
+        mine: list[Any] = state.pop("combined_loader", [])
+        if shared := states_of_all_ranks(self._ranks.all_gather(mine)):
+            state[POSITIONS] = shared
+        return {"loaders": mine, "generators": generator_states()}
+
+    def leave_in(self, checkpoint: dict[str, Any]) -> None:
+        """Collective. As `take_out`, for a checkpoint in one file: rank 0's loaders stay if they have no position."""
+        mine = self.take_out(checkpoint)["loaders"]
+        state = checkpoint["loops"]["fit_loop"]["state_dict"]
+        if mine and POSITIONS not in state:
+            state["combined_loader"] = mine
+
+    def restore(self, loaded: Loaded) -> None:
+        """Set loaders, random generators and counters to where the checkpoint was saved."""
+        fit_loop = loaded.checkpoint["loops"]["fit_loop"]
+        if shared := fit_loop["state_dict"].pop(POSITIONS, []):
+            fit_loop["state_dict"]["combined_loader"] = shared
+        if loaded.rank_state is not None:
+            fit_loop["state_dict"]["combined_loader"] = loaded.rank_state["loaders"]
+            set_generator_states(loaded.rank_state["generators"])
+            self._generators = loaded.rank_state["generators"]
+        elif loaded.rank_0_state is not None and loaded.marker is not None:
+            rank_zero_info(
+                f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there are "
+                f"{self._ranks.num_ranks}: random generators are not restored, and start from the seed."
+            )
+            if loaded.rank_0_state["loaders"] and not fit_loop["state_dict"].get("combined_loader"):
+                rank_zero_warn(
+                    "the checkpoint holds a state of the dataloader for each of its ranks, which does not fit another "
+                    "number of ranks: an epoch that it was in the middle of starts again."
+                )
+        adapt_progress(fit_loop, self._ranks.num_ranks)
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Restore the random generators again, and set Lightning's count of batches to the loaders' positions."""
+        self._count_batches(trainer)
+        # Starting the loaders has drawn random numbers since; these belong to the run only if an epoch starts.
+        if self._generators is not None and (self._are_kept or trainer.fit_loop.restarted_mid_epoch):
+            set_generator_states(self._generators)
+        self._generators = None
+
+    def _count_batches(self, trainer: Trainer) -> None:
+        """Let Lightning count the batches before the positions that were loaded.
+
+        With another batch size, or if a position could not be used, these are not those that the checkpoint counted.
         """
         progress = trainer.fit_loop.epoch_loop.batch_progress
         kept = [loader for loader in self._loaders if isinstance(loader, PositionedLoader)]

@@ -1,4 +1,4 @@
-"""The state of parameters that are shared out among ranks, as every rank hands it to a checkpoint."""
+"""The optimizer state of ZeRO-partitioned parameters, as every rank passes it to a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,20 +9,23 @@ from torch.optim import Optimizer
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 
-OwnerOf = Callable[[Tensor], int]
-"""The rank that keeps the state of a parameter."""
+RankOf = Callable[[Tensor], int]
+"""Returns the rank that holds a parameter's optimizer state."""
 
 
-def owned_state(
-    parameters: Mapping[str, Tensor], optimizer: Optimizer, owner_of: OwnerOf, consensus: Consensus
+def partitioned_state(
+    parameters: Mapping[str, Tensor], optimizer: Optimizer, rank_of: RankOf, consensus: Consensus
 ) -> dict[str, dict[str, Any]]:
-    """Collective. Return state by name: of every tensor the owner has all, the other ranks its shape and type."""
-    owned = {name for name, parameter in parameters.items() if owner_of(parameter) == consensus.rank}
-    kept = {name: optimizer.state[p] for name, p in parameters.items() if name in owned and p in optimizer.state}
-    told = consensus.all_gather({name: {k: _like(v) for k, v in state.items()} for name, state in kept.items()})
-    likes = {name: like for of_rank in told for name, like in of_rank.items()}
+    """Collective. Return state by name: the rank that holds it has the values, the others shapes and types."""
+    mine = {
+        name: optimizer.state[parameter]
+        for name, parameter in parameters.items()
+        if rank_of(parameter) == consensus.rank and parameter in optimizer.state
+    }
+    gathered = consensus.all_gather({name: {k: _like(v) for k, v in state.items()} for name, state in mine.items()})
+    likes = {name: like for of_rank in gathered for name, like in of_rank.items()}
     return {
-        name: {key: _entry(like, kept.get(name, {}).get(key)) for key, like in likes[name].items()}
+        name: {key: _entry(like, mine.get(name, {}).get(key)) for key, like in likes[name].items()}
         for name in parameters
         if name in likes
     }

@@ -242,7 +242,7 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
 
         Other ranks get it without the tables. Raises CheckpointError on every rank: rank 0 has not enough memory.
         """
-        return self.session.checkpoints.whole(super().lightning_module_state_dict())
+        return self.session.checkpoints.full_state(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""Loads a checkpoint's weights into the module: each rank reads its shards of tables, and of DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized_as
+from lightning_distrec.errors import CheckpointError
+
+if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
+    from lightning_distrec.sharding.sharded_tables import ShardedTables
+
+
+def load_weights(
+    module: LightningModule, shards: ShardedTables | None, state: Mapping[str, Any], *, strict: bool, grow: bool
+) -> None:
+    """Load a state_dict whose tensors may be handles. shards: the module's sharded tables, if it has any.
+
+    grow: accept tables with more rows than in the checkpoint.
+    Raises CheckpointError: the state does not fit the module.
+    """
+    keys = {} if shards is None else _load_tables(shards, state, grow)
+    sharded = {
+        name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    }
+    rest = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in keys}
+    try:
+        missing, unexpected = module.load_state_dict(rest, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint does not fit the module: {error}") from None
+    # A table with several shards on this rank has a parameter for each, with a suffix.
+    more_shards = tuple(f"{key}_" for key in keys)
+    missing = [key for key in missing if key not in keys and not key.startswith(more_shards)]
+    # A module that has two names is saved under both, and one of them is enough.
+    loaded = {full_name for key, full_name in keys.items() if key in state}
+    missing += [key for key, full_name in keys.items() if full_name not in loaded]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. Build the module "
+            "that was saved; map names that have changed with checkpoint={'rename': {old: new}}; or set "
+            "strict_loading=False on the module to keep what is missing as it is."
+        )
+    if missing or unexpected:
+        rank_zero_warn(
+            f"the checkpoint was loaded in part, as strict_loading=False allows: missing, and unchanged, {missing}; "
+            f"in the checkpoint only {unexpected}."
+        )
+
+
+def _load_tables(shards: ShardedTables, state: Mapping[str, Any], grow: bool) -> dict[str, str]:
+    """Load the tables that are in `state`; return key -> full name of all tables."""
+    keys = shards.keys_in_tree()
+    shapes = {t.full_name: (t.config.num_embeddings, t.config.embedding_dim) for t in shards.tables}
+    for key in (key for key in state if key in keys):
+        _load_table(shards, key, keys[key], shapes[keys[key]], state[key], grow)
+    return keys
+
+
+def _load_table(shards: ShardedTables, key: str, name: str, wanted: tuple[int, int], value: Any, grow: bool) -> None:
+    lazy = as_lazy(value)
+    found = tuple(lazy.shape) if lazy is not None else type(value).__name__
+    grows = lazy is not None and len(lazy.shape) == 2 and lazy.shape[1] == wanted[1] and lazy.shape[0] < wanted[0]
+    if found != wanted and not (grows and grow):
+        hint = " To load its rows and initialize the others, set checkpoint={'grow_tables': True}." if grows else ""
+        raise CheckpointError(
+            f"table '{name}' is {wanted[0]} x {wanted[1]}, but the checkpoint's '{key}' is {found}.{hint}"
+        )
+    shards.load(name, lazy if not isinstance(value, Tensor) else value)
+    if found != wanted:
+        rank_zero_info(f"table '{name}' has grown from {found[0]} rows to {wanted[0]}; the added rows are initialized.")

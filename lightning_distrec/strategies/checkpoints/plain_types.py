@@ -1,0 +1,41 @@
+"""Keeps a checkpoint to plain types, which load without running code: numbers, text, tensors, lists, dicts."""
+
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_distrec.checkpoint.plain_state import find_not_plain, refuse_not_plain, with_plain_numbers
+
+HYPERPARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
+
+
+def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
+    """Drop hyperparameters that are not of plain types, with a warning for each that is not in `warned` yet."""
+    for kind in HYPERPARAMETERS:
+        if kind not in checkpoint:
+            continue
+        given = checkpoint[kind]
+        refused = [name for name, value in given.items() if find_not_plain(value) is not None]
+        checkpoint[kind] = {name: value for name, value in given.items() if name not in refused}
+        for name in sorted(set(refused) - warned):
+            rank_zero_warn(
+                f"the hyperparameter '{name}' is a {type(given[name]).__name__} and not in checkpoints, which hold "
+                "plain types only. Pass it to load_from_checkpoint, or leave it out of save_hyperparameters."
+            )
+            warned.add(name)
+
+
+def refuse_callbacks(trainer: Trainer) -> None:
+    """Raise CheckpointError where a callback's state could not be saved, before the run starts.
+
+    Checks only callbacks of the user: Lightning's have plain types, or copies of the whole model.
+    """
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.checkpoint_callbacks:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not type(callback).__module__.startswith("lightning."):
+            refuse_not_plain(
+                with_plain_numbers(callback.state_dict()), f"the state_dict of {type(callback).__name__}: state"
+            )
