@@ -167,7 +167,7 @@ def test_the_report_draws_the_curves_and_prints_the_comparison(data, tmp_path, c
 def test_without_a_csv_logger_the_report_explains_the_missing_picture(data, tmp_path, capsys):
     fit(ClickModel(), data, tmp_path, epochs=1, logger=False, enable_checkpointing=False, callbacks=[Report()])
     printed = capsys.readouterr().out
-    assert "No picture: it is drawn from a CSVLogger's metrics.csv, and the Trainer has no CSVLogger." in printed
+    assert "The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv they need." in printed
 
 
 def test_without_validation_the_report_mentions_it(data, tmp_path, capsys):
