@@ -232,7 +232,7 @@ BREAKAGES = (
     ),
     Breakage(
         "ring-traffic",
-        "lightning_distrec/sharding/planning",
+        "lightning_distrec/sharding/plan",
         r"2 \* (\w+) \* \(num_ranks - 1\) / num_ranks",
         r"\1 * (num_ranks - 1) / num_ranks",
         "Replicated tables look half as expensive as they are.",
@@ -241,14 +241,14 @@ BREAKAGES = (
     Breakage(
         "memory-check",
         "lightning_distrec/sharding/planning",
-        r"if held\[worst\] > usable\[worst\]:",
+        r"if needed\[worst\] > usable\[worst\]:",
         "if False:",
         "A plan from a file that does not fit is followed until memory ends.",
         ("multiprocess/test_plan_files.py", "unit/test_plan_file.py"),
     ),
     Breakage(
         "critical-path",
-        "lightning_distrec/sharding/planning",
+        "lightning_distrec/sharding/plan",
         r"self\.milliseconds_by_rank\.max\(initial=0\.0\)",
         "self.milliseconds_by_rank.min(initial=0.0)",
         "The plan's time is that of the fastest rank.",
@@ -256,7 +256,7 @@ BREAKAGES = (
     ),
     Breakage(
         "fullest-rank",
-        "lightning_distrec/sharding/plan_report",
+        "lightning_distrec/sharding/plan",
         r"\(self\.usable - self\.tables\)\.argmin\(\)",
         "(self.usable - self.tables).argmax()",
         "The report names the emptiest rank as the fullest.",

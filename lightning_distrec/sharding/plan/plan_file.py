@@ -16,7 +16,7 @@ from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
 
 PLAN_FILE = "plan.json"
-"""Name of a plan beside logs and in checkpoints."""
+"""Name of a plan's file in log folders and checkpoints."""
 VERSION = 1
 """Version of the format; a reader refuses others."""
 LARGEST = 2**62

@@ -33,7 +33,7 @@ def plan_tables(
     """Collective. Return the plan; rank 0 of a fit prints it.
 
     earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do not fit, or cannot
-    be sharded as a file says.
+    be sharded as in a file.
     """
 
     def make() -> ShardingPlan:
@@ -145,7 +145,7 @@ def follow(path: str, what: str, decisions: Decisions, facts: ClusterFacts) -> S
     plan = plan_for_run(
         load_plan(path), what, decisions.tables, decisions.constraints, facts.layout, device, not_updated
     )
-    rank_zero_info(f"Tables are sharded as {what} says.")
+    rank_zero_info(f"Tables are sharded by the plan of {what}.")
     return plan
 
 
