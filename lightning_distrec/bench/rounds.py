@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_distrec.bench.runs import BenchOptions, Case, Run, run
+from lightning_distrec.bench.runs import BenchOptions, Case, MeasuredRun, run
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Result:
     """The runs of one strategy on one number of devices."""
 
     case: Case
-    runs: list[Run] = field(default_factory=list)
+    runs: list[MeasuredRun] = field(default_factory=list)
 
     @property
     def failure(self) -> str:
@@ -42,7 +42,7 @@ def run_rounds(
     options: BenchOptions,
     rounds: int,
     log: Callable[[str], None],
-    run_case: Callable[..., Run] = run,
+    run_case: Callable[..., MeasuredRun] = run,
 ) -> list[Result]:
     """Run all cases one after the other, `rounds` times: what slows the machine for a while slows all of them.
 

@@ -33,7 +33,7 @@ class BenchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class MeasuredRun:
     """The measurements of one run, or why there are none."""
 
     step_seconds: float = 0.0
@@ -46,7 +46,7 @@ class Run:
     """Why nothing was measured."""
 
 
-def run(case: Case, options: BenchOptions) -> Run:
+def run(case: Case, options: BenchOptions) -> MeasuredRun:
     """Run the recipe under one strategy without validation, checkpoints, loggers and callbacks."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
@@ -59,11 +59,11 @@ def run(case: Case, options: BenchOptions) -> Run:
         try:
             stderr = process.communicate(timeout=options.timeout_seconds)[1]
         except subprocess.TimeoutExpired:
-            return Run(failure=f"the run did not end within {options.timeout_seconds:g} s")
+            return MeasuredRun(failure=f"the run did not end within {options.timeout_seconds:g} s")
         finally:
             _kill_session(process)
         if process.returncode:
-            return Run(failure=failure_in(stderr, process.returncode))
+            return MeasuredRun(failure=failure_in(stderr, process.returncode))
         files = sorted(Path(folder).glob("*.json"))
         return summarize([json.loads(file.read_text()) for file in files], case.devices, options.steps)
 
@@ -92,16 +92,16 @@ def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
     return ["fit", *configs, *(f"--trainer.{name}={value}" for name, value in trainer.items())]
 
 
-def summarize(ranks: Sequence[dict], devices: int, steps: int) -> Run:
+def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
     """Return the measurements of a run. ranks: what the `Measures` of each rank wrote."""
     if len(ranks) != devices:
-        return Run(failure=f"{len(ranks)} of {devices} ranks wrote measurements")
+        return MeasuredRun(failure=f"{len(ranks)} of {devices} ranks wrote measurements")
     seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=False)]
     if not seconds:
-        return Run(failure=f"the data ended before {steps} steps were measured")
+        return MeasuredRun(failure=f"the data ended before {steps} steps were measured")
     samples = [sum(counts) for counts in zip(*(rank["samples"] for rank in ranks), strict=False) if None not in counts]
     per_second = sum(samples) / len(seconds) / statistics.median(seconds) if len(samples) == len(seconds) else None
-    return Run(
+    return MeasuredRun(
         step_seconds=statistics.median(seconds),
         samples_per_second=per_second,
         peak_bytes=max(rank["peak_bytes"] for rank in ranks),

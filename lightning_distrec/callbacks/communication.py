@@ -32,7 +32,7 @@ from lightning_distrec.units import format_bytes
 
 
 @dataclass
-class Traffic:
+class SentTotals:
     """Bytes that left this rank, by kind, and those of them that left its node."""
 
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -63,8 +63,8 @@ class Communication(Callback):
         self._reductions: list[tuple[DistributedDataParallel, float, float]] = []
         self._ranks_on_node: int | None = None
         self._evaluating = False
-        self._fit = Traffic()
-        self._since_log = Traffic()
+        self._fit = SentTotals()
+        self._since_log = SentTotals()
         self._gathered: Tensor | None = None
 
     @property
@@ -75,7 +75,7 @@ class Communication(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
-        self._fit, self._since_log, self._evaluating = Traffic(), Traffic(), False
+        self._fit, self._since_log, self._evaluating = SentTotals(), SentTotals(), False
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return
@@ -101,7 +101,7 @@ class Communication(Callback):
         if self._log_times.due(trainer):
             if trainer.is_global_zero and self._unwatch is not None:
                 log(trainer, self._numbers(self._since_log))
-            self._since_log = Traffic()
+            self._since_log = SentTotals()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,7 +157,7 @@ class Communication(Callback):
             self._fit.add(kind, sent, across_nodes)
             self._since_log.add(kind, sent, across_nodes)
 
-    def _numbers(self, traffic: Traffic) -> dict[str, float]:
+    def _numbers(self, traffic: SentTotals) -> dict[str, float]:
         numbers = {f"communication/{kind.replace(' ', '_')}_bytes": traffic.sent[kind] for kind in KINDS}
         numbers["communication/all_bytes"] = sum(traffic.sent.values())
         if self._ranks_on_node is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from lightning_distrec.bench import runs
 from lightning_distrec.bench.report import NO_MATPLOTLIB, draw, print_results
 from lightning_distrec.bench.rounds import Result, as_json, efficiency, run_rounds
-from lightning_distrec.bench.runs import BenchOptions, Case, Run, arguments, failure_in, summarize
+from lightning_distrec.bench.runs import BenchOptions, Case, MeasuredRun, arguments, failure_in, summarize
 from lightning_distrec.cli import bench as command
 from lightning_distrec.cli import main as cli
 
@@ -20,24 +20,24 @@ OPTIONS = BenchOptions(configs=("a.yaml", "b.yaml"), steps=30, warmup_steps=5, t
 ONE, TWO, REFUSED = Case("ddp_tuned", 1), Case("ddp_tuned", 2), Case("fsdp_tuned", 2)
 
 
-def of(case: Case, ms: float, samples: float | None = 100.0) -> Run:
-    return Run(step_seconds=ms / 1000, samples_per_second=samples, peak_bytes=int(2**20 * ms))
+def of(case: Case, ms: float, samples: float | None = 100.0) -> MeasuredRun:
+    return MeasuredRun(step_seconds=ms / 1000, samples_per_second=samples, peak_bytes=int(2**20 * ms))
 
 
 def made() -> list[Result]:
     return [
         Result(ONE, [of(ONE, 10, 1000), of(ONE, 30, 900), of(ONE, 12, 950)]),
         Result(TWO, [of(TWO, 14, 1500), of(TWO, 15, 1425), of(TWO, 13, 1400)]),
-        Result(REFUSED, [Run(failure="'users' has sparse gradients")]),
+        Result(REFUSED, [MeasuredRun(failure="'users' has sparse gradients")]),
     ]
 
 
 def test_cases_take_turns_and_one_that_fails_is_not_run_again() -> None:
     order: list[Case] = []
 
-    def once(case: Case, options: BenchOptions) -> Run:
+    def once(case: Case, options: BenchOptions) -> MeasuredRun:
         order.append(case)
-        return Run(failure="no") if case is REFUSED else of(case, 1)
+        return MeasuredRun(failure="no") if case is REFUSED else of(case, 1)
 
     logged: list[str] = []
     results = run_rounds([ONE, REFUSED, TWO], OPTIONS, 2, logged.append, once)
