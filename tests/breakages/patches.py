@@ -241,7 +241,7 @@ BREAKAGES = (
     Breakage(
         "memory-check",
         "lightning_distrec/sharding/planning",
-        r"if needed\[worst\] > usable\[worst\]:",
+        r"if \w+\[worst\] > usable\[worst\]:",
         "if False:",
         "A plan from a file that does not fit is followed until memory ends.",
         ("multiprocess/test_plan_files.py", "unit/test_plan_file.py"),

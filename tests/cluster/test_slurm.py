@@ -106,6 +106,7 @@ def test_ranks_in_an_order_of_the_users_own_meet_where_the_first_is(slurm: Slurm
     assert sorted(number for result in results for number in result["seen"]) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.slow
 def test_a_batch_script_of_one_node_starts_its_own_ranks(slurm: Slurm) -> None:
     printed = _batch(slurm, SHELL, ["-N1", "-n2"], LAUNCHED_OPTIONS=json.dumps({"devices": 2}))
     results = results_of(printed)

@@ -53,6 +53,7 @@ def test_a_requeued_job_begins_again_and_counts_its_restarts(slurm: Slurm) -> No
     assert slurm.output(job).splitlines()[-1] == "restarts: 1"
 
 
+@pytest.mark.slow
 def test_a_job_ends_when_one_of_its_ranks_is_killed(slurm: Slurm) -> None:
     command = "if [ $SLURM_PROCID = 3 ]; then kill -9 $$; fi; sleep 600"
     began = time.monotonic()

@@ -9,7 +9,7 @@ from tests.support import pipelined_faults as faults
 from tests.support.parameters import slow_except
 from tests.support.pipelined_runs import Seen, differences
 from tests.support.pipelined_scenarios import SCENARIOS, UNEVEN
-from tests.support.ranks import run_on_warm_ranks
+from tests.support.ranks import run_on_ranks, run_on_warm_ranks
 
 AS_DEPTH_1 = [name for name in SCENARIOS if name != "saved unsized"]
 RAISES = [name for name in UNEVEN if "error" in name]
@@ -112,7 +112,7 @@ def _run(function: str, arguments: tuple[Any, ...], depth: int) -> Seen:
     ("kind", "depth"), slow_except([("sized", 3), ("unsized", 2)], product(["sized", "unsized"], [2, 3]))
 )
 def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth: int) -> None:
-    first, failed = run_on_warm_ranks(_run, 2, "loader_fails", (kind,), depth)
+    first, failed = run_on_ranks(_run, 2, "loader_fails", (kind,), depth)
     assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away"
     assert failed.raised == "OSError: the disk went away"
     assert len(first.trained) == len(failed.trained) == 3
@@ -120,7 +120,7 @@ def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth
 
 @pytest.mark.parametrize("depth", slow_except([3], [2, 3]))
 def test_a_transfer_hook_that_fails_on_one_rank_is_named_on_the_others(depth: int) -> None:
-    first, failed = run_on_warm_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth)
+    first, failed = run_on_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth)
     assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: ValueError: the user's code failed"
     assert failed.raised == "ValueError: the user's code failed"
     assert len(first.trained) == len(failed.trained) == 3
@@ -135,7 +135,7 @@ ONE_OF_SEVERAL = {
 @pytest.mark.parametrize("depth", slow_except([3], [2, 3, 4]))
 @pytest.mark.parametrize("function", ONE_OF_SEVERAL)
 def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(function: str, depth: int) -> None:
-    first, failed = run_on_warm_ranks(_run, 2, function, (), depth)
+    first, failed = run_on_ranks(_run, 2, function, (), depth)
     count, said = ONE_OF_SEVERAL[function]
     assert first.raised == f"DataError: the dataloader of rank 1 failed at batch {count}: {said}"
     assert failed.raised == said
@@ -146,7 +146,7 @@ def _id_out_of_range() -> dict[int, Seen]:
 
 
 def test_an_id_out_of_range_is_reported_on_every_rank_after_the_steps_before_it() -> None:
-    for found in run_on_warm_ranks(_id_out_of_range, 2):
+    for found in run_on_ranks(_id_out_of_range, 2):
         for depth, seen in found.items():
             assert seen.raised.startswith("IdsError: "), depth
             assert seen.raised == found[1].raised, depth
@@ -163,7 +163,7 @@ PLACES = ["before lookups", "after lookups", "batch start", "batch end", "valida
 )
 def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(where: str, at: int) -> None:
     at = 500 + min(at, 2) if where == "validation" else at
-    first, failed = run_on_warm_ranks(_run, 2, "fails", (where, at, (1,)), 3)
+    first, failed = run_on_ranks(_run, 2, "fails", (where, at, (1,)), 3)
     assert failed.raised == "ValueError: the user's code failed"
     assert first.raised  # a connection that was closed, or RankError
 
@@ -174,7 +174,7 @@ def _all_fail() -> dict[str, dict[int, Seen]]:
 
 
 def test_fitting_again_after_an_exception_on_all_ranks_is_as_without_a_pipeline() -> None:
-    assert_equal_to_depth_1(run_on_warm_ranks(_all_fail, 2))
+    assert_equal_to_depth_1(run_on_ranks(_all_fail, 2))
 
 
 def _interrupted() -> str:
@@ -186,4 +186,4 @@ def _interrupted() -> str:
 
 
 def test_a_keyboard_interrupt_on_all_ranks_ends_them() -> None:
-    assert run_on_warm_ranks(_interrupted, 2) == ["exit 1", "exit 1"]
+    assert run_on_ranks(_interrupted, 2) == ["exit 1", "exit 1"]

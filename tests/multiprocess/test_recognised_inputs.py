@@ -11,7 +11,7 @@ import torch
 
 from tests.support import recognised_models as models
 from tests.support.parameters import slow_except
-from tests.support.ranks import run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import run_each_on_ranks
 from tests.support.recognised_models import STEPS, compare, compare_at_depth_two
 
 ROW_WISE, COLUMN_WISE, TABLE_WISE = ({"sharding_types": [f"{way}_wise"]} for way in ("row", "column", "table"))
@@ -231,7 +231,7 @@ BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
 @pytest.mark.parametrize("rows", slow_except(["row_wise"], ["row_wise", "table_wise"]))
 def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -> None:
     how, ranks, said_there, said_elsewhere = BREAKS[name]
-    of_ranks = run_on_warm_ranks(models.go_wrong, 2, how, ranks, rows)
+    of_ranks = run_on_ranks(models.go_wrong, 2, how, ranks, rows)
     for rank, (kind, message, seconds, step) in enumerate(of_ranks):
         assert step == 2
         assert seconds < 60
@@ -244,5 +244,5 @@ def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(name: str, rows
 
 
 def test_another_entry_is_looked_up_without_look_ahead() -> None:
-    of_ranks = run_on_warm_ranks(models.go_wrong, 2, "another entry", (0, 1), "row_wise", 1)
+    of_ranks = run_on_ranks(models.go_wrong, 2, "another entry", (0, 1), "row_wise", 1)
     assert [message for _, message, _, _ in of_ranks] == ["nothing was raised"] * 2

@@ -33,6 +33,7 @@ def bench(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     return json.loads((folder / "out" / "results.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     recipe = "recipes/next_character/cpu.yaml"
     found, text = bench(tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2")

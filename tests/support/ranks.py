@@ -146,6 +146,8 @@ _warm: dict[int, WarmRanks] = {}
 
 
 def _serve(pipe: Any, rank: int, num_ranks: int) -> None:
+    # Daemons end with the tests, but may not start workers of dataloaders; only multiprocessing minds.
+    multiprocessing.current_process()._config["daemon"] = False
     gc.freeze()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)
