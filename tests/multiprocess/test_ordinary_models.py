@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_distrec.sharding.proxies import ShardedProxy
 from tests.support.click_model import seeded
 from tests.support.embedding_models import (
     SASRec,
@@ -41,7 +42,7 @@ def _train_ordinary(options: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(model, loader([batch_of(step, rank) for step in range(STEPS)]))
         found[name] = whole_state(model)
         found[f"{name} predicted"] = trainer.predict(model, loader([batch_of(STEPS, rank)]))
-        found[f"{name} sharded"] = [path for path, child in model.named_modules() if hasattr(child, "sharded")]
+        found[f"{name} sharded"] = [path for path, child in model.named_modules() if isinstance(child, ShardedProxy)]
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support import recognised_models as models
 from tests.support.parameters import slow_except
-from tests.support.ranks import run_each_on_ranks
+from tests.support.ranks import run_each_on_ranks, run_on_ranks
 from tests.support.recognised_models import STEPS, compare, compare_at_depth_two
 
 ROW_WISE, COLUMN_WISE, TABLE_WISE = ({"sharding_types": [f"{way}_wise"]} for way in ("row", "column", "table"))
