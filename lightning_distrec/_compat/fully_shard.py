@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 
-def unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
+def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (sharded parameter, FSDPParam) for the parameters of an FSDP module that were unsharded at least once.
 
     Source: torch/distributed/fsdp/_fully_shard; torch 2.11 has one parameter group per module, later ones several.
@@ -67,7 +67,7 @@ def without_fully_shard(state: dict[str, Any]) -> dict[str, Any]:
 def drop_state_dict_hooks(module: nn.Module) -> None:
     """Remove the hooks around state_dict and load_state_dict that fully_shard registered on a module.
 
-    They all-gather and reshard parameters, which a deep copy without FSDP state has not.
+    They all-gather and reshard parameters, and a deep copy without FSDP state cannot do that.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
     """
     for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):

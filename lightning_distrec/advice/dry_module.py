@@ -16,7 +16,7 @@ from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.tables.decisions import WantedTables, updates_in_fit, wanted_tables
-from lightning_distrec.strategies.tables.table_run import TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 
 
 @dataclass(frozen=True, kw_only=True)

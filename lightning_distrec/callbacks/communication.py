@@ -177,7 +177,7 @@ def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
     """Return every DistributedDataParallel of the strategy, including those around data-parallel tables."""
     model = trainer.strategy.model
     found = [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    setup = getattr(trainer.strategy, "table_setup", None)  # TorchRecShardedStrategy's
+    setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
     if setup is not None:
         for sharded in setup.shards.sharded.values():
             found += ddp_of_data_parallel_tables(sharded)

@@ -48,7 +48,7 @@ class PlanLogger(Callback):
         trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
         if trial or not trainer.is_global_zero:
             return
-        setup = getattr(trainer.strategy, "table_setup", None)  # TorchRecShardedStrategy's
+        setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         if setup is None:
             rank_zero_warn(
                 "PlanLogger: no tables are sharded, so there is no plan to write. Use "

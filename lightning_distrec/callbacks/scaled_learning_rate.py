@@ -91,7 +91,7 @@ class ScaledLearningRate(Callback):
         self._stop()
         self._scaled = []
         self._log_times.start()
-        tables = getattr(trainer.strategy, "table_setup", None)  # TorchRecShardedStrategy's
+        tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         self._has_fused_tables = tables is not None and bool(tables.fused_tables)
         for index, optimizer in enumerate(trainer.optimizers):
             _check_has_rates(optimizer)

@@ -176,7 +176,7 @@ class _MetadataUnpickler(PythonUnpickler):
         BUILD works on whatever lies on the stack: with it a pickle could replace attributes of a class or a function.
         """
         if type(self.stack[-2]) not in METADATA_KINDS:
-            raise pickle.UnpicklingError("it changes what it has not built")
+            raise pickle.UnpicklingError("it changes an object that it did not build")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build

@@ -120,8 +120,8 @@ class _NoWeightToRead(nn.Module):
             raise ShardedWeightError(
                 "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up; "
                 "to get the unsharded table, call trainer.save_checkpoint on every rank. An nn.Embedding whose weight "
-                "is used otherwise (for tied output weights, say) must not be sharded: set convert_embeddings to "
-                "'none', or to the list of those to shard."
+                "is used otherwise (for example for tied output weights) must not be sharded: set convert_embeddings "
+                "to 'none', or to the list of those to shard."
             )
         return super().__getattr__(name)
 

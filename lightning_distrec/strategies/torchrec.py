@@ -36,8 +36,8 @@ from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.precision import MatmulPrecision
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.tables.table_run import TableSettings
-from lightning_distrec.strategies.tables.table_setup import TableSetup
+from lightning_distrec.strategies.tables.run_tables import RunTables
+from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec_run import TorchRecRun, fsdp_options_of_dense, holds_shards
 
 
@@ -154,10 +154,10 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
         )
 
     @property
-    def table_setup(self) -> TableSetup | None:
+    def run_tables(self) -> RunTables | None:
         """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
         tables = self._run.tables if self._run is not None else None
-        return tables if isinstance(tables, TableSetup) else None
+        return tables if isinstance(tables, RunTables) else None
 
     @property
     def table_settings(self) -> TableSettings:

@@ -29,16 +29,16 @@ from lightning_distrec.strategies.run.precision import clip_over_all_ranks, outp
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.tables.no_tables import NoPipelining, NoTables
 from lightning_distrec.strategies.tables.pipelining import Pipelining
+from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up import set_up_tables
-from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
-from lightning_distrec.strategies.tables.table_setup import TableSetup
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 
 
 @dataclass(kw_only=True)
 class TorchRecRun(Run):
     """What torchrec_sharded has during one run."""
 
-    tables: TableSetup | NoTables = field(default_factory=NoTables)
+    tables: RunTables | NoTables = field(default_factory=NoTables)
     """The sharded tables, and what updates them."""
     dense: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
     """The layers without tables."""
@@ -47,7 +47,7 @@ class TorchRecRun(Run):
 
     def shard_names(self) -> list[str]:
         """Return the names of all parameters and buffers of the modules that hold tables' shards."""
-        paths = self.tables.shards.sharded if isinstance(self.tables, TableSetup) else ()
+        paths = self.tables.shards.sharded if isinstance(self.tables, RunTables) else ()
         prefixes = tuple(f"{path}." for path in paths)
         parameters = self.module.named_parameters(remove_duplicate=False)
         named = [*parameters, *self.module.named_buffers(remove_duplicate=False)]
@@ -60,10 +60,10 @@ class TorchRecRun(Run):
 
     def shard_tables(
         self, strategy: DDPStrategy, settings: TableSettings, nodes: NodeLayout, shards_dense: bool
-    ) -> TableSetup | None:
+    ) -> RunTables | None:
         """Collective. Plan and shard the module's tables, and connect their optimizers; None where it has none."""
         tables = set_up_tables(
-            TableRun(
+            SetUpInputs(
                 trainer=self.trainer,
                 module=self.module,
                 settings=settings,
@@ -87,7 +87,7 @@ class TorchRecRun(Run):
         return tables
 
     def set_up_dense(
-        self, strategy: DDPStrategy, tables: TableSetup, fsdp: tuple[FSDPOptions, DeviceMesh] | None
+        self, strategy: DDPStrategy, tables: RunTables, fsdp: tuple[FSDPOptions, DeviceMesh] | None
     ) -> None:
         """Collective. Do what DDPStrategy.setup does, for the layers without tables.
 
@@ -137,7 +137,7 @@ class TorchRecRun(Run):
         self.buffers = BroadcastSkipper(ddp, self.session.consensus.flags)
 
     def start_pipelining(
-        self, strategy: DDPStrategy, tables: TableSetup, depth: int, end: EndPolicy
+        self, strategy: DDPStrategy, tables: RunTables, depth: int, end: EndPolicy
     ) -> dict[str, LookupCounts]:
         """Let lookups of the next batches exchange their ids ahead. Return the counts of lookups, by kind of step."""
         self.pipelining = pipelining = Pipelining(

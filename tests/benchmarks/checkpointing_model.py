@@ -79,7 +79,7 @@ def sharded_tensors(trainer: pl.Trainer) -> dict[str, ShardedTensor]:
     Of a table that has no rows on this rank, the optimizer has no state here.
     """
     found: dict[str, ShardedTensor] = {}
-    for path, module in trainer.strategy.table_setup.shards.sharded.items():  # type: ignore[attr-defined]
+    for path, module in trainer.strategy.run_tables.shards.sharded.items():  # type: ignore[attr-defined]
         found |= {f"{path}.{key}": value for key, value in module.state_dict().items()}
         for name, state in module.fused_optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}

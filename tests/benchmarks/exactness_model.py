@@ -176,7 +176,7 @@ class EveryForm(pl.LightningModule):
                     parameter.requires_grad_(step == 5)
 
     def on_train_start(self) -> None:
-        setup = self.trainer.strategy.table_setup
+        setup = self.trainer.strategy.run_tables
         for name, update in setup.updates.items():
             self.kinds[name.rsplit(".", 1)[-1]] = f"{update.kind} {setup.shards.plan[name].sharding_type}"
 

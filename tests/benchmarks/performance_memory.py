@@ -33,7 +33,7 @@ class _Look(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.step:
-            of_table = trainer.strategy.table_setup.shards.shards.values()
+            of_table = trainer.strategy.run_tables.shards.shards.values()
             weights = [shard.weight for shards in of_table for shard in shards]
             self.shards = sum(weight.numel() * weight.element_size() for weight in weights)
             self.process = _process_bytes()

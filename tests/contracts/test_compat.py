@@ -188,7 +188,7 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def look() -> None:
-        sharded: Any = model.trainer.strategy.table_setup.shards.sharded["ebc"]
+        sharded: Any = model.trainer.strategy.run_tables.shards.sharded["ebc"]
         assert isinstance(sharded, ShardedModule)
         kernels = _fbgemm.fbgemm_kernels(sharded)
         found["kernels"] = len(kernels)
@@ -300,7 +300,7 @@ def _ddps_around_whole_tables() -> int:
     found: list[Any] = []
 
     def look() -> None:
-        found.extend(_torchrec.ddp_of_data_parallel_tables(model.trainer.strategy.table_setup.shards.sharded["ebc"]))
+        found.extend(_torchrec.ddp_of_data_parallel_tables(model.trainer.strategy.run_tables.shards.sharded["ebc"]))
 
     model.on_train_start = look  # type: ignore[method-assign]
     train_sharded(model, 1, {"sharding_types": ["data_parallel"]})

@@ -58,7 +58,7 @@ def _on_a_rank() -> dict[str, Any]:
     net(torch.ones(2, 5)).sum().backward()
     net.set_requires_gradient_sync(False)
     net(torch.ones(2, 5)).sum().backward()
-    (sharded, gathered), *_ = _fully_shard.unsharded_parameters(net.low)
+    (sharded, gathered), *_ = _fully_shard.sharded_and_unsharded_parameters(net.low)
     unsent = _fully_shard.unsharded_parameter(gathered).grad
     _fully_shard.drop_unreduced_gradient(gathered)
     writes = _fully_shard.unsharded_version(gathered)

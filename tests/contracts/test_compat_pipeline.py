@@ -243,7 +243,7 @@ def exchanged() -> dict[str, Any]:
 
     class Look(pl.Callback):
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            look(next(iter(trainer.strategy.table_setup.shards.sharded.values())))
+            look(next(iter(trainer.strategy.run_tables.shards.sharded.values())))
 
     def look(sharded: Any) -> None:
         batch = make_batch(dist.get_rank())

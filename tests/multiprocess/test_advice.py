@@ -37,7 +37,7 @@ class CountsBytes(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         parameters = list(pl_module.parameters())
         states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
-        tables = getattr(trainer.strategy, "table_setup", None)
+        tables = getattr(trainer.strategy, "run_tables", None)
         for kernel, _ in tables.shards.kernels if tables else []:
             states += [v for of_table in kernel.split_optimizer_states() for v in of_table]
         self.held = {

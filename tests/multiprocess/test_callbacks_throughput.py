@@ -161,9 +161,9 @@ def _sharded(cut: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]
     held: dict[str, Any] = {}
 
     def look() -> None:
-        shards = trainer.strategy.table_setup.shards  # type: ignore[attr-defined]
+        shards = trainer.strategy.run_tables.shards  # type: ignore[attr-defined]
         held["here"] = sorted(name.rpartition(".")[2] for name, of in shards.shards.items() if of[0].weight.numel())
-        held["updates"] = {update.kind for update in trainer.strategy.table_setup.updates.values()}  # type: ignore[attr-defined]
+        held["updates"] = {update.kind for update in trainer.strategy.run_tables.updates.values()}  # type: ignore[attr-defined]
 
     model.on_train_start = look  # type: ignore[method-assign]
     trainer.fit(model, DataLoader([make_batch(rank)] * 3, batch_size=None))

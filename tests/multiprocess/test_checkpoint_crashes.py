@@ -98,7 +98,7 @@ class Counts(pl.Callback):
 
 
 def _held(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    shards = trainer.strategy.table_setup.shards
+    shards = trainer.strategy.run_tables.shards
     for name, of_table in shards.shards.items():
         yield from ((name, shard.weight.data) for shard in of_table)
     yield from (("fused state", tensor) for tensors in shards.fused_state().values() for tensor in tensors)

@@ -61,7 +61,7 @@ class _Model(JobModel):
     """The model of a job, which may have no sharded tables."""
 
     def on_train_start(self) -> None:
-        if self.trainer.strategy.table_setup is not None:
+        if self.trainer.strategy.run_tables is not None:
             super().on_train_start()
 
 

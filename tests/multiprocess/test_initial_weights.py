@@ -158,7 +158,7 @@ def _left_over(cut: str) -> tuple[int, int]:
     class Look(pl.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             gc.collect()
-            weights = trainer.strategy.table_setup.shards.weights().values()
+            weights = trainer.strategy.run_tables.shards.weights().values()
             pieces = [piece.tensor for weight in weights for piece in weight.local_shards()]
             found.append((sum(ref() is not None for ref in whole), sum(p.grad_fn is not None for p in pieces)))
 

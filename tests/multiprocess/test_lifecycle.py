@@ -143,7 +143,7 @@ def _evaluation_counters() -> list[int]:
     counters: list[int] = []
 
     def count() -> None:
-        kernels = fbgemm_kernels(model.trainer.strategy.table_setup.shards.sharded["ebc"])
+        kernels = fbgemm_kernels(model.trainer.strategy.run_tables.shards.sharded["ebc"])
         counters.append(int(kernels[0].iter) if kernels else -1)
 
     model.on_validation_start = count  # type: ignore[method-assign]
@@ -265,7 +265,7 @@ def _nested() -> tuple[dict[str, Tensor], dict[str, str]]:
     kinds: dict[str, str] = {}
 
     def look() -> None:
-        setup = model.trainer.strategy.table_setup
+        setup = model.trainer.strategy.run_tables
         kinds.update({name: update.kind for name, update in setup.updates.items()})
 
     model.on_train_start = look  # type: ignore[method-assign]

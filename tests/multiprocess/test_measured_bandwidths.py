@@ -219,7 +219,7 @@ class NotesRanks(ClickModel):
     """Keeps which ranks each table was given to."""
 
     def on_train_start(self) -> None:
-        setup = self.trainer.strategy.table_setup
+        setup = self.trainer.strategy.run_tables
         self.ranks = {t.name: setup.shards.plan[t.full_name].ranks for t in setup.shards.tables}
 
 

@@ -95,7 +95,7 @@ def _train(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     kinds: dict[str, str] = {}
 
     def look() -> None:
-        setup = model.trainer.strategy.table_setup
+        setup = model.trainer.strategy.run_tables
         for table, update in setup.updates.items():
             kinds[table.split(".")[-1]] = f"{update.kind} {setup.shards.plan[table].sharding_type}"
 

@@ -75,7 +75,7 @@ def _fit_left_whole(strategy: dict[str, Any], *arguments: Any) -> tuple[list[str
     tables: list[str] = []
 
     def look() -> None:
-        setup = trainer.strategy.table_setup
+        setup = trainer.strategy.run_tables
         tables.extend([] if setup is None else sorted(setup.updates))
 
     model.on_train_start = look  # type: ignore[method-assign]

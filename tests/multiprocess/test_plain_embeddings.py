@@ -66,7 +66,7 @@ def _train_every_kind(optimizer: str, cuts: dict[str, str]) -> tuple[dict[str, T
     found: dict[str, str] = {}
 
     def look() -> None:
-        plan = model.trainer.strategy.table_setup.shards.plan
+        plan = model.trainer.strategy.run_tables.shards.plan
         found.update({name.removeprefix("tables."): sharding.sharding_type for name, sharding in plan.items()})
 
     model.on_train_start = look  # type: ignore[method-assign]

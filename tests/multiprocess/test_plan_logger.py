@@ -55,7 +55,7 @@ class SeesCost(Callback):
     critical_path: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        plan = trainer.strategy.table_setup.plan  # type: ignore[attr-defined]
+        plan = trainer.strategy.run_tables.plan  # type: ignore[attr-defined]
         self.critical_path = plan.cost.critical_path
 
 

@@ -147,7 +147,7 @@ def _train_tables(schedule: str, embedding_update: str) -> tuple[dict[str, Any],
         {"embedding_update": embedding_update}, max_epochs=2, callbacks=[ScaledLearningRate(warmup_steps=4)]
     )
     kinds: list[str] = []
-    model.on_train_start = lambda: kinds.extend(trainer.strategy.table_setup.fused_tables)  # type: ignore[attr-defined]
+    model.on_train_start = lambda: kinds.extend(trainer.strategy.run_tables.fused_tables)  # type: ignore[attr-defined]
     trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]))
     return model.final_state, kinds
 

@@ -110,7 +110,7 @@ def _fit(
     model = Lookups(weighted)
 
     def look() -> None:
-        setup = trainer.strategy.table_setup  # type: ignore[attr-defined]
+        setup = trainer.strategy.run_tables  # type: ignore[attr-defined]
         found["cuts"] = {name: sharding.sharding_type for name, sharding in setup.shards.plan.items()}
         found["plan"] = setup.plan
 

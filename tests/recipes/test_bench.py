@@ -37,7 +37,7 @@ def bench(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
 def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     recipe = "recipes/next_character/cpu.yaml"
     found, text = bench(tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2")
-    assert [(row["strategy"], row["devices"], row["why_not"]) for row in found] == [
+    assert [(row["strategy"], row["devices"], row["failure"]) for row in found] == [
         ("ddp_tuned", 1, None),
         ("ddp_tuned", 2, None),
     ]
@@ -64,6 +64,6 @@ def test_a_strategy_that_refuses_the_module_is_a_row_that_gives_the_reason(tmp_p
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
     arguments = ("--config", str(tmp_path / "job.yaml"), "--strategies", "fsdp_tuned,ddp_tuned", "--devices", "1")
     found, text = bench(tmp_path, *arguments)
-    assert found[0]["why_not"].startswith("'users' has sparse gradients, which FSDP2 does not add up.")
-    assert found[1]["why_not"] is None
+    assert found[0]["failure"].startswith("'users' has sparse gradients, which FSDP2 does not add up.")
+    assert found[1]["failure"] is None
     assert "fsdp_tuned on 1: 'users' has sparse gradients" in text

@@ -72,7 +72,7 @@ class JobModel(pl.LightningModule):
         return optimizer(groups if of_tables else groups[1:], **options)
 
     def on_train_start(self) -> None:
-        setup = self.trainer.strategy.table_setup
+        setup = self.trainer.strategy.run_tables
         plan = setup.shards.plan
         self.outcome.updates = [f"{update.kind} {plan[name].sharding_type}" for name, update in setup.updates.items()]
 

@@ -368,7 +368,7 @@ class Recorder(Checkpoint):
         self._save(trainer, "on_validation_end")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        setup = getattr(trainer.strategy, "table_setup", None)
+        setup = getattr(trainer.strategy, "run_tables", None)
         if setup is not None:
             plan = setup.shards.plan
             self.outcome.plan = {name: f"{plan[name].sharding_type} {u.kind}" for name, u in setup.updates.items()}

@@ -1,9 +1,9 @@
 """The order in which backward exchanges gradients: that of the lookups, whenever each rank accessed their rows.
 
 Lazy outputs are awaited on first access, and their autograd nodes are made then. A rank may access rows earlier than
-others, to log their norm, say. Autograd runs the youngest node that is ready, so that ranks would exchange gradients in
-different orders: of one lookup with those of another, or with DDP's averages. Hence these nodes get sequence numbers
-that depend on the lookup alone, and are above all others, so that gradients are sent as early as possible.
+others, for example to log their norm. Autograd runs the youngest node that is ready, so that ranks would exchange
+gradients in different orders: of one lookup with those of another, or with DDP's averages. Hence these nodes get
+sequence numbers that depend on the lookup alone, and are above all others: gradients are sent as early as possible.
 """
 
 from collections.abc import Callable, Iterator

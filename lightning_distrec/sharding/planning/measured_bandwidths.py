@@ -178,7 +178,7 @@ def _remembered(key: str) -> dict[str, Bandwidth]:
 
 
 def _remember(key: str, numbers: dict[str, float]) -> None:
-    """Write what was measured beside what else is remembered of this cluster; a file is there whole or not at all."""
+    """Add a measurement to those that are remembered of this cluster; the file is replaced atomically."""
     measured = _read(key) | {name: (number, time.time()) for name, number in numbers.items()}
     try:
         folder = cache_folder()

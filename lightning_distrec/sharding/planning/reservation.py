@@ -9,7 +9,7 @@ from lightning_distrec.units import SIZE_UNITS, format_bytes, parse_bytes
 
 DEFAULT_SHARE = 0.15
 UNSEEN_SHARE = 0.10
-"""What "measure" keeps beside what it has measured: batches, and what a step takes for a moment."""
+"""Share that "measure" reserves in addition to what it measured: for batches, and for short-lived tensors of a step."""
 MEASURE = "measure"
 VARIABLE = "STORAGE_RESERVE_PERCENT"
 PERCENT = re.compile(r"\s*([-+]?\d+(?:\.\d*)?)\s*%\s*")
@@ -31,7 +31,7 @@ class Reservation:
         return min(memory_bytes, memory_bytes - int(memory_bytes * (1 - self.share)) + self.fixed_bytes)
 
     def of_host(self) -> "Reservation":
-        """Return what is kept of a host's memory, beside a GPU's."""
+        """Return the bytes reserved of a host's memory, for ranks that have a GPU."""
         return Reservation(share=self.host_share, host_share=self.host_share, origin=self.origin)
 
     @property

@@ -22,7 +22,7 @@ class RankMemory:
     device_bytes: tuple[int, ...]
     """Where tables lie: a GPU's memory, or a rank's share of its host's."""
     host_bytes: tuple[int, ...]
-    """A rank's share of its host's memory beside its GPU; 0 on CPU."""
+    """A rank's share of its host's memory, in addition to its GPU's; 0 on CPU."""
 
     def less(self, reservation: Reservation) -> "RankMemory":
         """Return what is left of it for tables. Raises PlanError: nothing is left on a rank."""
@@ -54,7 +54,7 @@ def memory_bytes_per_rank(device: torch.device, ranks_on_node: int, given: int |
 
 
 def host_bytes_per_rank(device: torch.device, ranks_on_node: int) -> int:
-    """Return the bytes of a rank's share of its host's memory beside its GPU; 0 on CPU, where that is its memory."""
+    """Return the bytes of a rank's share of its host's memory, where it has a GPU; 0 on CPU."""
     return host_memory_bytes() // ranks_on_node if device.type == "cuda" else 0
 
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.fully_shard import (
     drop_unreduced_gradient,
     reset_after_failure,
+    sharded_and_unsharded_parameters,
     unsharded_parameter,
-    unsharded_parameters,
     unsharded_version,
 )
 from lightning_distrec._compat.lightning import set_device_and_mesh
@@ -54,7 +54,7 @@ def drop_unfinished_step(module: nn.Module) -> None:
         reset_after_failure(module)
     for fsdp_module in fsdp_modules(module):
         fsdp_module.reshard()
-        for _, unsharded in unsharded_parameters(fsdp_module):
+        for _, unsharded in sharded_and_unsharded_parameters(fsdp_module):
             drop_unreduced_gradient(unsharded)
 
 
@@ -146,12 +146,14 @@ class FullyShardedModule:
             self.reshard()
 
     def _unsharded_versions(self) -> dict[int, int]:
-        found = [unsharded for module in self._fsdp_modules for _, unsharded in unsharded_parameters(module)]
+        found = [
+            unsharded for module in self._fsdp_modules for _, unsharded in sharded_and_unsharded_parameters(module)
+        ]
         return {id(unsharded): unsharded_version(unsharded) for unsharded in found}
 
     def _refuse_writes(self, before: dict[int, int]) -> None:
         for module in self._fsdp_modules:
-            for sharded, unsharded in unsharded_parameters(module):
+            for sharded, unsharded in sharded_and_unsharded_parameters(module):
                 if unsharded_version(unsharded) != before.get(id(unsharded), unsharded_version(unsharded)):
                     names = {id(parameter): name for name, parameter in self._module.named_parameters()}
                     name = names.get(id(sharded)) or names.get(id(unsharded_parameter(unsharded)), "a weight")
@@ -214,7 +216,7 @@ def _zero_unreduced_too(optimizer: Optimizer, module: nn.Module) -> Callable[[],
         zero_grad(set_to_none=set_to_none)
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for fsdp_module in fsdp_modules(module):
-            for sharded, unsharded in unsharded_parameters(fsdp_module):
+            for sharded, unsharded in sharded_and_unsharded_parameters(fsdp_module):
                 if id(sharded) in mine:
                     drop_unreduced_gradient(unsharded)
 

@@ -29,7 +29,7 @@ from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.estimate import Job, dense_memory
 from lightning_distrec.strategies.estimates.module_sizes import measure_module
 from lightning_distrec.strategies.tables.sampled_step import sample_step
-from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.units import format_bandwidth, format_bytes
 
 
@@ -73,7 +73,7 @@ class ClusterFacts:
         return format_bytes(smallest) + ("" if smallest == largest else f" to {format_bytes(largest)}")
 
 
-def find_facts(run: TableRun, tables: list[Table]) -> ClusterFacts:
+def find_facts(run: SetUpInputs, tables: list[Table]) -> ClusterFacts:
     """Collective. Return the same facts on every rank; bandwidths are measured if that was asked for.
 
     Environment variables are read on rank 0. Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank has
@@ -120,7 +120,7 @@ def names_of_bandwidths(layout: NodeLayout, device: torch.device) -> tuple[str, 
     return tuple(names)
 
 
-def reserve(run: TableRun, tables: list[Table]) -> Reservation:
+def reserve(run: SetUpInputs, tables: list[Table]) -> Reservation:
     """Collective. Return what is reserved on every rank: by the argument and the environment of rank 0.
 
     Raises ConfigError, on all ranks: the environment variable has an impossible value.

@@ -14,13 +14,13 @@ from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.table_run import TableRun
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
 
 MAX_NAMED = 4
 """Number of tables that the message names."""
 
 
-def with_counted_ids(run: TableRun, decisions: Decisions) -> dict[str, TableConstraints]:
+def with_counted_ids(run: SetUpInputs, decisions: Decisions) -> dict[str, TableConstraints]:
     """Collective. Return the tables' constraints by full name, with ids per example counted in batches of all ranks.
 
     Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A pooling_factor that was

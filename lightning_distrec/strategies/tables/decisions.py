@@ -27,7 +27,7 @@ from lightning_distrec.sharding.planning.constraints import (
 )
 from lightning_distrec.sharding.planning.table_options import TableOptions, options_by_table, replicated_collections
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def constraints_of(
     }
 
 
-def decide(run: TableRun, earlier: Mapping[str, list[nn.Parameter]]) -> Decisions:
+def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decisions:
     """Look at the unsharded module on this rank, without exchanges between ranks.
 
     earlier: full name -> the shards of an earlier run of the module.

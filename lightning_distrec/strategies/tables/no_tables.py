@@ -9,7 +9,7 @@ NOTHING = nullcontext()
 
 
 class NoTables:
-    """In the place of a TableSetup: the module has no tables, and trains as under DDP."""
+    """In the place of a RunTables: the module has no tables, and trains as under DDP."""
 
     def before_training_step(self) -> None:
         """Do nothing."""

@@ -30,7 +30,7 @@ from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
 from lightning_distrec.sharding.proxies import PrefetchedLookups, ShardedProxy
-from lightning_distrec.strategies.tables.table_setup import TableSetup
+from lightning_distrec.strategies.tables.run_tables import RunTables
 
 KINDS = {
     RunningStage.TRAINING: "training",
@@ -52,7 +52,7 @@ class PrefetchableTable:
     """A sharded collection or embedding whose calls can be prefetched."""
 
     def __init__(
-        self, proxy: ShardedProxy, lookup: ShardedLookup, tables: TableSetup, streams: Streams, changes: RowChanges
+        self, proxy: ShardedProxy, lookup: ShardedLookup, tables: RunTables, streams: Streams, changes: RowChanges
     ) -> None:
         self._proxy = proxy
         self._lookup = lookup
@@ -106,7 +106,7 @@ class Pipelining:
         self,
         trainer: Trainer,
         module: LightningModule,
-        tables: TableSetup,
+        tables: RunTables,
         depth: int,
         consensus: Consensus,
         end: EndPolicy,

@@ -21,14 +21,14 @@ from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.table_run import TableRun, TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 
 VARIABLE = "LIGHTNING_DISTREC_PLAN_FILE"
 """Names a plan file where the strategy's argument does not."""
 
 
 def plan_tables(
-    run: TableRun, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
+    run: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
 ) -> ShardingPlan:
     """Collective. Return the plan; rank 0 of a fit prints it.
 
@@ -46,7 +46,7 @@ def plan_tables(
     return plan
 
 
-def plan_of(sharded: ShardedTables, run: TableRun) -> ShardingPlan:
+def plan_of(sharded: ShardedTables, run: SetUpInputs) -> ShardingPlan:
     """Return the plan of tables that are sharded already, without its cost."""
     return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, run.layout, run.device.type)
 

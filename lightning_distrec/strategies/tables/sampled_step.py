@@ -31,12 +31,12 @@ def sample_step(
     if trainer.state.fn != TrainerFn.FITTING:
         return None, "only fit trains"
     with unchanged(include_cuda=device.type == "cuda"):
-        mine, why = _prepared(trainer, module, tables, device)
+        prepared = _prepared(trainer, module, tables, device)
+        reasons = consensus.all_gather(prepared if isinstance(prepared, str) else "")
         # All or none: a training_step may exchange something among the ranks.
-        if why := _first(consensus.all_gather(why)):
-            return None, why
-        assert mine is not None
-        measured = profile_step(*mine, None, str(trainer.precision))
+        if isinstance(prepared, str) or any(reasons):
+            return None, _first(reasons)
+        measured = profile_step(*prepared, None, str(trainer.precision))
     gathered = consensus.all_gather((measured.activation_bytes, "; ".join(measured.notes)))
     if why := _first([notes for _, notes in gathered]):
         return None, why
@@ -45,16 +45,16 @@ def sample_step(
 
 def _prepared(
     trainer: Trainer, module: LightningModule, tables: list[Table], device: torch.device
-) -> tuple[tuple[LightningModule, Any] | None, str]:
-    """Return a copy of the module and a batch, on the device; or why there are none."""
+) -> tuple[LightningModule, Any] | str:
+    """Return a copy of the module and a batch, on the device; or the reason why there are none, never empty."""
     try:
         batch, why = _first_batch(trainer)
         if why:
-            return None, why
+            return why
         there = _with_small_tables(module, tables).to(device).train()
-        return (there, _moved(trainer, there, batch, device)), ""
+        return there, _moved(trainer, there, batch, device)
     except Exception as error:  # of the user's loader or module; training meets it again, where it stops all ranks
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _first_batch(trainer: Trainer) -> tuple[Any, str]:

@@ -37,11 +37,11 @@ from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
 from lightning_distrec.strategies.tables.decisions import Decisions, decide, tables_to_shard
 from lightning_distrec.strategies.tables.plan import plan_of, plan_tables, save_with_logs
-from lightning_distrec.strategies.tables.table_run import TableRun
-from lightning_distrec.strategies.tables.table_setup import TableSetup
+from lightning_distrec.strategies.tables.run_tables import RunTables
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
 
 
-def set_up_tables(run: TableRun) -> TableSetup | None:
+def set_up_tables(run: SetUpInputs) -> RunTables | None:
     """Collective. Shard the module's tables and return them; None where it has none.
 
     For fit, tables that an earlier run sharded are sharded again: the optimizers are new, and so is their state. For
@@ -67,7 +67,7 @@ def set_up_tables(run: TableRun) -> TableSetup | None:
 
 
 @contextmanager
-def _unsharded(run: TableRun, earlier: ShardedTables | None) -> Iterator[None]:
+def _unsharded(run: SetUpInputs, earlier: ShardedTables | None) -> Iterator[None]:
     """Put the unsharded collections back into the module; on an error, the sharded ones of the earlier run again."""
     if earlier is None:
         yield
@@ -82,7 +82,7 @@ def _unsharded(run: TableRun, earlier: ShardedTables | None) -> Iterator[None]:
         raise
 
 
-def _refuse_to_replicate(run: TableRun, earlier: ShardedTables) -> None:
+def _refuse_to_replicate(run: SetUpInputs, earlier: ShardedTables) -> None:
     """Raise ShardingError where a table of an earlier run would not be sharded now: the module has no rows of it."""
     which = run.settings.conversion
     found = {id(table.original) for table in tables_to_shard(run.module, run.settings, which)}
@@ -96,7 +96,7 @@ def _refuse_to_replicate(run: TableRun, earlier: ShardedTables) -> None:
             )
 
 
-def _check_same_tables(run: TableRun, tables: list[Table]) -> bool:
+def _check_same_tables(run: SetUpInputs, tables: list[Table]) -> bool:
     """Collective. Raise ShardingError where ranks have different tables; return whether any rank counts ids."""
     shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
     mine = (shapes, [t.parameter.is_meta for t in tables])
@@ -110,7 +110,7 @@ def _check_same_tables(run: TableRun, tables: list[Table]) -> bool:
     return any(num_batches for _, num_batches in gathered)
 
 
-def _plan_and_shard(run: TableRun, decisions: Decisions, earlier: ShardedTables | None) -> TableSetup:
+def _plan_and_shard(run: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None) -> RunTables:
     facts = find_facts(run, decisions.tables)
     plan = plan_tables(run, decisions, earlier, facts)
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
@@ -123,7 +123,7 @@ def _plan_and_shard(run: TableRun, decisions: Decisions, earlier: ShardedTables 
 
 
 def _shard(
-    run: TableRun, decisions: Decisions, plan: ShardingByTable, rows: dict[str, list[TableShard]]
+    run: SetUpInputs, decisions: Decisions, plan: ShardingByTable, rows: dict[str, list[TableShard]]
 ) -> ShardedTables:
     """Collective. Shard the tables, and let the optimizers' param groups hold the shards."""
     updates = decisions.updates
@@ -144,7 +144,7 @@ def _shard(
     return shards
 
 
-def _connect(setup: TableSetup, decisions: Decisions) -> None:
+def _connect(setup: RunTables, decisions: Decisions) -> None:
     """Let optimizers report their steps, and refuse gradients that fused updates would miss."""
     setup.optimizers, setup.lr_scheduler_configs = decisions.optimizers, decisions.lr_scheduler_configs
     for number, optimizer in enumerate(setup.optimizers):
@@ -162,12 +162,12 @@ def _rows_only(update: TableUpdate) -> bool:
     return update.kind != "dense"
 
 
-def _look_up(run: TableRun, shards: ShardedTables, plan: ShardingPlan, updates: dict[str, TableUpdate]) -> TableSetup:
+def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, updates: dict[str, TableUpdate]) -> RunTables:
     """Give the proxies their lookups."""
     settings, consensus = run.settings, run.consensus
     replicas = ReplicaCheck(shards.replicated_parameters, consensus)
     weight = LossWeight(settings.loss_reduction, consensus, rank_zero_info)
-    setup = TableSetup(
+    setup = RunTables(
         shards=shards,
         plan=plan,
         saves_plan=settings.planning.save_plan,
@@ -216,7 +216,7 @@ def _look_up(run: TableRun, shards: ShardedTables, plan: ShardingPlan, updates: 
 def _refuse_direct_gradient(name: str, weight: torch.Tensor) -> None:
     weight.grad = None
     raise OptimizerError(
-        f"the loss uses the weight of '{name}' itself, not only rows that were looked up (an L2 term, say). Fused "
-        "updates do not follow that. With embedding_update='sparse' a sum over elements (of squares, say) is exact, a "
-        "norm is not, because each rank has a shard of the table. Or build the term from the looked up vectors."
+        f"the loss uses the weight of '{name}' itself, not only rows that were looked up (for example an L2 term). "
+        "Fused updates do not follow that. With embedding_update='sparse' a sum over elements (such as squares) is "
+        "exact, a norm is not, because each rank has a shard. Or build the term from the looked up vectors."
     )

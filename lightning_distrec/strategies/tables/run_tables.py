@@ -25,7 +25,7 @@ from lightning_distrec.strategies.tables.unfreezing import Unfreezing
 
 
 @dataclass(kw_only=True)
-class TableSetup:
+class RunTables:
     """The sharded tables of a run, their plan, and what updates them."""
 
     shards: ShardedTables
@@ -116,9 +116,10 @@ class TableSetup:
         return 0 if param_group is None else self._num_steps.get(param_group.optimizer_index, 0)
 
     def set_fused_steps(self, name: str, num_steps: int) -> None:
-        """Set the number of steps of a fused table's optimizer."""
+        """Set the number of steps of a fused table's optimizer; a table without one has none to count."""
         param_group = self.updates[name].param_group
-        assert param_group is not None
+        if param_group is None:
+            return
         self._num_steps[param_group.optimizer_index] = num_steps
         shards = {id(shard) for shard in self.shards.shards[name]}
         for kernel, held in self.shards.kernels:

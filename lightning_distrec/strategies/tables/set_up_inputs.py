@@ -41,7 +41,7 @@ class TableSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableRun:
+class SetUpInputs:
     """One run, as this rank sees it."""
 
     trainer: Trainer
