@@ -181,11 +181,11 @@ def test_the_start_table_shows_what_was_believed_and_why(tmp_path: Path) -> None
     planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
     texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"}, tmp_path)
     assert _line(texts[0][0]).startswith(
-        "953.7 MiB a rank (memory_bytes_per_rank), 95.4 MiB kept (argument); host_memory 7.0 GB/s (argument), "
+        "953.7 MiB per rank (memory_bytes_per_rank), 95.4 MiB reserved (argument); host_memory 7.0 GB/s (argument), "
         "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH)"
     )
     assert "Planned with" not in texts[1][0]
-    assert "INTRA_NODE_BANDWIDTH=5000000000 has no unit: bytes per second are meant." in texts[0][0]
+    assert "INTRA_NODE_BANDWIDTH=5000000000 has no unit: bytes per second are assumed." in texts[0][0]
 
 
 def _fit_twice(cache: Path) -> list[str]:
@@ -202,7 +202,7 @@ def _fit_twice(cache: Path) -> list[str]:
 
 def _kept_bytes(line: str) -> float:
     """Return what is kept for the layers, and for a step with a batch (test_sampled_step.py)."""
-    found = re.search(r"([\d.]+) KiB and 10% kept \(measured with a batch\)", line)
+    found = re.search(r"([\d.]+) KiB and 10% reserved \(measured with a batch\)", line)
     assert found, line
     return 1024 * float(found[1])
 

@@ -79,8 +79,8 @@ MESSAGES = {
     "Adafactor": "OptimizerError: .*Adafactor is not known to give the same numbers",
     "unknown table": "ConfigError: .*no table 'narow'; did you mean 'narrow'",
     "unknown option": "ConfigError: .*no option 'embeding_update'; did you mean 'embedding_update'",
-    "column RowWise": "PlanError: .*RowWiseAdagrad keeps one number for a row",
-    "sequence cut": "PlanError: .*EmbeddingCollection's table can be cut table_wise, row_wise, column_wise",
+    "column RowWise": "PlanError: .*RowWiseAdagrad keeps one number for each row",
+    "sequence cut": "PlanError: .*EmbeddingCollection's table can be table_wise, row_wise, column_wise",
     "memory": r"InfeasiblePlanError: .* table 'ebc.wide' fits on no rank: .* and has 850: [\d,]+ too few",
     "dense memory": r"InfeasiblePlanError: the tables do not fit: table 'ebc.wide' is the largest of tables that need",
 }
@@ -172,14 +172,14 @@ def _left_alone() -> list[str]:
         model = seeded(WithProcessor, *SGD)
         make_trainer({"find_unused_parameters": True}).fit(model, rank_loader(2, rank_and_num_ranks()[0]))
     assert type(model.processed._embedding_bag_collection) is EmbeddingBagCollection
-    return [str(w.message) for w in caught if "left alone" in str(w.message)]
+    return [str(w.message) for w in caught if "is not sharded, every rank" in str(w.message)]
 
 
 def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> None:
     told, silent = run_on_warm_ranks(_left_alone, 2)
     assert told == [
-        "'processed' is left alone, whole on every rank: FeatureProcessedEmbeddingBagCollection does more than look up "
-        "rows."
+        "'processed' is not sharded, every rank has all of it: FeatureProcessedEmbeddingBagCollection does more than "
+        "look up rows."
     ]
     assert silent == []
 
@@ -220,8 +220,8 @@ def _alone() -> str:
     return out.getvalue()
 
 
-def test_one_device_works_and_shows_that_nothing_is_shared_out() -> None:
-    assert "1 rank: nothing is shared out" in run_on_warm_ranks(_alone, 1)[0]
+def test_one_device_works_and_shows_that_nothing_is_sharded() -> None:
+    assert "1 rank: nothing is sharded" in run_on_warm_ranks(_alone, 1)[0]
 
 
 def _widths() -> list[str]:
@@ -253,5 +253,5 @@ class Wide(SequenceModel):
 
 def test_shards_of_unequal_width_in_an_embedding_collection_are_refused() -> None:
     for unequal, no_divisor in run_on_warm_ranks(_widths, 2):
-        assert unequal.startswith("PlanError: tables of 'ebc' may be cut column_wise with unequal min_partition")
-        assert no_divisor.startswith("PlanError: table 'ebc.wide': column_wise: min_partition=12 cuts 16 columns")
+        assert unequal.startswith("PlanError: tables of 'ebc' may be column_wise with unequal min_partition")
+        assert no_divisor.startswith("PlanError: table 'ebc.wide': column_wise: min_partition=12 divides 16 columns")

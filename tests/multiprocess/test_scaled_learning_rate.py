@@ -223,7 +223,7 @@ def _train_click_model(kind: str, embedding_update: str) -> None:
     ("kind", "embedding_update", "said"),
     [
         ("ByHand", "fused", "this backward runs outside of optimizer.step.*Set embedding_update='auto'"),
-        ("SetsItsRate", "auto", "param group 0 of SGD was set while a step was made.*in on_train_batch_start"),
+        ("SetsItsRate", "auto", "param group 0 of SGD was set during a step.*in on_train_batch_start"),
     ],
 )
 def test_rates_that_would_not_be_scaled_are_reported(kind: str, embedding_update: str, said: str) -> None:

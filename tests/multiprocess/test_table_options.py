@@ -67,7 +67,7 @@ def _keep() -> dict[str, Any]:
     trainer.fit(model, rank_loader(STEPS, rank))
     found["second"] = model.final_state
     changed = OPTIONS | {"tables": OPTIONS["tables"] | {"own_*": {"replicated": True}}}
-    with pytest.raises(ShardingError, match="'own_rows' was sharded in an earlier run .* a replicated would keep it"):
+    with pytest.raises(ShardingError, match="'own_rows' was sharded in an earlier run .* would leave it unsharded"):
         make_trainer(changed).fit(model, rank_loader(STEPS, rank))
     return found
 
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
         Mixed,
         {"ebc.wide": {"compute_kernels": ["fused_uvm"]}},
         PlanError,
-        "table 'ebc.wide': compute_kernels=.*on cpu rows lie in the host's memory already; allow fused",
+        "table 'ebc.wide': compute_kernels=.*on cpu rows are in the host's memory already; allow fused",
     ),
     "cache": (Mixed, {"t": {"cache_load_factor": 0.2}}, PlanError, "table 'kept.t': cache_load_factor=0.2 is for"),
     "device": (Mixed, {"*": {"device_group": "cuda"}}, ConfigError, "device_group='cuda', but this run is on cpu"),
@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
         ConfigError,
         r"no table fits 'ebd.\*'.*The tables are ebc.",
     ),
-    "meta": (OnMeta, {"kept.t": {"replicated": True}}, ShardingError, r"'kept' is left alone \(replicated=True\), so"),
+    "meta": (OnMeta, {"kept.t": {"replicated": True}}, ShardingError, r"'kept' is not sharded \(replicated=True\), so"),
 }
 
 
