@@ -46,7 +46,7 @@ def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
         assert row["samples_per_second"] * row["step_ms"] / 1000 == pytest.approx(16 * row["devices"])
         assert row["peak_bytes"] > 10**8
     assert found[0]["efficiency"] == 1.0
-    assert "Medians of 2 steps, 1 round in turns" in text
+    assert "Medians over 2 steps and 1 round" in text
     assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -64,6 +64,6 @@ def test_a_strategy_that_refuses_the_module_is_a_row_that_gives_the_reason(tmp_p
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
     arguments = ("--config", str(tmp_path / "job.yaml"), "--strategies", "fsdp_tuned,ddp_tuned", "--devices", "1")
     found, text = bench(tmp_path, *arguments)
-    assert found[0]["failure"].startswith("'users' has sparse gradients, which FSDP2 does not add up.")
+    assert found[0]["failure"].startswith("'users' has sparse gradients, which FSDP2 does not reduce.")
     assert found[1]["failure"] is None
     assert "fsdp_tuned on 1: 'users' has sparse gradients" in text
