@@ -52,7 +52,9 @@ def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_change
 @pytest.mark.parametrize("rank", slow_except(["1"], ["0", "1"]))
 def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: str) -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", RAISE_ON_RANK=rank)
-    assert done.returncode == 1
+    # Lightning's launcher looks every five seconds whether a child has ended, and kills the process that it is in where
+    # that one is still on its way out.
+    assert done.returncode == 1 or (done.returncode == -9 and "Forcefully terminating" in done.stderr)
     assert "ValueError: the user's code failed" in done.stderr
     assert "terminate called" not in done.stderr
     assert "core dumped" not in done.stderr
