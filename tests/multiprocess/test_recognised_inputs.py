@@ -213,7 +213,7 @@ def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
         }
 
 
-# -- what was foreseen does not come
+# -- what was prefetched is not called
 
 BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
     "another entry, one rank": ("another entry", (1,), "'table' is called with an input", "rank 1: a sharded table"),

@@ -18,8 +18,6 @@ class InfeasiblePlan:
     """A table that does not fit."""
 
     table: int
-    missing_bytes: int
-    """What its smallest shards would need beyond what is free."""
     proven: bool
     """Whether no plan can exist; otherwise none was found."""
     why: str
@@ -41,7 +39,6 @@ def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: Memor
         has += f" and {budget.host_bytes.max():,}"
     return InfeasiblePlan(
         table,
-        max(of_one, of_all),
         proven=True,
         why=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs {needs} for its rows, "
         f"their update and exchange, and has {has}: {max(of_one, of_all):,} too few"
@@ -72,7 +69,6 @@ def exceed_total_memory(options: Sequence[Sequence[EstimatedOption]], budget: Me
             kind = {(1.0, 0.0): " of device memory", (0.0, 1.0): " of host memory"}.get((device, host), "")
             return InfeasiblePlan(
                 int(sizes.argmax()),
-                missing,
                 proven=True,
                 why=f"is the largest of tables that need at least {int(sizes.sum()):,} bytes{kind} together, and "
                 f"all ranks have {int(there):,}: {missing:,} too few",
@@ -96,5 +92,5 @@ def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryB
             left = MemoryBudget(plan.device_left, plan.host_left, budget.ranks_on_node)
             missing = max(1, min(max(_missing(option, left)) for option in options[table]))
             why = f"does not fit next to the other tables: {missing:,} bytes are missing where it came closest"
-            return InfeasiblePlan(table, missing, proven=False, why=why)
+            return InfeasiblePlan(table, proven=False, why=why)
     return plan
