@@ -1,0 +1,67 @@
+"""A trained module is called outside of the Trainer, as recommend() and evaluation loops do; steps may return None."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.click_model import seeded
+from tests.support.embedding_models import TwoTower, loader, pairs, train_unsharded
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import make_trainer
+
+STEPS = 6
+
+
+class SkipsEvenBatches(TwoTower):
+    """Returns no loss for every other batch, which Lightning allows on one rank."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else None
+
+
+def _recommend(model: TwoTower, users: Tensor, items: Tensor) -> Tensor:
+    """Return the three best items of each user, by scores computed in two blocks of items."""
+    model.eval()
+    with torch.no_grad():
+        scores = torch.cat([model(users, block) for block in items.chunk(2)], dim=1)
+    return scores.topk(3).indices
+
+
+def _train_and_call(kind: type[TwoTower], depth: int) -> dict[str, Any]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(kind)
+    trainer = make_trainer({"convert_embeddings": "all", "pipeline": {"depth": depth}})
+    trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
+    users, items = pairs(STEPS, rank)
+    called = model(users, items)
+    called.sum().backward()  # a loop of the user's own may go on training dense layers
+    found = {"called": called.detach(), "recommended": _recommend(model, users, items)}
+    found["predicted"] = torch.cat(trainer.predict(model, loader([(users, items)])))  # type: ignore[arg-type]
+    return found | {"recommended again": _recommend(model, users, items)}
+
+
+def _wanted(kind: type[TwoTower], num_ranks: int) -> list[dict[str, Any]]:
+    batches = [[pairs(step, rank) for rank in range(num_ranks)] for step in range(STEPS)]
+    if kind is SkipsEvenBatches:
+        batches = batches[1::2]
+    trained = train_unsharded(seeded(TwoTower), batches)
+    found = []
+    for rank in range(num_ranks):
+        users, items = pairs(STEPS, rank)
+        scores, best = trained(users, items).detach(), _recommend(trained, users, items)
+        found.append({"called": scores, "predicted": scores, "recommended": best, "recommended again": best})
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_trained_module_is_called_outside_of_the_trainer(num_ranks: int) -> None:
+    kinds: list[type[TwoTower]] = [TwoTower, SkipsEvenBatches] if num_ranks == 1 else [TwoTower]
+    cases = {f"{kind.__name__} {depth}": (_train_and_call, kind, depth) for kind in kinds for depth in (1, 3)}
+    found = run_each_on_ranks(cases, num_ranks)
+    for name, (_, kind, _) in cases.items():
+        for rank, wanted in enumerate(_wanted(kind, num_ranks)):
+            for what, values in wanted.items():
+                torch.testing.assert_close(found[rank][name][what], values, atol=1e-5, rtol=0, msg=f"{name}: {what}")
