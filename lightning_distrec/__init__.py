@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.planning.planning_options import PlanningOptions
     from lightning_distrec.sharding.planning.table_options import TableOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
+    from lightning_distrec.sharding.sharded_l2 import sharded_l2
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -47,6 +48,7 @@ __all__ = [
     "TorchRecShardedStrategy",
     "TunedDDPStrategy",
     "TunedFSDPStrategy",
+    "sharded_l2",
 ]
 
 _HOMES = {
@@ -65,6 +67,7 @@ _HOMES = {
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
     "TunedFSDPStrategy": "lightning_distrec.strategies.fsdp",
+    "sharded_l2": "lightning_distrec.sharding.sharded_l2",
 }
 
 _STRATEGIES = {

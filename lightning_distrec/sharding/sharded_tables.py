@@ -42,6 +42,8 @@ class ShardedTables:
         """FBGEMM's kernels on this rank, each with the shards in its memory."""
         self.known_keys: dict[str, list[str]] = {}
         """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
+        self.loss_weight = 1.0
+        """What this rank's loss is multiplied by in the current backward, for its share of the examples."""
         self._root = ref(root)  # the registry below is keyed by it, weakly
 
     def tables_of(self, path: str) -> list[Table]:
@@ -237,6 +239,11 @@ _by_module: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
 def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
     """Return the tables that are sharded in `root`, by whichever strategy did it, or None."""
     return _by_module.get(root)
+
+
+def all_sharded_tables() -> list[ShardedTables]:
+    """Return the tables that are sharded in all modules of this process."""
+    return list(_by_module.values())
 
 
 def refuse_foreign_shards(root: nn.Module) -> None:

@@ -466,4 +466,12 @@ BREAKAGES = (
         "The recipe's features hold the label itself: an AUROC that no real data gives.",
         ("recipes/test_movielens_data.py",),
     ),
+    Breakage(
+        "l2-of-unequal-batches",
+        "lightning_distrec/sharding",
+        r"factor = 2\.0 \* gradient / [\w.]+",
+        "factor = 2.0 * gradient",
+        "An L2 term pulls shards by the rank's share of the examples, where batches are unequal.",
+        ("multiprocess/test_sharded_l2.py",),
+    ),
 )

@@ -80,6 +80,7 @@ class RunTables:
         self._refuse_late_hooks()
         self.unfreezing.follow(self.optimizers)
         self.loss_weight.begin_step()
+        self.shards.loss_weight = 1.0
         self.begin_step()
 
     def before_backward(self) -> None:
@@ -88,7 +89,9 @@ class RunTables:
 
     def loss_factor(self) -> float:
         """Collective where batches are weighted. Return the factor for this rank's loss; see LossWeight."""
-        return self.loss_weight.factor()
+        factor = self.loss_weight.factor()
+        self.shards.loss_weight = factor if self.loss_weight.averages else 1.0
+        return factor
 
     def _refuse_late_hooks(self) -> None:
         for name in self.fused_tables:
