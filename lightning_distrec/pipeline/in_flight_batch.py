@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from lightning_distrec.errors import ProvenanceError
 from lightning_distrec.pipeline.control_message import BatchStatus, ControlMessage
+from lightning_distrec.pipeline.learning import StepCalls
 from lightning_distrec.pipeline.provenance import BatchObjects
 from lightning_distrec.pipeline.same_input import are_unwritten, is_same_input, versions
 from lightning_distrec.pipeline.sources import BatchRoots, LookupCall
@@ -115,10 +116,12 @@ class InFlightBatch:
         self._message: ControlMessage | None = None
         self._is_read = False
 
-    def prepare(self, calls: list[LookupCall], tables: Mapping[str, Prefetchable]) -> None:
+    def prepare(self, step: StepCalls, tables: Mapping[str, Prefetchable]) -> None:
         """Prepare the lookups of the step; a batch for which they cannot be is looked up as its step calls."""
         try:
-            self.prefetched = [PrefetchedLookup(call, tables[call.path], self.roots) for call in calls]
+            if difference := step.order.difference(self.roots):
+                raise ValueError(difference)
+            self.prefetched = [PrefetchedLookup(call, tables[call.path], self.roots) for call in step.calls]
         except Exception as error:  # the step itself will raise it, or do without what is missing
             self.prefetched = None
             self.why_not_prepared = f"{type(error).__name__}: {error}"

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_distrec.pipeline.feature_order import FeatureOrder
 from lightning_distrec.pipeline.provenance import BatchObjects
-from lightning_distrec.pipeline.sources import LookupCall, Source
+from lightning_distrec.pipeline.sources import JaggedSource, LookupCall, Source, paths_of
 from lightning_distrec.ranks import Ranks
 
 
@@ -26,6 +27,20 @@ class RecordedCall:
             else:
                 sources.append(source)
         self.call = None if self.reason else LookupCall(path, tuple(sources))
+
+
+class StepCalls:
+    """The calls of one kind of step that are prefetched, alike on all ranks.
+
+    objects: of the batch of the first step.
+    """
+
+    def __init__(self, calls: list[LookupCall], objects: BatchObjects) -> None:
+        self.calls = calls
+        sources = [source for call in calls for source in call.arguments]
+        names = {name for call in calls for name in call.path.split(".")}
+        names |= {key for source in sources if isinstance(source, JaggedSource) for key in source.keys}
+        self.order = FeatureOrder(objects, [path for source in sources for path in paths_of(source)], names)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class BatchObjects:
         """Those of them that are tensors."""
         return [found for found, _ in self._objects.values() if isinstance(found, Tensor)]
 
+    @property
+    def containers(self) -> list[tuple[Any, Path]]:
+        """Those of them that are not tensors, and where they are."""
+        return [(found, path) for found, path in self._objects.values() if not isinstance(found, Tensor)]
+
     def source_of(self, argument: Any, ids: Any = None) -> Source | str:
         """Return where an argument comes from, or why that is not known.
 

@@ -125,12 +125,21 @@ class JaggedSource:
         for name, source in self.fields:
             if isinstance(source, UniformSource):
                 fields[name] = source.get_for(fields["values"])
-                num_bags = fields[name].numel() - source.has_end
-                if num_bags % len(self.keys):
-                    raise ValueError(f"{fields[name].numel()} bags are not the same number for {len(self.keys)} keys")
             else:
                 fields[name] = source.get(roots)
+        num_bags = fields["lengths"].numel() if "lengths" in fields else max(0, fields["offsets"].numel() - 1)
+        if num_bags % len(self.keys):
+            raise ValueError(f"{num_bags} bags are not the same number for {len(self.keys)} keys")
         return KeyedJaggedTensor(keys=list(self.keys), **fields)
+
+
+def paths_of(source: "Source") -> list[Path]:
+    """Return the paths of the batch's objects that a source is made of."""
+    if isinstance(source, PathSource):
+        return [source.path]
+    if isinstance(source, ViewSource):
+        return paths_of(source.base)
+    return [path for _, field in source.fields for path in paths_of(field)] if isinstance(source, JaggedSource) else []
 
 
 Source = ConstantSource | PathSource | ViewSource | JaggedSource | UniformSource

@@ -25,8 +25,7 @@ from lightning_distrec.pipeline.control_message import (
     ControlMessage,
 )
 from lightning_distrec.pipeline.in_flight_batch import Exchange, InFlightBatch, Prefetchable
-from lightning_distrec.pipeline.learning import RecordedCall, agree_on_calls
-from lightning_distrec.pipeline.sources import LookupCall
+from lightning_distrec.pipeline.learning import RecordedCall, StepCalls, agree_on_calls
 from lightning_distrec.ranks import Ranks
 
 FAILURE_NOTICE_SECONDS = 5.0
@@ -69,7 +68,7 @@ class SparsePipeline:
         self._start_exchange = start_exchange
         self._warn = warn
         self._own_group = ids_have_their_own_group
-        self._calls: dict[str, list[LookupCall]] = {}
+        self._calls: dict[str, StepCalls] = {}
         """Kind of step -> its calls that are prefetched, alike on all ranks."""
         self._complete: set[str] = set()
         """Kinds of steps of which all calls are prefetched."""
@@ -120,7 +119,7 @@ class SparsePipeline:
     def _message_about(self, batch: InFlightBatch | None, failure: int = NO_FAILURE) -> ControlMessage:
         """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
         status = BatchStatus() if batch is None else batch.own_status
-        width = max((len(calls) for calls in self._calls.values()), default=0)
+        width = max((len(of.calls) for of in self._calls.values()), default=0)
         sizes = (*status.sizes, *((0, 0),) * (width - len(status.sizes)))
         return ControlMessage(self.ranks, replace(status, sizes=sizes, failure=failure))
 
@@ -269,7 +268,9 @@ class SparsePipeline:
         assert self.current is not None
         recorded, self._recorded = self._recorded or [], None
         kind = self.current.kind
-        self._calls[kind], reasons = agree_on_calls(recorded, self.ranks)
+        assert self.current.objects is not None
+        calls, reasons = agree_on_calls(recorded, self.ranks)
+        self._calls[kind] = StepCalls(calls, self.current.objects)
         self.current.objects = None
         if not reasons:
             self._complete.add(kind)
