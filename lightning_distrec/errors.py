@@ -9,7 +9,7 @@ DistRecError
 │   │   └── InfeasiblePlanError ... because the tables need more memory than the ranks have
 │   └── ShardedWeightError      the weight of a sharded table was read as if it were unsharded
 ├── OptimizerError     an optimizer cannot update a table exactly
-├── IdsError           an id is outside of its table
+├── IdsError           a batch's ids cannot be looked up: out of range, or lengths, weights or types that do not fit
 ├── DataError          a dataset or a dataloader does not meet a requirement
 ├── ProvenanceError    a prefetched lookup is called with another input
 ├── CheckpointError    something cannot be saved or loaded exactly
@@ -58,7 +58,7 @@ class OptimizerError(DistRecError):
 
 
 class IdsError(DistRecError, IndexError):
-    """An id is outside of its table."""
+    """A batch's ids cannot be looked up: out of their table's range, or lengths, weights or types do not fit."""
 
 
 class DataError(DistRecError):

@@ -64,6 +64,10 @@ def disable_mean_pooling_divisor(sharded: Any) -> None:
     sharded._has_mean_pooling_callback = False
 
 
+_MAX_SPLITS = 4
+"""Of lengths, ids, batch sizes and weights. Source: KeyedJaggedTensor.dist_splits."""
+
+
 class FusedSplits:
     """Collective. One exchange for the splits (sizes) of several lookups' ids, and for numbers that ranks share.
 
@@ -82,29 +86,32 @@ class FusedSplits:
         self._fused = FusedKJTListSplitsAwaitable(requests=splits, contexts=contexts, pg=None)
         metas = [meta for meta in self._fused._awaitables if isinstance(meta, KJTSplitsAllToAllMeta)]
         tensors = [tensor for meta in metas for tensor in meta.splits_tensors]
-        self._num_numbers = len(numbers)
+        self._num_splits, self._num_numbers = len(tensors), len(numbers)
         self._exchange: Any = None
+        self._received: list[list[int]] | None = None
         if metas:
             num_ranks = metas[0].pg.size()
+            # Ids with weights have more splits than others. Ranks that disagree must exchange as much, to find out.
+            unused = [torch.zeros_like(tensors[0])] * (_MAX_SPLITS * len(metas) - len(tensors))
             sent = [tensors[0].new_full((num_ranks,), number) for number in numbers]
-            self._exchange = SplitsAllToAllAwaitable(tensors + sent, metas[0].pg)
+            self._exchange = SplitsAllToAllAwaitable(tensors + unused + sent, metas[0].pg)
 
-    def wait(self) -> tuple[list[Any], list[list[int]] | None]:
-        """Collective. Start the exchange of ids. Return an awaitable for each lookup, and each rank's numbers.
-
-        The numbers are None where there are no ids to exchange.
-        """
-        if self._exchange is None:
-            return self._fused.wait(), None
-        received = self._exchange.wait()
-        splits, numbers = received[: len(received) - self._num_numbers], received[len(received) - self._num_numbers :]
-        self._fused._splits_awaitable = _Ready(splits)
-        return self._fused.wait(), [list(of_rank) for of_rank in zip(*numbers, strict=True)]
-
-    def drop(self) -> None:
-        """Wait for the exchange of splits and start none of ids."""
+    def wait_for_numbers(self) -> list[list[int]] | None:
+        """Collective. Wait for the exchange; return each rank's numbers, or None: there are no ids to exchange."""
         if self._exchange is not None:
-            self._exchange.wait()
+            self._received, self._exchange = self._exchange.wait(), None
+        if self._received is None:
+            return None
+        numbers = self._received[len(self._received) - self._num_numbers :]
+        return [list(of_rank) for of_rank in zip(*numbers, strict=True)]
+
+    def start_ids(self) -> list[Any]:
+        """Collective. Wait for the exchange, and start that of ids. Return an awaitable for each lookup."""
+        self.wait_for_numbers()
+        if self._received is not None:
+            self._fused._splits_awaitable = _Ready(self._received[: self._num_splits])
+        started: list[Any] = self._fused.wait()
+        return started
 
 
 class _Ready:
@@ -161,6 +168,17 @@ JAGGED_TENSOR_FIELDS = ("_values", "_weights", "_lengths", "_offsets")
 def jagged_fields(jagged: Any) -> dict[str, torch.Tensor | None]:
     """Return values, weights, lengths and offsets of a KeyedJaggedTensor; None for those that are not computed yet."""
     return {name.removeprefix("_"): getattr(jagged, name) for name in JAGGED_TENSOR_FIELDS}
+
+
+def keep_length_per_key(features: Any, length_per_key: list[int]) -> bool:
+    """Let a KeyedJaggedTensor know the number of ids of each key; return whether it knew no other numbers.
+
+    Its method `length_per_key` would compute them and keep them in the same attribute, for which a GPU is waited for
+    once more. Source: torchrec/sparse/jagged_tensor.py.
+    """
+    known = features._length_per_key
+    features._length_per_key = length_per_key
+    return known is None or known == length_per_key
 
 
 @contextlib.contextmanager

@@ -24,6 +24,9 @@ class BatchStatus:
     ready: bool = False
     """Whether its lookups are prepared, so that their ids can be sent ahead."""
     ids_in_range: bool = True
+    """Whether nothing is wrong with the ids that its lookups send."""
+    form: int = 0
+    """A number for the types that its lookups send. Of all ranks: that of each; else the batch is not ready."""
     sizes: tuple[tuple[int, int], ...] = ()
     """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both are this rank's."""
     failure: int = NO_FAILURE
@@ -34,7 +37,7 @@ class ControlMessage:
 
     def __init__(self, ranks: Ranks, own: BatchStatus) -> None:
         self._own = own
-        flags = (own.state, int(own.ready), int(own.ids_in_range), own.failure)
+        flags = (own.state, int(own.ready), int(own.ids_in_range), own.failure, own.form, -own.form)
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
         mins = [smallest for smallest, _ in own.sizes]
         negated_maxs = [-largest for _, largest in own.sizes]
@@ -44,11 +47,12 @@ class ControlMessage:
     def read(self) -> BatchStatus:
         """Return the status over all ranks; waits for them the first time."""
         if self._reduction is not None:
-            state, ready, in_range, failure, *sizes = self._reduction.wait()
+            state, ready, in_range, failure, form, negated_form, *sizes = self._reduction.wait()
             self._reduction = None
             half = len(sizes) // 2
             pairs = tuple((smallest, -negated) for smallest, negated in zip(sizes[:half], sizes[half:], strict=True))
-            self._agreed = BatchStatus(state, bool(ready), bool(in_range), pairs, failure)
+            ready = ready and (form == -negated_form or not in_range)
+            self._agreed = BatchStatus(state, bool(ready), bool(in_range), form, pairs, failure)
         return self._agreed
 
     def wait_up_to(self, seconds: float) -> None:

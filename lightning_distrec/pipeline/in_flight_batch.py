@@ -14,8 +14,10 @@ from lightning_distrec.pipeline.sources import BatchRoots, LookupCall
 class PreparedLookup(Protocol):
     """A lookup whose features are prepared: sharding/lookup/request.py has it."""
 
-    problem: str | None
+    problem: Exception | None
     """What is wrong with its ids on this rank, for all ranks to raise."""
+    form: int
+    """What must be alike on all ranks for its ids to be sent: their types."""
     num_examples: int
     """This rank's number of examples."""
     sizes: tuple[int, int] | None
@@ -134,7 +136,10 @@ class InFlightBatch:
         requests = [lookup.request for lookup in self.prefetched]
         in_range = all(request.problem is None for request in requests)
         sizes = tuple((request.num_examples, request.num_examples) for request in requests)
-        return BatchStatus(self.state, ready=True, ids_in_range=in_range, sizes=sizes)
+        form = 0
+        for request in requests:
+            form = (form * 1_000_003 + request.form) % 2**61  # of all lookups in order
+        return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes)
 
     @property
     def is_announced(self) -> bool:
@@ -161,7 +166,7 @@ class InFlightBatch:
     @property
     def problems(self) -> list[str]:
         """What is wrong with the ids on this rank."""
-        return [of.request.problem for of in self.prefetched or [] if of.request.problem is not None]
+        return [str(of.request.problem) for of in self.prefetched or [] if of.request.problem is not None]
 
     def start_exchange(self, start: Callable[[list[Any]], Exchange]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""

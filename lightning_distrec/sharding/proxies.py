@@ -5,6 +5,7 @@ unsharded, and leaves that are this rank's shards. torchrec's sharded modules, w
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,17 +15,18 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.torch import share_hooks
-from lightning_distrec.errors import ShardedWeightError, ShardingError
-
-FEATURE = "ids"
-"""The one feature of a plain embedding's collection."""
+from lightning_distrec.errors import IdsError, ShardedWeightError, ShardingError
+from lightning_distrec.sharding.calls.plain_calls import FEATURE, bags_call, rows_call
 
 
 class Lookup(Protocol):
     """What a proxy calls: sharding/lookup/sharded_lookup.py has it."""
 
-    def __call__(self, features: KeyedJaggedTensor) -> Any:
-        """Collective. Return what the unsharded collection returns for `features`."""
+    def __call__(self, make_features: Callable[[], Any]) -> Any:
+        """Collective. Return what the unsharded collection returns for the features that are made.
+
+        All ranks raise what one raises, in `make_features` too.
+        """
 
 
 class PrefetchedLookups(Protocol):
@@ -77,7 +79,7 @@ class ShardedProxy(nn.Module):
     def _call(self, *args: Any) -> Any:
         looked_up = None if self.prefetched is None else self.prefetched.take(self.path, args)
         if looked_up is None:
-            looked_up = self.lookup(self.features(*args))
+            looked_up = self.lookup(partial(self.features, *args))
         return self.output(looked_up, *args)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -164,10 +166,8 @@ class ShardedEmbedding(_PlainProxy, nn.Embedding):
         return self._call(input)  # type: ignore[no-any-return]
 
     def features(self, input: Tensor) -> KeyedJaggedTensor:
-        """Return the ids as one bag."""
-        ids = _as_ids(input).flatten().contiguous()
-        lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
-        return KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
+        """Return the ids as one bag. Raises IdsError: they are no integers."""
+        return rows_call(self.path, input)
 
     def output(self, looked_up: dict[str, JaggedTensor], input: Tensor) -> Tensor:
         """Return the rows in the shape of the ids."""
@@ -187,55 +187,16 @@ class ShardedEmbeddingBag(_PlainProxy, nn.EmbeddingBag):
     def features(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> KeyedJaggedTensor:
-        """Return the bags without ids that are padding. Raises ShardingError: shapes or offsets do not fit."""
-        if per_sample_weights is not None and (self.mode != "sum" or per_sample_weights.shape != input.shape):
-            raise ShardingError(
-                f"per_sample_weights of shape {tuple(per_sample_weights.shape)} for input {tuple(input.shape)} and "
-                f"mode={self.mode!r}: they need mode='sum' and the input's shape."
+        """Return the bags without ids that are padding. Raises IdsError: shapes or types do not fit."""
+        if per_sample_weights is not None and self.mode != "sum":
+            raise IdsError(
+                f"'{self.path}' was called with per_sample_weights; they need mode='sum', not '{self.mode}'."
             )
-        lengths = self._lengths(_as_ids(input), offsets)
-        ids = _as_ids(input).flatten().contiguous()
-        weights = None if per_sample_weights is None else per_sample_weights.flatten().contiguous()
-        if self.include_last_offset and input.dim() == 1:
-            lengths = lengths[:-1]  # the last offset is an end, not a bag; ids behind it belong to none
-            total = int(lengths.sum())
-            ids, weights = ids[:total], None if weights is None else weights[:total]
-        if self.padding_idx is not None:
-            keep = ids != self.padding_idx
-            kept_before = torch.cat([keep.new_zeros(1, dtype=torch.long), keep.cumsum(0)])
-            ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            lengths = kept_before[ends].diff()
-            ids, weights = ids[keep], None if weights is None else weights[keep]
-        return KeyedJaggedTensor(
-            keys=[FEATURE], values=ids, lengths=lengths, weights=None if weights is None else weights.float()
-        )
+        return bags_call(self.path, input, offsets, per_sample_weights, self.padding_idx, self.include_last_offset)
 
     def output(self, looked_up: KeyedTensor, *_: Tensor | None) -> Tensor:
         """Return the bags, (num_bags, dim)."""
         return self._in_weight_dtype(looked_up.values())
-
-    def _lengths(self, input: Tensor, offsets: Tensor | None) -> Tensor:
-        if input.dim() == 2:
-            if offsets is not None:
-                raise ShardingError("offsets belong to an input of one dimension; this one has two.")
-            return torch.full((input.shape[0],), input.shape[1], dtype=torch.long, device=input.device)
-        if input.dim() != 1 or offsets is None:
-            raise ShardingError(
-                f"input of shape {tuple(input.shape)}: it must have two dimensions, or one and offsets."
-            )
-        ends = torch.cat([offsets[1:], offsets.new_full((1,), input.numel())]).long()
-        lengths = ends - offsets
-        if bool((lengths < 0).any()) or (len(offsets) and int(offsets[0]) != 0):
-            raise ShardingError(
-                f"offsets must begin with 0, never fall, and stay below the number of ids, {input.numel()}: {offsets}."
-            )
-        return lengths
-
-
-def _as_ids(input: Tensor) -> Tensor:
-    if input.dtype not in (torch.int32, torch.int64):
-        raise ShardingError(f"an embedding was called with ids of {input.dtype}; they must be int64 or int32.")
-    return input.long()
 
 
 KINDS: dict[type[nn.Module], type[ShardedProxy]] = {

@@ -198,6 +198,22 @@ BREAKAGES = (
         ("multiprocess/test_ids_check.py",),
     ),
     Breakage(
+        "lengths-sum",
+        "lightning_distrec/sharding",
+        r"longest > values\.numel\(\) or sum\(numbers\) != values\.numel\(\)",
+        "False",
+        "Lengths that do not add up give bags the rows of others, or read beyond the ids.",
+        ("multiprocess/test_bad_batches.py",),
+    ),
+    Breakage(
+        "forms-alike",
+        "lightning_distrec/sharding/lookup",
+        r"if not all\((\w+)\) or len\(set\(\w+\)\) > 1:",
+        r"if not all(\1):",
+        "int32 ids on one rank and int64 on another end both by a signal from gloo.",
+        ("multiprocess/test_bad_batches.py",),
+    ),
+    Breakage(
         "backward-order",
         "lightning_distrec/sharding/lookup",
         r"self\.\w+ \+= order_backward\(.*\)",

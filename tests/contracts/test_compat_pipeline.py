@@ -177,6 +177,14 @@ def test_jagged_fields_are_those_of_a_keyed_jagged_tensor() -> None:
     assert _torchrec.jagged_fields(jagged)["lengths"] is not None, "it keeps what it computes"
 
 
+def test_keep_length_per_key_spares_a_keyed_jagged_tensor_the_sums() -> None:
+    jagged = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(3), lengths=torch.tensor([2, 1]))
+    kept = [2, 1]
+    assert _torchrec.keep_length_per_key(jagged, kept)
+    assert jagged.length_per_key() is kept
+    assert not _torchrec.keep_length_per_key(jagged, [1, 2])
+
+
 def test_version_of_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
     before = _torch.version_of(tensor)
@@ -254,8 +262,8 @@ def exchanged() -> dict[str, Any]:
             with _torchrec.defer_ids_exchange(sharded):
                 splits.append(sharded.input_dist(context, features))
         fused = _torchrec.FusedSplits(splits, contexts, (dist.get_rank(), 7))
-        awaitables, seen["said"] = fused.wait()
-        early = [awaitable.wait() for awaitable in awaitables]
+        seen["said"] = fused.wait_for_numbers()
+        early = [awaitable.wait() for awaitable in fused.start_ids()]
         context = sharded.create_context()
         eager = sharded.input_dist(context, features).wait().wait()
         seen["equal"] = all(

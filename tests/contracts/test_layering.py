@@ -15,7 +15,14 @@ MAX_LINES = 310
 
 ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "units", "atomic_files", "_compat"}
-SHARDING = {"sharding", "sharding/lookup", "sharding/plan", "sharding/planning", "sharding/plan_report"}
+SHARDING = {
+    "sharding",
+    "sharding/calls",
+    "sharding/lookup",
+    "sharding/plan",
+    "sharding/planning",
+    "sharding/plan_report",
+}
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
 CHECKPOINT = {"checkpoint", "checkpoint/tools"}
 BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | {"optimizers", "pipeline"}
@@ -46,8 +53,9 @@ MAY_IMPORT = {
     "cluster/watchdog/process": set(),  # it runs without the package
     "cluster/watchdog": GROUND | {"cluster/watchdog/process"},
     "cluster": GROUND | {"cluster/watchdog"},
-    "sharding": GROUND,
-    "sharding/lookup": GROUND | {"sharding"},
+    "sharding/calls": GROUND,
+    "sharding": GROUND | {"sharding/calls"},
+    "sharding/lookup": GROUND | {"sharding", "sharding/calls"},
     "sharding/plan": GROUND | {"sharding"},
     "sharding/planning": GROUND | {"sharding", "sharding/plan"},
     "sharding/plan_report": GROUND | {"sharding", "sharding/plan"},

@@ -2,7 +2,7 @@
 
 FBGEMM checks bounds in its kernels, but by then row-wise sharding has already mapped an id that is too large to some
 rank's shard, and the kernel sees a valid row of the wrong id. So the check runs on the rank that has the batch, and the
-ranks agree on the result during the exchange of ids.
+ranks agree on the result (lookup_consensus.py).
 """
 
 import warnings
@@ -36,7 +36,7 @@ class IdsCheck:
 
     def __init__(self, tables: list[Table], mode: CheckIds, ranks: Ranks) -> None:
         self._mode = mode
-        self._ranks = ranks
+        self.ranks = ranks
         self._warned = False
         self._table_of_feature: dict[str, Table] = {}
         for table in tables:
@@ -45,55 +45,31 @@ class IdsCheck:
                 if smallest is None or table.config.num_embeddings < smallest.config.num_embeddings:
                     self._table_of_feature[feature] = table
 
-    def check(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, str | None]:
-        """Return the features with every id in range, and the error for all ranks to raise, if any."""
-        bad = self._out_of_range(features)
+    def check(
+        self, features: KeyedJaggedTensor, smallest: int, largest: int
+    ) -> tuple[KeyedJaggedTensor, IdsError | None]:
+        """Return the features with every id in range, and the error for all ranks to raise, if any.
+
+        smallest, largest: of all ids, those of features that are not looked up among them.
+        """
+        bad = self._out_of_range(features, smallest, largest)
         if bad is None:
             return features, None
         problem = self._describe(features, bad)
         features = with_ids(features, features.values().masked_fill(bad, 0))
         if self._mode == "error":
-            return features, problem
+            return features, IdsError(problem)
         if self._mode == "warn" and not self._warned:
             self._warned = True
             # Not on rank zero only: this rank has the ids.
             warnings.warn(f"{problem} Row 0 is looked up in their place. This is reported once.", stacklevel=2)
         return features, None
 
-    def agree(self, problem: str | None, examples: int) -> tuple[int, int]:
-        """Collective. Return the minimum and maximum number of examples over ranks.
-
-        Raises IdsError on every rank where the ids of any rank are out of range.
-        """
-        in_range, smallest, negated = self._ranks.start_all_reduce_min(int(problem is None), examples, -examples).wait()
-        if not in_range:
-            self._raise(problem)
-        return smallest, -negated
-
-    def values_to_send(self, problem: str | None, examples: int) -> tuple[int, ...]:
-        """Return what this rank sends along with its ids, for `agree_on`."""
-        return self._ranks.with_flags(int(problem is None), examples)
-
-    def agree_on(self, gathered: list[list[int]] | None, problem: str | None, examples: int) -> tuple[int, int]:
-        """Return as `agree` does, given every rank's values; None: nothing was exchanged, and ranks agree now."""
-        if gathered is None:
-            return self.agree(problem, examples)
-        values = self._ranks.take_flags(gathered)
-        if not all(in_range for in_range, _ in values):
-            self._raise(problem)
-        return min(number for _, number in values), max(number for _, number in values)
-
-    def _raise(self, problem: str | None) -> None:
-        raise IdsError(next(found for found in self._ranks.all_gather(problem) if found is not None))
-
-    def _out_of_range(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
+    def _out_of_range(self, features: KeyedJaggedTensor, smallest: int, largest: int) -> torch.Tensor | None:
         """Return which ids, (num_ids,), are out of range; None where none is."""
         values = features.values()
-        if not values.numel():
-            return None
         keys = features.keys()
         limits = [self._table_of_feature[key].config.num_embeddings for key in keys]
-        smallest, largest = torch.stack(torch.aminmax(values)).tolist()
         if smallest >= 0 and largest < min(limits):
             return None
         counts = torch.tensor(features.length_per_key(), device=values.device)
@@ -109,6 +85,6 @@ class IdsCheck:
         return (
             f"feature '{feature}' of table '{table.full_name}' has the id {int(features.values()[first])}, but the "
             f"table has rows 0 to {table.config.num_embeddings - 1} ({int(bad.sum())} such ids in this batch on rank "
-            f"{self._ranks.rank}). Give the table more rows, map the ids into its range, or set check_ids='warn' or "
+            f"{self.ranks.rank}). Give the table more rows, map the ids into its range, or set check_ids='warn' or "
             "'ignore'."
         )

@@ -20,7 +20,7 @@ class IdsExchange:
     """Collective. Start to exchange the sizes of these lookups' ids.
 
     requests: prepared, with `sizes` known where they count; alike on all ranks.
-    values: numbers that this rank sends along; `send_ids` returns those of all ranks.
+    values: numbers that this rank sends along; `values_of_ranks` returns those of all ranks.
     stream: on which a GPU does this, and prepared the requests, during the computation; None on a CPU.
     group: the process group to use; None: that of the tables, on which all collectives must be in one order.
     """
@@ -44,20 +44,23 @@ class IdsExchange:
                 with defer_ids_exchange(lookup.sharded, group):
                     splits.append(lookup.sharded.input_dist(request.context, request.padded_features))
             self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests], values)
-        self._gathered: list[list[int]] | None = None
         self._ids: list[Callable[[], object]] = []
 
-    def send_ids(self) -> list[list[int]] | None:
-        """Collective. Wait for the sizes, and send the ids, the first time it is called.
+    def values_of_ranks(self) -> list[list[int]] | None:
+        """Collective. Wait for the sizes, and return each rank's values; no ids are sent yet.
 
-        Returns each rank's values; None where nothing is exchanged, because every rank has all rows.
+        None: nothing is exchanged, because every rank has all rows.
         """
+        assert self._sizes is not None
+        with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
+            return self._sizes.wait_for_numbers()
+
+    def send_ids(self) -> None:
+        """Collective. Wait for the sizes, and send the ids, the first time it is called."""
         if self._sizes is not None:
             sizes, self._sizes = self._sizes, None
             with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
-                awaitables, self._gathered = sizes.wait()
-                self._ids = [awaitable.wait for awaitable in awaitables]
-        return self._gathered
+                self._ids = [awaitable.wait for awaitable in sizes.start_ids()]
 
     def wait(self) -> None:
         """Wait for the ids of all lookups, and put them into `LookupRequest.ids`, the first time it is called."""
@@ -79,7 +82,7 @@ class IdsExchange:
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""
         if self._sizes is not None:
-            self._sizes.drop()
+            self._sizes.wait_for_numbers()
             self._sizes = None
         waits, self._ids = self._ids, []
         for wait in waits:

@@ -34,6 +34,7 @@ def _like(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> K
         lengths=features.lengths(),
         stride=None if variable else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        length_per_key=None if variable else features.length_per_key(),
         inverse_indices=features.inverse_indices_or_none(),
     )
 

@@ -11,6 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.calls.batch_check import check_batch
 from lightning_distrec.sharding.lookup.jagged import contiguous, without_weights
 from lightning_distrec.sharding.tables import Table, feature_names
 
@@ -33,6 +34,7 @@ class LookupInputs:
         known_keys: dict[str, list[str]],
     ) -> None:
         self._path = tables[0].collection
+        self._name = f"'{self._path}'"
         self._features = feature_names(tables)
         self._replicated = replicated
         self._summed_means = summed_means
@@ -40,15 +42,29 @@ class LookupInputs:
         self._keeps_weights = self._needs_weights or tables[0].plain is not None or not tables[0].pooled
         self._known_keys = known_keys
 
-    def prepare(self, features: Any) -> KeyedJaggedTensor:
-        """Return the features with the weights that count, in the order that torchrec knows.
+    def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, int, int]:
+        """Return the features with the weights that count, in the order that torchrec knows, and the extreme ids.
 
         Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing or need a gradient, or
-        features have unequal batch sizes where a table cannot take them.
+        features have unequal batch sizes where a table cannot take them. Raises IdsError: lengths, offsets, weights or
+        types do not fit the ids.
         """
-        return self._in_known_order(contiguous(self._with_right_weights(features)))
+        weights = self._weights(features)
+        smallest, largest = check_batch(self._name, features, weights)
+        # Only now: what makes a copy of the features, or permutes them, trusts their lengths.
+        if weights is None and features.weights_or_none() is not None:
+            features = without_weights(features)
+        return self._in_known_order(contiguous(features)), smallest, largest
 
-    def _with_right_weights(self, features: Any) -> KeyedJaggedTensor:
+    def nothing(self, device: torch.device) -> KeyedJaggedTensor:
+        """Return features of one example without ids."""
+        keys = self._known_keys.get(self._path) or self._features
+        lengths = torch.zeros(len(keys), dtype=torch.int64, device=device)
+        weights = lengths.new_empty(0, dtype=torch.float32) if self._needs_weights else None
+        return KeyedJaggedTensor(keys=keys, values=lengths.new_empty(0), lengths=lengths, weights=weights, stride=1)
+
+    def _weights(self, features: Any) -> torch.Tensor | None:
+        """Return the weights that count."""
         if not isinstance(features, KeyedJaggedTensor):
             raise ShardingError(
                 f"'{self._path}' was called with a {type(features).__name__}; sharded tables take a KeyedJaggedTensor."
@@ -64,7 +80,7 @@ class LookupInputs:
                 f"'{self._path}' is weighted, and was called with ids that have no weights. Give the KeyedJaggedTensor "
                 "weights, of 1 for example."
             )
-        return features if weights is None or self._keeps_weights else without_weights(features)
+        return weights if self._keeps_weights else None
 
     def _in_known_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if features.variable_stride_per_key():
@@ -73,6 +89,8 @@ class LookupInputs:
         known = self._known_keys.get(self._path)
         if keys == known:
             return features
+        if len(set(keys)) < len(keys):
+            raise ShardingError(f"'{self._path}' was called with features of the same name: {keys}.")
         missing = [name for name in self._features if name not in keys]
         if missing:
             raise ShardingError(

@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 class LookupRequest:
     """One lookup in flight."""
 
-    def __init__(self, lookup: ShardedLookup, features: KeyedJaggedTensor, problem: str | None) -> None:
+    def __init__(
+        self, lookup: ShardedLookup, features: KeyedJaggedTensor, problem: Exception | None, form: int
+    ) -> None:
         self.lookup = lookup
         """What prepared it."""
         self.features = features
         """In the order that torchrec knows, every id in range."""
         self.problem = problem
-        """What is wrong with the ids on this rank, for all ranks to raise."""
+        """What is wrong with the lookup on this rank, for all ranks to raise."""
+        self.form = form
+        """What must be alike on all ranks; see lookup_consensus.py."""
         self.num_examples = 0 if features.variable_stride_per_key() else features.stride()
         """This rank's number of examples; 0 where features have unequal batch sizes."""
         self.sizes: tuple[int, int] | None = None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.types import ShardedModule
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.fbgemm import fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import saved_tensors_are_hooked
@@ -27,6 +27,7 @@ from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import Padding
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor, LazyOutput
+from lightning_distrec.sharding.lookup.lookup_consensus import NO_FORM, LookupConsensus, form_of
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
@@ -45,6 +46,7 @@ class ShardedLookup:
     known_keys: collection -> the features in the order that torchrec's module knows; the first call adds it.
     check_ids: checks the ids before they leave the rank.
     before_forward: called before every forward that may be followed by a backward.
+    device: of this rank.
     output_dtype: the type of what is returned; None for the kernels' own.
     compare_examples: called with this rank's number of examples, and the minimum and maximum over ranks; None: ranks
     are not compared.
@@ -60,6 +62,7 @@ class ShardedLookup:
         known_keys: dict[str, list[str]],
         check_ids: IdsCheck,
         before_forward: Callable[[], None],
+        device: torch.device,
         output_dtype: torch.dtype | None = None,
         compare_examples: Callable[[int, int, int], None] | None = None,
         note_used_tables: Callable[[set[str] | None], None] | None = None,
@@ -83,38 +86,45 @@ class ShardedLookup:
         self._lookups_with_gradient: set[object] = set()
         self._lazy_outputs: list[LazyOutput] = []
         self._check_ids = check_ids
+        self._device = device
+        self._consensus = LookupConsensus(self.path, check_ids.ranks)
         self._before_forward = before_forward
         self._kernels = fbgemm_kernels(sharded)
         if self._pooled:
             disable_mean_pooling_divisor(sharded)
 
     @torch.compiler.disable
-    def __call__(self, features: KeyedJaggedTensor) -> LookedUp:
-        """Collective. Look up `features`; returns what the unsharded collection would have returned.
+    def __call__(self, make_features: Callable[[], Any]) -> LookedUp:
+        """Collective. Look up the features that are made; returns what the unsharded collection would have returned.
 
-        Raises ShardingError: a feature is missing, ids have weights that need a gradient, or features have unequal
-        batch sizes where a mean-pooled table is sharded by rows. Raises IdsError on every rank: an id on one rank is
-        out of its table's range.
+        Raises on every rank what one rank cannot look up: ShardingError where a feature is missing, ids have weights
+        that need a gradient, or features have unequal batch sizes where a mean-pooled table is sharded by rows;
+        IdsError where an id is out of its table's range, or lengths, weights or types do not fit; or what
+        `make_features` raises.
         """
-        request = self.prepare(features)
-        if self._needs_equal_batches:  # sizes must be known before ids are sent
-            request.sizes = self._check_ids.agree(request.problem, request.num_examples)
-        exchange = IdsExchange([request], self._check_ids.values_to_send(request.problem, request.num_examples))
-        gathered = exchange.send_ids()
         try:
-            if not self._needs_equal_batches:
-                request.sizes = self._check_ids.agree_on(gathered, request.problem, request.num_examples)
-        except IdsError:
-            exchange.drop()
-            raise
+            request = self.prepare(make_features())
+        except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
+            nothing = self._inputs.nothing(self._device)
+            request = LookupRequest(self, nothing, problem, NO_FORM)
+        if self._needs_equal_batches:  # sizes must be known before ids are sent
+            request.sizes = self._consensus.agree(request)
+        exchange = IdsExchange([request], self._consensus.values_to_send(request))
+        values = exchange.values_of_ranks()
+        if not self._needs_equal_batches:
+            request.sizes = self._consensus.agree_on(values, request)
         exchange.wait()
         self.note_call(request)
         return self.look_up(request)
 
     def prepare(self, features: Any) -> LookupRequest:
         """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""
-        features, problem = self._check_ids.check(self._inputs.prepare(features))
-        return LookupRequest(self, features, problem)
+        try:
+            features, smallest, largest = self._inputs.prepare(features)
+        except IdsError as problem:
+            return LookupRequest(self, self._inputs.nothing(self._device), problem, NO_FORM)
+        features, problem_of_ids = self._check_ids.check(features, smallest, largest)
+        return LookupRequest(self, features, problem_of_ids, form_of(features))
 
     def pad(self, request: LookupRequest) -> None:
         """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""

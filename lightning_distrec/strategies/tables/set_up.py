@@ -204,6 +204,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
             shards.known_keys,
             check,
             push,
+            run.device,
             run.output_dtype,
             compare_examples,
             partial(shards.note_used_tables, path),

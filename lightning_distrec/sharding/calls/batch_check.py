@@ -1,0 +1,115 @@
+"""Checks what a batch's ids are made of, before any kernel reads them: their lengths, weights and types must fit.
+
+FBGEMM and torchrec trust lengths. Where these do not add up, bags get the rows of other bags, or memory beyond the
+tensors is read: other numbers, or the end of the process.
+"""
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_distrec._compat.torchrec import keep_length_per_key
+from lightning_distrec.errors import IdsError
+
+NO_IDS = (0, -1)
+_ID_TYPES = (torch.int64, torch.int32)
+_SHOWN = 5
+
+
+def check_batch(what: str, features: KeyedJaggedTensor, weights: Tensor | None) -> tuple[int, int]:
+    """Return the smallest and the largest id, NO_IDS where there are none; waits for a GPU once.
+
+    what: names the lookup in errors. weights: of the ids, where they count.
+    Raises IdsError: types, lengths, offsets or weights do not fit.
+    """
+    values = features.values()
+    offsets = features.offsets_or_none() if features.lengths_or_none() is None else None
+    _check_type(what, "ids", values)
+    if offsets is not None:
+        _check_type(what, "offsets", offsets)
+    lengths = features.lengths()
+    _check_type(what, "lengths", lengths)
+    _check_weights(what, values, features.weights_or_none(), weights is not None)
+    bags = _check_number_of_lengths(what, features, lengths.numel())
+    if not lengths.numel():
+        if values.numel():
+            raise IdsError(f"{what} has {values.numel()} ids, but no lengths, so that they belong to no bag.")
+        return NO_IDS
+    # All that is needed of the tensors' values is read at once.
+    smallest_and_largest = list(torch.aminmax(values)) if values.numel() else []
+    first_offset = [] if offsets is None else [offsets[0]]
+    sums = lengths.view(-1, bags).sum(1) if bags else lengths.sum()
+    shortest, longest, *numbers = _read(*torch.aminmax(lengths), *first_offset, *smallest_and_largest, sums)
+    if offsets is not None and (first := numbers.pop(0)) != 0:
+        raise IdsError(f"{what} has offsets that begin with {first}; they must begin with 0.")
+    found = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
+    if shortest < 0:
+        raise IdsError(
+            f"{what} has a bag of {shortest} ids{_of_bag(features, lengths)}. Lengths must be 0 or more, and offsets "
+            "must never fall."
+        )
+    if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
+        raise IdsError(
+            f"{what} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
+            f"{_by_feature(features.keys(), numbers)}. Each id must belong to one bag."
+        )
+    if bags and not keep_length_per_key(features, numbers):
+        raise IdsError(f"{what} was made with a length_per_key that its lengths do not add up to, {numbers}.")
+    return found
+
+
+def _read(*tensors: Tensor) -> list[int]:
+    """Return the values of all tensors, each of no or one dimension; the device is waited for once."""
+    if not tensors[0].is_cpu:
+        numbers: list[int] = torch.cat([tensor.view(-1) for tensor in tensors]).tolist()
+        return numbers
+    numbers = []
+    for tensor in tensors:
+        numbers += tensor.tolist() if tensor.dim() else [int(tensor)]
+    return numbers
+
+
+def _check_type(what: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _ID_TYPES or tensor.dim() != 1:
+        raise IdsError(
+            f"{what} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}. They must be int64 or int32, and of "
+            "one dimension."
+        )
+
+
+def _check_weights(what: str, values: Tensor, weights: Tensor | None, count: bool) -> None:
+    if weights is not None and (weights.shape != values.shape or (count and not weights.is_floating_point())):
+        raise IdsError(
+            f"{what} has {values.numel()} ids, and weights of {weights.dtype} and shape {tuple(weights.shape)}. Give "
+            "each id one weight, of a floating point type."
+        )
+
+
+def _check_number_of_lengths(what: str, features: KeyedJaggedTensor, number: int) -> int | None:
+    """Return the number of bags of each feature; None: features have unequal numbers."""
+    keys, variable = features.keys(), features.variable_stride_per_key()
+    if not variable and number == len(keys) * (stride := features.stride()):
+        return stride
+    bags = features.stride_per_key() if variable else [features.stride()] * len(keys)
+    if len(bags) != len(keys) or number != sum(bags) or min(bags, default=0) < 0:
+        raise IdsError(
+            f"{what} has {number} lengths, but {sum(bags)} are needed{_by_feature(keys, bags)}. Give every feature one "
+            "length for each example, 0 for an empty bag."
+        )
+    return None
+
+
+def _by_feature(keys: list[str], numbers: list[int]) -> str:
+    if len(keys) < 2 or len(keys) != len(numbers):
+        return ""
+    shown = ", ".join(f"'{key}': {number}" for key, number in list(zip(keys, numbers, strict=True))[:_SHOWN])
+    return f" ({shown}{', ...' if len(keys) > _SHOWN else ''})"
+
+
+def _of_bag(features: KeyedJaggedTensor, lengths: Tensor) -> str:
+    first = int((lengths < 0).nonzero()[0])
+    for key, bags in zip(features.keys(), features.stride_per_key(), strict=True):
+        if first < bags:
+            return f" in feature '{key}', example {first}"
+        first -= bags
+    return ""

@@ -1,0 +1,156 @@
+"""Batches that do not fit: an error of ours on every rank before ids leave it, or the numbers of one process."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distrec.errors import DistRecError
+from tests.support.click_model import EvaluatedModel, make_batch, seeded
+from tests.support.embedding_models import loader
+from tests.support.malformed_batches import STRATEGY, EveryKind, draw_cases, good, with_weights_of_the_tables_type
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import make_trainer
+
+Batch = dict[str, Tensor]
+
+
+class LooksUpEach(EveryKind):
+    """Looks up malformed batches one after the other before it trains."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        super().__init__()
+        self.cases = (seed, number)
+        self.found: dict[str, Any] = {}
+
+    def on_train_start(self) -> None:
+        rank, num_ranks = rank_and_num_ranks()
+        unsharded = seeded(EveryKind)
+        for kind, name, of_ranks in draw_cases(*self.cases, num_ranks):
+            try:
+                with torch.no_grad():
+                    values = self.look_up(kind, copy.deepcopy(of_ranks[rank]))
+            except DistRecError as error:
+                self.found[name] = f"{type(error).__name__}: {error}"
+                continue
+            except Exception as error:
+                self.found[name] = AssertionError(f"no error of ours: {error!r}")
+                continue
+            with torch.no_grad():
+                try:
+                    wanted = unsharded.look_up(kind, with_weights_of_the_tables_type(of_ranks[rank]))
+                except Exception as error:
+                    self.found[name] = AssertionError(f"one process raises {error!r}")
+                    continue
+            same = values.shape == wanted.shape and torch.allclose(values, wanted, atol=1e-6)
+            self.found[name] = same or f"{values} for {wanted}"
+
+
+def _look_up_each(seed: int, number: int) -> dict[str, Any]:
+    model = seeded(LooksUpEach, seed, number)
+    batch = {kind: good(kind, torch.Generator().manual_seed(0)) for kind in ("by_table", "item")}
+    make_trainer(STRATEGY).fit(model, loader([batch]))
+    return model.found
+
+
+def _check(seed: int, number: int, num_ranks: int) -> None:
+    of_ranks = run_on_warm_ranks(_look_up_each, num_ranks, seed, number)
+    num_errors = 0
+    for name in of_ranks[0]:
+        found = [of_rank[name] for of_rank in of_ranks]
+        if isinstance(found[0], str):
+            num_errors += 1
+            assert all(isinstance(of_rank, str) for of_rank in found), (name, found)
+            assert all(name.split(":")[0] in of_rank for of_rank in found), (name, found)
+        else:
+            assert all(of_rank is True for of_rank in found), (name, found)
+    assert 100 < num_errors < len(of_ranks[0])
+
+
+_ONE_MORE_ONE_LESS = (torch.arange(32) == 3).long() - (torch.arange(32) == 20).long()
+CHANGES: dict[str, tuple[Callable[[Batch], Batch], str]] = {
+    "a length too large": (
+        lambda batch: batch | {"lengths": batch["lengths"] + (torch.arange(32) == 3)},
+        r"'ebc' has \d+ ids, but its lengths add up to \d+ \('a': \d+, 'b': ",
+    ),
+    "lengths of the right sum": (
+        lambda batch: batch | {"lengths": batch["lengths"] + 9 * _ONE_MORE_ONE_LESS},
+        r"'ebc' has a bag of -\d ids in feature 'c', example 4",
+    ),
+    "short weights": (
+        lambda batch: batch | {"weights": batch["weights"][:-1]},
+        r"'ebc' has \d+ ids, and weights of torch.float32 and shape",
+    ),
+    "float ids": (
+        lambda batch: batch | {"ids": batch["ids"].float()},
+        r"'ebc' has ids of torch.float32 and shape \(\d+,\)\. They must be int64 or int32",
+    ),
+    "other types": (
+        lambda batch: batch | {"lengths": batch["lengths"].int()},
+        "ranks called 'ebc' with .* rank 0: .*lengths of torch.int64, weights of torch.float32; rank 1: .*torch.int32",
+    ),
+}
+
+
+class GetsBadBatch(EvaluatedModel):
+    """Gets a bad batch on one rank."""
+
+    change = ""
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return CHANGES[self.change][0](batch) if batch.pop("bad", None) is not None else batch
+
+
+def _run_stage(stage: str, change: str, depth: int) -> tuple[str, int]:
+    """Return what was raised, and the number of steps before."""
+    rank, _ = rank_and_num_ranks()
+    model = seeded(GetsBadBatch, torch.optim.SGD, {"lr": 0.1}, weighted=True)
+    model.change = change
+    batches = [make_batch(10 * step + rank) for step in range(4)]
+    if rank == 1:
+        batches[3]["bad"] = torch.ones(1)
+    trainer = make_trainer({"pipeline": {"depth": depth}})
+    try:
+        getattr(trainer, stage)(model, loader(batches))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", len(model.losses)
+    return "nothing was raised", len(model.losses)
+
+
+QUICK = [
+    ("fit", "a length too large", 3),
+    ("fit", "float ids", 3),
+    ("fit", "other types", 1),
+    ("fit", "other types", 3),
+    ("predict", "short weights", 3),
+]
+REST = [
+    *(("fit", change, depth) for change in CHANGES for depth in (1, 2, 3)),
+    *((stage, change, 3) for stage in ("validate", "test", "predict") for change in CHANGES),
+]
+
+
+@pytest.mark.parametrize("runs", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["quick", "rest"])
+def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(runs: list[tuple[str, str, int]]) -> None:
+    first, second = run_each_on_ranks({str(run): (_run_stage, *run) for run in runs}, 2)
+    for stage, change, depth in runs:
+        case = str((stage, change, depth))
+        assert first[case] == second[case], case
+        said, steps = first[case]
+        assert re.search(f"^IdsError: {CHANGES[change][1]}", said), (case, said)
+        assert steps == (3 if stage == "fit" else 0), case
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_malformed_batch_gives_the_numbers_of_one_process_or_an_error_of_ours(num_ranks: int) -> None:
+    _check(0, 200, num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_malformed_batches_on_three_ranks(seed: int) -> None:
+    _check(seed, 1000, 3)
