@@ -1,16 +1,18 @@
 """Trains an unchanged LightningModule with its embedding tables sharded over many ranks and nodes.
 
-Importing this package registers the strategies with Lightning. torchrec and fbgemm load when a strategy that needs
-them is made, or when one of the names below that needs them is first used.
+Importing this package registers the strategies with Lightning, and lets it read checkpoints that are folders. torchrec
+and fbgemm load when a strategy that needs them is made, or when one of the names below that needs them is first used.
 """
 
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_distrec._compat.lightning import override_environment_choice
+from lightning_distrec._compat.lightning_saving import read_folders_too
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
@@ -99,6 +101,17 @@ def _is_ours(strategy: Any) -> bool:
 
 
 override_environment_choice(_is_ours, _choose_environment)
+
+
+def _is_folder(path: Any) -> bool:
+    return isinstance(path, (str, Path)) and (Path(path) / "complete.json").is_file()
+
+
+def _read_folder(path: Any, with_optimizers: bool) -> Any:
+    return import_module("lightning_distrec.checkpoint.tools.contents").read_full(Path(path), with_optimizers)
+
+
+read_folders_too(_is_folder, _read_folder)
 
 
 def _make(class_name: str, **arguments: Any) -> Any:

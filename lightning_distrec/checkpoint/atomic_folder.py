@@ -1,7 +1,8 @@
-"""A checkpoint's folder on disk: under its final name only once it is complete.
+"""A checkpoint on disk, a folder or a file: under its final name only once it is complete.
 
 It is written under a temporary name in the same folder; the marker, which lists every file, is written last; then the
-folder is renamed. So whenever a process or machine stops, what has a checkpoint's name is complete.
+folder is renamed. A file is written inside of such a folder, and renamed out of it. So whenever a process or machine
+stops, what has a checkpoint's name is complete.
 """
 
 import contextlib
@@ -33,14 +34,14 @@ _LOCK = ".lock"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a complete checkpoint's folder."""
-    return (path / MARKER).is_file()
+    """Whether `path` is a complete checkpoint: a folder with its marker, or a file, whose name it gets in the end."""
+    return path.is_file() or (path / MARKER).is_file()
 
 
 def read_marker(path: Path) -> dict[str, Any]:
     """Return what the marker says. Raises CheckpointError: the folder is incomplete, damaged, or of a later format."""
     try:
-        if not is_checkpoint(path):
+        if not (path / MARKER).is_file():
             raise OSError
         marker = json.loads((path / MARKER).read_text())
     except OSError:
@@ -116,6 +117,17 @@ class UnfinishedFolder:
             fsync(self._final.parent)
         (self._final / _LOCK).unlink(missing_ok=True)
         self._unlock()
+
+    def complete_as_file(self, name: str) -> None:
+        """Give the final name to a file of this folder, and remove the folder. What had that name is replaced."""
+        file = self.path / name
+        fsync(file)
+        if self._final.is_dir() and not self._final.is_symlink():
+            _exchange(file, self._final)  # no rename replaces a folder by a file
+        else:
+            os.replace(file, self._final)
+        fsync(self._final.parent)
+        self.abandon()
 
     def abandon(self) -> None:
         """Remove the folder; what is under the final name stays."""

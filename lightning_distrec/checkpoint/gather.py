@@ -8,16 +8,17 @@ from torch import Tensor
 
 from lightning_distrec.checkpoint.chunking import as_chunked
 from lightning_distrec.checkpoint.plain_state import map_nested
-from lightning_distrec.checkpoint.save import Ranks
 from lightning_distrec.chunks import Box, ChunkedTensor, narrowed, row_ranges
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.ranks import Ranks
 
 
-def gather_on_rank_0(state: Any, ranks: Ranks) -> Any:
+def gather_on_rank_0(state: Any, ranks: Ranks, group: Any = None) -> Any:
     """Collective. Return nested dicts and lists with full tensors, on the host of rank 0, in place of sharded ones.
 
     Other ranks get empty tensors in their place. They go to rank 0 one after the other, in blocks of 64 MiB, so that no
     device holds more than its own shards and a block.
+    group: a gloo group to send them over, for a thread; None: the default group.
     Raises CheckpointError on every rank: rank 0 has not enough free memory for them.
     """
     found: list[ChunkedTensor] = []
@@ -33,7 +34,7 @@ def gather_on_rank_0(state: Any, ranks: Ranks) -> Any:
     ranks.all_or_none("gathering the tables", lambda: _check_memory(found, ranks.rank))
     boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in found])
     full = {
-        id(chunked): _send_to_rank_0(chunked, [of_rank[i] for of_rank in boxes], ranks.rank)
+        id(chunked): _send_to_rank_0(chunked, [of_rank[i] for of_rank in boxes], ranks, group)
         for i, chunked in enumerate(found)
     }
 
@@ -43,23 +44,25 @@ def gather_on_rank_0(state: Any, ranks: Ranks) -> Any:
     return put(state, "")
 
 
-def _send_to_rank_0(chunked: ChunkedTensor, boxes: list[list[Box]], rank: int) -> Tensor:
+def _send_to_rank_0(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: Any) -> Tensor:
     """Collective. Return the full tensor on rank 0, on the host; an empty one on the others. boxes: each rank's."""
+    rank = ranks.rank
     full = torch.empty(chunked.shape if rank == 0 else 0, dtype=chunked.dtype)
     zero = (0,) * len(chunked.shape)
     mine = {chunk.box: chunk.tensor for chunk in chunked.chunks}
+    device = torch.device("cpu") if ranks.num_ranks == 1 or group is not None else _device()
     for source, of_source in enumerate(boxes):
         for offsets, shape in of_source:
             for first, count in row_ranges(shape, chunked.dtype.itemsize):
                 box = (offsets[0] + first, *offsets[1:]), (count, *shape[1:])
                 block = mine[offsets, shape][first : first + count] if source == rank else None
                 # NCCL sends no tensors on the host.
-                rows = None if block is None else block.to(_device()).contiguous()
+                rows = None if block is None else block.to(device).contiguous()
                 if rank == 0 and rows is None:
-                    rows = torch.empty(box[1], dtype=chunked.dtype, device=_device())
-                    dist.recv(rows, src=source)
+                    rows = torch.empty(box[1], dtype=chunked.dtype, device=device)
+                    dist.recv(rows, src=source, group=group)
                 elif rank and rows is not None:
-                    dist.send(rows, dst=0)
+                    dist.send(rows, dst=0, group=group)
                 if rank == 0 and rows is not None:
                     narrowed(full, zero, box).copy_(rows)
     return full
@@ -70,14 +73,20 @@ def _device() -> torch.device:
 
 
 def _check_memory(tensors: list[ChunkedTensor], rank: int) -> None:
-    needed = sum(torch.Size(chunked.shape).numel() * chunked.dtype.itemsize for chunked in tensors)
-    if rank == 0 and needed > (free := _free_host_bytes()):
+    needed = sum(map(num_bytes, tensors))
+    if rank == 0 and needed > (free := free_host_bytes()):
         raise CheckpointError(
             f"a checkpoint in one file gathers the tables on rank 0: {needed:,} bytes, but its host has {free:,} free. "
-            "Leave checkpoint={'distributed': True}, where each rank writes its own shards."
+            "Set checkpoint={'distributed': True}, where each rank writes its own shards."
         )
 
 
-def _free_host_bytes() -> int:
+def num_bytes(chunked: ChunkedTensor) -> int:
+    """Return the bytes of the full tensor."""
+    return torch.Size(chunked.shape).numel() * chunked.dtype.itemsize
+
+
+def free_host_bytes() -> int:
+    """Return the memory of this host that is free."""
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, stored_tensor
-from lightning_distrec.checkpoint.plain_state import CHUNKED, insert_tensors, read_plain
+from lightning_distrec.checkpoint.plain_state import CHUNKED, from_bytes, insert_tensors, read_plain
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
+from lightning_distrec.checkpoint.single_file import split_extra
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
 from lightning_distrec.errors import CheckpointError
 
@@ -28,11 +29,11 @@ class Loaded:
     checkpoint: dict[str, Any]
     """As it was saved; of sharded tensors there is a `LazyTensor` to read from."""
     rank_state: dict[str, Any] | None
-    """What this rank alone had saved; None on another number of ranks, and for plain files."""
+    """What this rank alone had saved; None on another number of ranks, and for files of other programs."""
     rank_0_state: dict[str, Any] | None
-    """What rank 0 alone had saved; None for plain files."""
+    """What rank 0 alone had saved; None for files of other programs."""
     marker: dict[str, Any] | None
-    """The content of a folder's marker; None for plain files."""
+    """The content of a folder's marker, or a file's `EXTRA`; None for files of other programs."""
 
 
 def load(path: Path, rank: int, num_ranks: int) -> Loaded:
@@ -41,7 +42,17 @@ def load(path: Path, rank: int, num_ranks: int) -> Loaded:
         return _load_folder(path, rank, num_ranks)
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}.")
-    return Loaded(_load_file(path), None, None, None)
+    checkpoint, extra = split_extra(path, _load_file(path))
+    if extra is None:
+        return Loaded(checkpoint, None, None, None)
+    try:
+        states: list[bytes] = extra["rank_states"]
+        same_ranks = len(states) == num_ranks
+        rank_0_state = from_bytes(states[0], f"the state of rank 0 in {path}")
+        rank_state = from_bytes(states[rank], f"the state of rank {rank} in {path}") if same_ranks else None
+    except (KeyError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: it lacks the states of its ranks ({error!r}).") from error
+    return Loaded(checkpoint, rank_state, rank_0_state, extra)
 
 
 def _load_folder(path: Path, rank: int, num_ranks: int) -> Loaded:

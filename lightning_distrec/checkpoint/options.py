@@ -3,15 +3,20 @@
 from dataclasses import dataclass, field
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.units import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """How to write checkpoints, and how to load those of a module that has changed since."""
 
-    distributed: bool = True
-    """Let each rank write its own shards, into a folder. False: gather full tables on rank 0, and write one file as
-    Lightning does."""
+    distributed: bool | None = None
+    """True: write a folder, to which each rank writes its own shards. False: gather full tensors on rank 0, which
+    writes one file as Lightning does. None: a folder where tensors are sharded and not small, see `single_file_below`;
+    otherwise one file."""
+
+    single_file_below: str | int = "2GiB"
+    """Size of all tensors below which a checkpoint with sharded tensors is one file; 0 writes folders only."""
 
     async_save: bool = False
     """Train on while a copy of the tables on the host is written; at most one checkpoint at a time."""
@@ -27,15 +32,17 @@ class CheckpointOptions:
     """Accept tables with more rows than in the checkpoint: load the old rows, and initialize the others."""
 
     def __post_init__(self) -> None:
-        if self.async_save and not self.distributed:
-            raise ConfigError(
-                "checkpoint: async_save=True needs distributed=True, where each rank writes its own shards. Set one of "
-                "them only: async_save=True or distributed=False."
-            )
+        self.single_file_bytes  # noqa: B018  an invalid size is an error at once
         if not isinstance(self.rename, dict):
             raise ConfigError(
                 f"checkpoint: rename={self.rename!r} must map names in the checkpoint to names in the module."
             )
+
+    @property
+    def single_file_bytes(self) -> int:
+        """`single_file_below` as a number of bytes."""
+        given = self.single_file_below
+        return 0 if given in (0, "0") else parse_bytes(str(given), f"checkpoint: single_file_below={given!r}")
 
     def renamed(self, name: str) -> str:
         """Return the name in the module of what is called `name` in the checkpoint."""

@@ -147,13 +147,22 @@ def _loads(value: Any) -> bool:
 
 def read_plain(path: Path) -> Any:
     """Read plain types and tensors, on the host, from a file of torch.save. Raises CheckpointError: it holds others."""
+    return _load_plain(path, path, mmap=zipfile.is_zipfile(path))
+
+
+def from_bytes(content: bytes, what: str) -> Any:
+    """Return what `to_bytes` was given. what: what messages call it. Raises CheckpointError: it is something else."""
+    return _load_plain(io.BytesIO(content), what, mmap=False)
+
+
+def _load_plain(file: Any, what: Any, mmap: bool) -> Any:
     try:
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        return torch.load(file, weights_only=True, map_location="cpu", mmap=mmap)
     except FileNotFoundError:
-        raise CheckpointError(f"there is no file {path}.") from None
+        raise CheckpointError(f"there is no file {what}.") from None
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read: it holds something other than tensors and plain types, or is damaged "
+            f"{what} cannot be read: it holds something other than tensors and plain types, or is damaged "
             f"({_reason(error)}). Nothing in it was run."
         ) from None
 
@@ -168,18 +177,25 @@ def _reason(error: Exception) -> str:
     return message.strip().splitlines()[0]
 
 
+def numbered_names(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of an optimizer's parameters, in the order of the numbers that torch gives them."""
+    return list(dict.fromkeys(name for group in state["param_groups"] for name in group["params"]))
+
+
 def plain_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state as torch keeps it: parameters by number instead of by name.
 
     state: "param_groups", whose "params" are names, and "state", by name.
     """
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in state["param_groups"]:
-        for name in group["params"]:
-            numbers.setdefault(name, len(numbers))
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    numbers = {name: number for number, name in enumerate(numbered_names(state))}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
     return {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}
+
+
+def named_optimizer_state(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return an optimizer's state by names again. names: of the parameters, in the order of their numbers."""
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[number]: values for number, values in state["state"].items()}, "param_groups": groups}
 
 
 def state_by_name(

@@ -60,6 +60,28 @@ class Snapshot:
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     """Name -> content of files that loading does not need; rank 0's."""
 
+    def on_host(self) -> "Snapshot":
+        """Return a copy whose tensors share no memory with the module and its optimizers."""
+        return replace(self, tensors=copy_to_host(self.tensors))
+
+    def write(self, ranks: RanksOfThread) -> None:
+        """Collective. Write the folder; it appears under its name when it is complete."""
+        write(self, ranks)
+
+
+class Writable(Protocol):
+    """What a rank writes of a checkpoint, of either form."""
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's path."""
+
+    def on_host(self) -> "Writable":
+        """Return a copy whose tensors share no memory with the module and its optimizers."""
+
+    def write(self, ranks: RanksOfThread) -> None:
+        """Collective. Write the checkpoint. Raises CheckpointError on every rank, and what was there before stays."""
+
 
 def take_snapshot(
     path: Path,
@@ -115,12 +137,12 @@ def write(snapshot: Snapshot, ranks: RanksOfThread) -> None:
             folder.complete(snapshot.marker)
 
     try:
-        name = _on_all_ranks(ranks, snapshot.path, begin)
+        name = on_all_ranks(ranks, snapshot.path, begin)
         folder = snapshot.path.parent / ranks.all_gather(name)[0]
-        _on_all_ranks(ranks, snapshot.path, lambda: _must_see(folder))
+        on_all_ranks(ranks, snapshot.path, lambda: _must_see(folder))
         write_tensors(folder, snapshot.tensors, ranks.group, snapshot.path)
-        _on_all_ranks(ranks, snapshot.path, write_rest)
-        _on_all_ranks(ranks, snapshot.path, complete)
+        on_all_ranks(ranks, snapshot.path, write_rest)
+        on_all_ranks(ranks, snapshot.path, complete)
     finally:
         for folder_left in unfinished:
             folder_left.abandon()
@@ -134,7 +156,9 @@ def _must_see(folder: Path) -> None:
         )
 
 
-def _on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T:
+def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T:
+    """Collective. Run a part of writing on every rank. Raises CheckpointError on all: it has failed on one of them."""
+
     def checked() -> T:
         try:
             return action()
@@ -158,23 +182,23 @@ class Saver:
         """The checkpoint that is being written."""
         self._to_remove: list[Path] = []
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: Writable) -> None:
         """Collective. Write the checkpoint, or start to, once an earlier one is finished.
 
         Raises CheckpointError on every rank: this one, or the one before it, could not be written.
         """
         self.finish()
         if not self._is_async:
-            write(snapshot, self._ranks)
+            snapshot.write(self._ranks)
             return
-        on_host = replace(snapshot, tensors=copy_to_host(snapshot.tensors))
+        on_host = snapshot.on_host()
         self.in_flight = snapshot.path
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Writable) -> None:
         try:
-            write(snapshot, self._ranks)
+            snapshot.write(self._ranks)
         except BaseException as failure:
             self._failure = failure
 

@@ -69,8 +69,9 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
             next batch's ids are exchanged while this one computes. None: 3.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent: "fp32", "fp16" or
             "bf16". 16 bits halve the bytes and give other numbers. None: float32.
-        checkpoint: distributed, async_save, start_from, rename, grow_tables: see CheckpointOptions. By default every
-            rank writes its shards into a folder, which any number of ranks and any plan can load.
+        checkpoint: distributed, single_file_below, async_save, start_from, rename, grow_tables: see CheckpointOptions.
+            By default a small checkpoint is one file, and every rank writes its shards of a large one into a folder;
+            any number of ranks and any plan can load both.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions. By default the signal that Slurm
             sends before the time limit saves a checkpoint and requeues the job, which resumes from it.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:

@@ -107,13 +107,14 @@ def _held(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
         yield from (("state", value) for value in state.values() if value.dim())
 
 
-def _train(folder: str, is_async: bool) -> None:
+def _train(folder: str, is_async: bool, one_file: bool) -> None:
     """Train and save after every step, on from the last checkpoint, until killed; write down what was reported."""
     leftovers = _outdated(Path(folder))
     keep = ModelCheckpoint(
         folder, filename="{step}", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
     )
-    options = {"checkpoint": {"async_save": is_async}, "tables": {"ebc.kept": {"embedding_update": "dense"}}}
+    checkpoint = {"async_save": is_async, "distributed": not one_file}
+    options = {"checkpoint": checkpoint, "tables": {"ebc.kept": {"embedding_update": "dense"}}}
     trainer = make_trainer(options, callbacks=[Counts(), keep], enable_checkpointing=True)
     save, begun = trainer.strategy.save_checkpoint, []
 
@@ -199,7 +200,8 @@ class Kills:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         (scratch := self.folder.parent / "scratch").mkdir(exist_ok=True)
-        port, arguments = free_port(), (str(self.folder), self.is_async)
+        # Files and folders take turns, and replace each other under one name.
+        port, arguments = free_port(), (str(self.folder), self.is_async, len(self.told) % 2 == 0)
         ranks = [
             context.Process(target=_run, args=(_train, arguments, rank, 2, port, str(scratch))) for rank in range(2)
         ]
@@ -284,7 +286,14 @@ def test_after_a_kill_at_any_moment_every_checkpoint_is_whole_and_the_last_is_re
 )
 def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_async: bool, victim: int) -> None:
     (folder := tmp_path / "run").mkdir()
-    command = [sys.executable, "-m", "tests.multiprocess.test_checkpoint_crashes", str(folder), str(int(is_async))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.multiprocess.test_checkpoint_crashes",
+        str(folder),
+        str(int(is_async)),
+        str(victim),
+    ]
     common = {"WORLD_SIZE": "2", "TEST_NUM_RANKS": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     said = [open(tmp_path / f"{rank}.said", "w+") for rank in range(2)]  # noqa: SIM115  the processes write into them
@@ -549,4 +558,4 @@ def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
 
 
 if __name__ == "__main__":
-    _train(sys.argv[1], sys.argv[2] == "1")
+    _train(sys.argv[1], sys.argv[2] == "1", sys.argv[3] == "1")

@@ -72,7 +72,10 @@ def _model(*args: Any, **options: Any) -> Model:
 
 def _trainer(is_async: bool = False, *callbacks: Any, **options: Any) -> pl.Trainer:
     tables = {"ebc.narrow": {"embedding_update": "dense"}}
-    strategy = {"checkpoint": {"async_save": is_async} | options.pop("checkpoint", {}), "tables": tables}
+    strategy = {
+        "checkpoint": {"distributed": True, "async_save": is_async} | options.pop("checkpoint", {}),
+        "tables": tables,
+    }
     strategy |= {key: options.pop(key) for key in ("pipeline", "tables") if key in options}
     checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     return make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=checkpointing, **options)

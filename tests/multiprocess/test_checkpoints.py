@@ -138,7 +138,7 @@ def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_sharding_type(tm
 def _save_without_room(path: str) -> str:
     from lightning_distrec.checkpoint import gather
 
-    gather._free_host_bytes = lambda: 1000
+    free_host_bytes, gather.free_host_bytes = gather.free_host_bytes, lambda: 1000
     model = seeded(EvaluatedModel, *SGD)
     trainer = make_trainer(ONE_FILE)
     model.on_train_end = lambda: None
@@ -147,6 +147,8 @@ def _save_without_room(path: str) -> str:
         trainer.save_checkpoint(path)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        gather.free_host_bytes = free_host_bytes
     return "nothing"
 
 

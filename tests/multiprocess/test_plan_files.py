@@ -45,10 +45,12 @@ def fit(
     ckpt_path: str | None = None,
     cuts: list[str] | None = None,
     memory_bytes: int | None = None,
+    one_file: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train on this rank; return the plan that was followed, the losses and the weights."""
     strategy = {"planning": planning, "tables": tables, "sharding_types": cuts, "memory_bytes_per_rank": memory_bytes}
+    strategy["checkpoint"] = {"distributed": not one_file}
     trainer = make_trainer(strategy, **options)
     module = seeded(ClickModel, *optimizer)
     trainer.fit(module, rank_loader(steps, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
@@ -76,6 +78,7 @@ def _fit_and_save(folder: str) -> dict[str, Any]:
         "wide": {"sharding_types": ["column_wise"], "min_partition": 4},
         "narrow": {"sharding_types": ["row_wise"]},
     }
+    fit(save=f"{folder}/file.ckpt", tables=tables, one_file=True)
     return fit(logger=CSVLogger(folder, name="logs", version=0), save=f"{folder}/it.ckpt", tables=tables)
 
 
@@ -87,6 +90,7 @@ def _follow(folder: str) -> dict[str, Any]:
     os.environ[VARIABLE] = "nowhere.json"
     followed["by checkpoint, and not the variable"] = fit({"plan_file": checkpoint})
     del os.environ[VARIABLE]
+    followed["by a checkpoint that is one file"] = fit({"plan_file": f"{folder}/file.ckpt"})
     # a checkpoint of one plan goes on under another
     followed["resumed"] = fit(ckpt_path=checkpoint, max_steps=STEPS)
     return followed
@@ -240,7 +244,7 @@ def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
 
     def trainer(name: str, planning: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
         options = {"logger": CSVLogger(folder, name=name, version=0), "default_root_dir": f"{folder}/{name}"} | options
-        return make_trainer({"planning": planning}, **options)
+        return make_trainer({"planning": planning, "checkpoint": {"distributed": True}}, **options)
 
     found = {}
     for name, options in {

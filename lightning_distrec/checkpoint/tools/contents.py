@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, stored_tensor
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized, stored_tensor
 from lightning_distrec.checkpoint.load import load
-from lightning_distrec.checkpoint.plain_state import insert_tensors, map_nested, read_plain
+from lightning_distrec.checkpoint.plain_state import insert_tensors, map_nested, plain_optimizer_state, read_plain
 from lightning_distrec.checkpoint.save import STATE_FILE
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
@@ -25,13 +25,16 @@ class Contents:
     checkpoint: dict[str, Any]
     """As Lightning has it; a bare state_dict is under "state_dict". Tensors are here, mapped, or handles."""
     marker: dict[str, Any] | None
-    """The content of a folder's marker; None for plain files."""
+    """The content of a folder's marker, or of a file's `EXTRA`; None for files of other programs."""
 
 
 def read_contents(path: Path) -> Contents:
     """Read a checkpoint's folder, or a plain file, without its large tensors. Raises CheckpointError: see `load`."""
     try:
-        return _read_folder(path) if path.is_dir() else Contents(load(path, rank=0, num_ranks=1).checkpoint, None)
+        if path.is_dir():
+            return _read_folder(path)
+        loaded = load(path, rank=0, num_ranks=1)
+        return Contents(loaded.checkpoint, loaded.marker)
     except (
         AttributeError,
         KeyError,
@@ -53,6 +56,24 @@ def _read_folder(path: Path) -> Contents:
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path / STATE_FILE} is damaged: it holds a {type(checkpoint).__name__}.")
     return Contents(checkpoint, marker)
+
+
+def read_full(path: Path, with_optimizers: bool) -> dict[str, Any]:
+    """Read a checkpoint's folder into memory, as stock Lightning has it.
+
+    with_optimizers: also read the optimizers' state, which is 0 to 2 times as large as the weights; without, it is left
+    out. Raises CheckpointError: see `load`.
+    """
+    checkpoint = read_contents(path).checkpoint
+    states = checkpoint.pop("optimizer_states", None)
+    if states is not None:
+        checkpoint["optimizer_states"] = [plain_optimizer_state(state) for state in states] if with_optimizers else []
+
+    def read(value: Any, where: str) -> Any:
+        return map_nested(materialized(value), where, read)
+
+    full: dict[str, Any] = read(checkpoint, "")
+    return full
 
 
 def tensors_of(value: Any) -> dict[str, LazyTensor]:

@@ -1,7 +1,7 @@
 """Writes and reads plans as JSON files that people read and edit: plan.json."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +63,17 @@ def _table_text(name: str, table: PlannedTable) -> str:
     return f'  {json.dumps(name)}: {json.dumps(fields)[:-1]}, "shards": [\n{shards}\n  ]}}'
 
 
-def load_plan(path: str | Path) -> ShardingPlan:
+def load_plan(path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes) -> ShardingPlan:
     """Return the plan in a file, or in the plan.json of a checkpoint's folder.
 
-    Raises ConfigError: there is no such file. PlanError: it is no plan, has another version, or its shards do not
-    cover its tables; with the place in the file.
+    read: returns what is in a file. Raises ConfigError: there is no such file. PlanError: it is no plan, has another
+    version, or its shards do not cover its tables; with the place in the file.
     """
     file = Path(path)
     try:
         if file.is_dir():
             file = file / PLAN_FILE
-        content = json.loads(file.read_bytes(), object_pairs_hook=_each_once)
+        content = json.loads(read(file), object_pairs_hook=_each_once)
     except OSError as error:
         raise ConfigError(
             f"the plan {file} cannot be read: {error.strerror or error}. Name a {PLAN_FILE}, or the folder of a "

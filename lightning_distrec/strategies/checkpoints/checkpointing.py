@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
@@ -18,10 +19,11 @@ from lightning_distrec.checkpoint.chunking import as_chunked
 from lightning_distrec.checkpoint.gather import gather_on_rank_0
 from lightning_distrec.checkpoint.load import Loaded, load
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.checkpoint.plain_state import plain_optimizer_state, refuse_not_plain, with_plain_numbers
-from lightning_distrec.checkpoint.save import STATE_FILE, Saver, rank_file, take_snapshot
+from lightning_distrec.checkpoint.save import STATE_FILE, Saver, Writable, rank_file, take_snapshot
+from lightning_distrec.checkpoint.single_file import FileSnapshot, fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, refuse_folder
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import OptimizerStates
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters, refuse_callbacks
@@ -116,9 +118,8 @@ class Checkpointing:
             )
 
     def model_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Collective. Return the module's state as it is saved: tables as chunks or, for one file, full on rank 0."""
-        found = {key: as_chunked(value) or value for key, value in state.items()}
-        return found if self._options.distributed else self.full_state(found)
+        """Return the module's state as it is saved: tables as chunks."""
+        return {key: as_chunked(value) or value for key, value in state.items()}
 
     def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Collective. Return a state with full tables on the host of rank 0; other ranks get it without them."""
@@ -129,44 +130,52 @@ class Checkpointing:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""
-        state = OptimizerStates(self._module, self._tables, self._ranks, self._zero_rank_of).of(optimizer)
-        return state if self._options.distributed else plain_optimizer_state(gather_on_rank_0(state, self._ranks))
+        return OptimizerStates(self._module, self._tables, self._ranks, self._zero_rank_of).of(optimizer)
 
-    @property
-    def writes_folders(self) -> bool:
-        """Whether checkpoints are folders that all ranks write; else they are Lightning's own files."""
-        return self._options.distributed
+    def save(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any) -> None:
+        """Collective. Write a checkpoint, a folder or a file, or start to.
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Collective. Write a checkpoint's folder, or start to."""
-        if "://" in str(path):
-            raise ConfigError(
-                f"{path}: folders that all ranks write need a file system; set dirpath to a folder on one, or "
-                "checkpoint={'distributed': False} to let rank 0 write one file."
-            )
+        io: what writes files that are not on a local path, or all files if it is a plugin of the user's.
+        Raises CheckpointError on every rank: something is not of a plain type, or cannot be written; ConfigError: a
+        folder would be written to what is no file system.
+        """
+        drop_hyperparameters(checkpoint, self._warned)
+        where: str = self._ranks.all_gather(str(path))[0]
         rank_state = self._positions.take_out(checkpoint)
-        marker = {
-            "epoch": checkpoint["epoch"],
-            "global_step": checkpoint["global_step"],
+        facts = {
             "versions": str(find_installed()),
             "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
         }
-        path = Path(self._ranks.all_gather(str(path))[0])
         plan_files = {} if self._tables is None else self._tables.plan_files()
-        self._saver.save(take_snapshot(path.absolute(), checkpoint, rank_state, marker, self._ranks, plan_files))
+        uses_io = is_elsewhere(where, io) or storage_options is not None
+        snapshot: Writable
+        if is_plugin(io) or fits_in_one_file(checkpoint, self._options, self._ranks):
+            checkpoint = self._positions.left_in(checkpoint, rank_state)
+            file = take_file_snapshot(Path(where).absolute(), checkpoint, rank_state, facts, self._ranks, plan_files)
+            if uses_io:
+                self._write_with(io, file, where, storage_options)
+                return
+            snapshot = file
+        else:
+            if uses_io:
+                refuse_folder(where, storage_options)
+            marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts}
+            snapshot = take_snapshot(Path(where).absolute(), checkpoint, rank_state, marker, self._ranks, plan_files)
+        self._saver.save(snapshot)
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
 
-    def make_plain(self, checkpoint: dict[str, Any]) -> None:
-        """Collective. Drop hyperparameters that are not of plain types, with a warning.
+    def _write_with(self, io: CheckpointIO, snapshot: FileSnapshot, path: str, storage_options: Any) -> None:
+        """Collective. Let rank 0 write a file, at once."""
+        if self._options.async_save:
+            refuse_folder(path, storage_options)
+        content = snapshot.full_content(self._of_writer)
 
-        Raises CheckpointError on every rank: something else is not of a plain type.
-        """
-        drop_hyperparameters(checkpoint, self._warned)
-        if not self._options.distributed:
-            self._positions.leave_in(checkpoint)
-            checkpoint.update(with_plain_numbers(checkpoint))
-            self._ranks.all_or_none("saving a checkpoint", lambda: refuse_not_plain(checkpoint))
+        def write() -> None:
+            if self._ranks.rank == 0:
+                io.save_checkpoint(content, path, storage_options=storage_options)
+
+        self._ranks.all_or_none("saving a checkpoint", write)
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint; while one is being written, after that is complete."""

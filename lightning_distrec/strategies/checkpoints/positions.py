@@ -47,12 +47,14 @@ class Positions:
             state[POSITIONS] = shared
         return {"loaders": mine, "generators": generator_states()}
 
-    def leave_in(self, checkpoint: dict[str, Any]) -> None:
-        """Collective. As `take_out`, for a checkpoint in one file: rank 0's loaders stay if they have no position."""
-        mine = self.take_out(checkpoint)["loaders"]
-        state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        if mine and POSITIONS not in state:
-            state["combined_loader"] = mine
+    def left_in(self, checkpoint: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint for stock Lightning, which takes rank 0's loaders' states where there is no position."""
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        state = fit_loop["state_dict"]
+        if not rank_state["loaders"] or POSITIONS in state:
+            return checkpoint
+        state = {**state, "combined_loader": rank_state["loaders"]}
+        return {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}}}
 
     def restore(self, loaded: Loaded) -> None:
         """Set loaders, random generators and counters to where the checkpoint was saved."""

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks, consensus_of_checkpoints
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 
 
@@ -31,13 +29,3 @@ def start_session(
         return earlier
     checkpoints = Checkpointing(options, consensus, consensus_of_checkpoints(timeout_seconds), module)
     return Session(consensus=consensus, step_consensus=step_consensus, checkpoints=checkpoints)
-
-
-def refuse_checkpoint_io(checkpoints: Checkpointing, checkpoint_io: CheckpointIO) -> None:
-    """Raise ConfigError where a CheckpointIO plugin would be ignored."""
-    if checkpoints.writes_folders and not isinstance(checkpoint_io, TorchCheckpointIO):
-        raise ConfigError(
-            f"plugins={type(checkpoint_io).__name__}: a checkpoint that every rank writes its shards of goes to the "
-            "file system directly. For one that is written in the background set checkpoint={'async_save': True}; for "
-            "the plugin, checkpoint={'distributed': False}."
-        )

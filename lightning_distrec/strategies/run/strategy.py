@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -10,9 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,18 +25,20 @@ from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.cluster.threads import VARIABLE
 from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
+from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint, next_fit
+from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.run import Run
-from lightning_distrec.strategies.run.session import Session, refuse_checkpoint_io, start_session
+from lightning_distrec.strategies.run.session import start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 
 
-class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
+class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     """A DDPStrategy whose ranks are those that were launched, and agree on when to begin, save, stop and end.
 
     `setup_environment` starts its session, `setup` of a subclass its run, which `teardown` ends.
@@ -49,12 +48,10 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
     takes_launched_ranks = True
     """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
     cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
-    restore_checkpoint_after_setup = True  # type: ignore[assignment]  # a property in Lightning, which never changes
     num_local_ranks = 1
     """Ranks on this node, once the ranks have met."""
     job_checkpoint = JobCheckpoint(".", "")
     """What this job saves when it is asked to stop, and resumes from when it is restarted."""
-    _session: Session | None = None
     _run: AnyRun | None = None
 
     def __init__(
@@ -85,23 +82,11 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
         hide_upstream_deprecations()
 
     @property
-    def session(self) -> Session:
-        """What the ranks have from `setup_environment` on, in all runs."""
-        if self._session is None:
-            raise DistRecError(f"{type(self).__name__}: the ranks have not met yet; setup_environment comes first.")
-        return self._session
-
-    @property
     def run(self) -> AnyRun:
         """What the run has that is in progress, from `setup` to `teardown`."""
         if self._run is None:
             raise DistRecError(f"{type(self).__name__}: no run is in progress. The Trainer's fit, for one, begins one.")
         return self._run
-
-    @property
-    def module(self) -> LightningModule:
-        """The user's module, which the Trainer connects before it calls any hook."""
-        return self._lightning_module  # type: ignore[return-value]
 
     @property
     def launched(self) -> Launched | None:
@@ -174,7 +159,7 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
         Raises ConfigError: a CheckpointIO plugin would be ignored.
         """
         session, module = self.session, trainer.lightning_module
-        refuse_checkpoint_io(session.checkpoints, self.checkpoint_io)
+        refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
         session.checkpoints.start_run(module)
         consensus, checkpoints = session.step_consensus, session.checkpoints
         stopping = StopHandler(trainer, consensus, checkpoints, self._stop_options, self.job_checkpoint)
@@ -182,19 +167,6 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         self._run = run
         return run
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective. Return a checkpoint: a folder, or a plain file. No code is run, whatever weights_only is."""
-        return self.session.checkpoints.load(checkpoint_path)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.session.checkpoints.load_model(checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.session.checkpoints.load_optimizers(checkpoint, self.optimizers)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -225,50 +197,6 @@ class DistRecStrategy(DDPStrategy, Generic[AnyRun]):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with spans.span(spans.OPTIMIZER):
             return super().optimizer_step(optimizer, *args, **kwargs)
-
-    # -- checkpoints, in a run and after it
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collective. Return the module's state as checkpoints hold it: tables in shards; see `full_state_dict`."""
-        checkpoints = self.session.checkpoints
-        if self.module.trainer.interrupted:
-            note_failure()
-            checkpoints.require_all_ranks()
-        return checkpoints.model_state(super().lightning_module_state_dict())
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Collective. Return the module's state with full tables on the host of rank 0, also after fit has ended.
-
-        Other ranks get it without the tables. Raises CheckpointError on every rank: rank 0 has not enough memory.
-        """
-        return self.session.checkpoints.full_state(super().lightning_module_state_dict())
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Collective. Return an optimizer's state as checkpoints hold it: tables' too, by the parameters' names."""
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.session.checkpoints.optimizer_state(plain)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        checkpoints = self.session.checkpoints
-        checkpoints.make_plain(checkpoint)
-        if not checkpoints.writes_folders:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif storage_options is None:
-            checkpoints.save(checkpoint, filepath)
-        else:
-            raise ConfigError(
-                "storage_options belong to a CheckpointIO. Set checkpoint={'distributed': False} to use one."
-            )
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.session.checkpoints.writes_folders:
-            self.session.checkpoints.remove(filepath)
-        else:
-            super().remove_checkpoint(filepath)
 
     # -- the end of a run
 

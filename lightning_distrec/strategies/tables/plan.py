@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec import errors
+from lightning_distrec.checkpoint.single_file import plan_in
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
@@ -143,7 +144,7 @@ def follow(path: str, what: str, decisions: Decisions, facts: ClusterFacts) -> S
     not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     device = facts.topology.compute_device
     plan = plan_for_run(
-        load_plan(path), what, decisions.tables, decisions.constraints, facts.layout, device, not_updated
+        load_plan(path, plan_in), what, decisions.tables, decisions.constraints, facts.layout, device, not_updated
     )
     rank_zero_info(f"Tables are sharded by the plan of {what}.")
     return plan

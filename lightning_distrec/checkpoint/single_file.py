@@ -1,0 +1,204 @@
+"""A checkpoint as one file: the one that stock Lightning writes and reads, with what only we need under a key of ours.
+
+torch.load(weights_only=True), `load_from_checkpoint` and any Trainer read it. Sharded tensors are gathered on rank 0,
+optimizers' parameters have numbers as torch gives them, and `EXTRA` has their names, and what each rank alone has.
+"""
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_distrec.checkpoint.atomic_folder import FORMAT, UnfinishedFolder, clean_up
+from lightning_distrec.checkpoint.chunking import as_chunked
+from lightning_distrec.checkpoint.gather import free_host_bytes, gather_on_rank_0, num_bytes
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.checkpoint.plain_state import (
+    STORED,
+    extract_tensors,
+    insert_tensors,
+    map_nested,
+    named_optimizer_state,
+    numbered_names,
+    plain_optimizer_state,
+    read_plain,
+    refuse_not_plain,
+    to_bytes,
+)
+from lightning_distrec.checkpoint.save import PLAN_FILE, RanksOfThread, on_all_ranks
+from lightning_distrec.checkpoint.staging import copy_to_host
+from lightning_distrec.chunks import ChunkedTensor
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.ranks import Ranks
+
+EXTRA = "lightning_distrec"
+"""Key of what a file holds besides what Lightning writes: "format", "num_ranks", "versions", "plan", "files" (name ->
+content), "optimizers" (class and parameters' names of each) and "rank_states", one for each rank."""
+
+
+def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, ranks: Ranks) -> bool:
+    """Collective. Return whether a checkpoint is written as one file; rank 0 decides."""
+    if options.distributed is not None:
+        return not options.distributed
+    plain, sharded = 0, 0
+
+    def count(value: Any, path: str) -> Any:
+        nonlocal plain, sharded
+        if (chunked := as_chunked(value)) is not None:
+            sharded += num_bytes(chunked)
+        elif isinstance(value, Tensor):
+            plain += value.nbytes
+        else:
+            map_nested(value, path, count)
+        return value
+
+    count(checkpoint, "")
+    is_small = plain + sharded < options.single_file_bytes and sharded < free_host_bytes()
+    fits: list[bool] = ranks.all_gather(not sharded or is_small)
+    return fits[0]
+
+
+@dataclass(frozen=True)
+class FileSnapshot:
+    """What one rank has of a file."""
+
+    path: Path
+    content: dict[str, Any]
+    """The checkpoint, with references in the place of sharded tensors; rank 0's is written."""
+    tensors: Mapping[str, ChunkedTensor]
+    """The sharded tensors by their path in it."""
+    rank_state: bytes
+    extra: dict[str, Any]
+
+    def on_host(self) -> "FileSnapshot":
+        """Return a copy whose tensors share no memory with the module and its optimizers."""
+
+        def copied(value: Any, path: str) -> Any:
+            if isinstance(value, Tensor):
+                return value.detach().to("cpu", copy=True)
+            return map_nested(value, path, copied)
+
+        return replace(self, content=copied(self.content, ""), tensors=copy_to_host(self.tensors))
+
+    def full_content(self, ranks: RanksOfThread) -> dict[str, Any]:
+        """Collective. Return what the file holds, on rank 0; an empty dict on the others."""
+        full = gather_on_rank_0(dict(self.tensors), ranks, ranks.group)
+        states = ranks.all_gather(self.rank_state)
+        if ranks.rank:
+            return {}
+        content = insert_tensors(self.content, lambda reference: full[reference[STORED]])
+        named = content.get("optimizer_states", [])
+        optimizers = [{"optimizer": each["optimizer"], "names": numbered_names(each)} for each in named]
+        if named:
+            content["optimizer_states"] = [plain_optimizer_state(each) for each in named]
+        content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
+        return content
+
+    def write(self, ranks: RanksOfThread) -> None:
+        """Collective. Write the file; it appears under its name when it is complete.
+
+        Raises CheckpointError on every rank: one of them could not do its part. What was there before stays.
+        """
+        unfinished: list[UnfinishedFolder] = []
+
+        def begin() -> None:
+            if ranks.rank == 0:
+                clean_up(self.path.parent)
+                unfinished.append(UnfinishedFolder(self.path))
+
+        def complete() -> None:
+            for folder in unfinished:
+                _save(content, folder.path / self.path.name)
+                folder.complete_as_file(self.path.name)
+
+        try:
+            on_all_ranks(ranks, self.path, begin)
+            content = self.full_content(ranks)
+            on_all_ranks(ranks, self.path, complete)
+        finally:
+            for folder_left in unfinished:
+                folder_left.abandon()
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    """Write a file of torch. Raises OSError: it cannot be written.
+
+    Through Python's file, because torch's own says nothing of a full disk. When closing its archive, torch still raises
+    a RuntimeError on top of what the file raised.
+    """
+    try:
+        with open(path, "wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def take_file_snapshot(
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    ranks: Ranks,
+    extra_files: Mapping[str, bytes],
+) -> FileSnapshot:
+    """Collective. Return what this rank has of a file; tensors share memory with the module and its optimizers.
+
+    extra, extra_files: what `EXTRA` is to hold. Raises CheckpointError on every rank: something is no plain type.
+    """
+    content, tensors = extract_tensors(checkpoint, (), ranks.rank, ranks.num_ranks)
+
+    def check() -> bytes:
+        refuse_not_plain(content if ranks.rank == 0 else {})
+        return to_bytes(dict(rank_state))
+
+    mine = ranks.all_or_none("saving a checkpoint", check)
+    full_extra = {"format": FORMAT, "num_ranks": ranks.num_ranks, **extra, "files": dict(extra_files)}
+    return FileSnapshot(path, content, tensors, mine, full_extra)
+
+
+def plan_in(path: Path) -> bytes:
+    """Return the plan that a checkpoint's file holds; the content of a file that is no checkpoint of ours.
+
+    Raises OSError: there is no such file.
+    """
+    if zipfile.is_zipfile(path):
+        content = read_plain(path)
+        files = content.get(EXTRA, {}).get("files", {}) if isinstance(content, Mapping) else {}
+        if isinstance(found := files.get(PLAN_FILE), bytes):
+            return found
+    return path.read_bytes()
+
+
+def split_extra(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return a file's checkpoint as our folders have it, and its `EXTRA`; None for a file of another program.
+
+    Raises CheckpointError: it is of a later format, or damaged.
+    """
+    extra = content.get(EXTRA)
+    if extra is None:
+        return content, None
+    checkpoint = {key: value for key, value in content.items() if key != EXTRA}
+    try:
+        if extra["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {extra['format']}, and this version of lightning_distrec reads format {FORMAT}. "
+                "Install the version that wrote it, or a later one."
+            )
+        if extra["optimizers"]:
+            checkpoint["optimizer_states"] = [
+                {"optimizer": named["optimizer"], **named_optimizer_state(state, named["names"])}
+                for state, named in zip(checkpoint["optimizer_states"], extra["optimizers"], strict=True)
+            ]
+        if fit_loop := checkpoint.get("loops", {}).get("fit_loop"):
+            # For stock Lightning; ours are in "rank_states".
+            state = {key: value for key, value in fit_loop["state_dict"].items() if key != "combined_loader"}
+            checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: its '{EXTRA}' is not as it was written ({error!r}).") from error
+    return checkpoint, extra

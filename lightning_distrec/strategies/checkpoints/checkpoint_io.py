@@ -1,0 +1,43 @@
+"""Lightning's CheckpointIO: it writes files that are not on a local path, and all of them if the user has set one."""
+
+from typing import Any, NoReturn
+
+from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
+
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.errors import ConfigError
+
+
+def is_plugin(io: CheckpointIO) -> bool:
+    """Whether the user has set it."""
+    return type(io) is not TorchCheckpointIO
+
+
+def is_elsewhere(path: str, io: CheckpointIO) -> bool:
+    """Whether the CheckpointIO writes and removes a checkpoint: the path is no local one, or the user has set it."""
+    return "://" in path or is_plugin(io)
+
+
+def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:
+    """Raise ConfigError where a CheckpointIO plugin would be ignored."""
+    if is_plugin(io) and (options.distributed or options.async_save):
+        setting = "distributed" if options.distributed else "async_save"
+        raise ConfigError(
+            f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': True}} goes to the file "
+            "system directly. For the plugin, set checkpoint={'distributed': False}; for a checkpoint that is written "
+            "in the background, checkpoint={'async_save': True} without a plugin."
+        )
+
+
+def refuse_folder(path: str, storage_options: Any) -> NoReturn:
+    """Raise ConfigError: a CheckpointIO is to write a folder, or in the background."""
+    if storage_options is not None:
+        raise ConfigError(
+            "storage_options belong to a CheckpointIO. Set checkpoint={'distributed': False}, without async_save, to "
+            "use one."
+        )
+    raise ConfigError(
+        f"{path}: folders that all ranks write, and files that are written in the background, need a file system. Set "
+        "dirpath to a folder on one, or checkpoint={'distributed': False}, without async_save, to let rank 0 write one "
+        "file."
+    )

@@ -1,0 +1,81 @@
+"""The hooks for checkpoints, which are the same for all strategies of ours, in a run and after it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_distrec.cluster.process_exit import note_failure
+from lightning_distrec.errors import DistRecError
+from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
+from lightning_distrec.strategies.run.session import Session
+
+
+class CheckpointHooks(DDPStrategy):
+    """A DDPStrategy that saves and loads by `Checkpointing`, once its session has started."""
+
+    restore_checkpoint_after_setup = True  # type: ignore[assignment]  # a property in Lightning, which never changes
+    _session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """What the ranks have from `setup_environment` on, in all runs."""
+        if self._session is None:
+            raise DistRecError(f"{type(self).__name__}: the ranks have not met yet; setup_environment comes first.")
+        return self._session
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module, which the Trainer connects before it calls any hook."""
+        return self._lightning_module  # type: ignore[return-value]
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Collective. Return a checkpoint: a folder, or a plain file. No code is run, whatever weights_only is."""
+        return self.session.checkpoints.load(checkpoint_path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.session.checkpoints.load_model(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.session.checkpoints.load_optimizers(checkpoint, self.optimizers)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collective. Return the module's state as checkpoints hold it: tables in shards; see `full_state_dict`."""
+        checkpoints = self.session.checkpoints
+        if self.module.trainer.interrupted:
+            note_failure()
+            checkpoints.require_all_ranks()
+        return checkpoints.model_state(super().lightning_module_state_dict())
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Collective. Return the module's state with full tables on the host of rank 0, also after fit has ended.
+
+        Other ranks get it without the tables. Raises CheckpointError on every rank: rank 0 has not enough memory.
+        """
+        return self.session.checkpoints.full_state(super().lightning_module_state_dict())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collective. Return an optimizer's state as checkpoints hold it: tables' too, by the parameters' names."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.session.checkpoints.optimizer_state(plain)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Collective. Write a checkpoint, a folder or a file: see CheckpointOptions."""
+        self.session.checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if is_elsewhere(str(filepath), self.checkpoint_io):
+            super().remove_checkpoint(filepath)
+        else:
+            self.session.checkpoints.remove(filepath)

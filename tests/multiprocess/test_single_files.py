@@ -1,0 +1,264 @@
+"""Small checkpoints are one plain file: for torch.load, load_from_checkpoint, stock Lightning, and our own ranks."""
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec.checkpoint import single_file
+from lightning_distrec.checkpoint.tools.compare import compare
+from lightning_distrec.checkpoint.tools.describe import describe
+from lightning_distrec.checkpoint.tools.verify import verify
+from tests.support.embedding_models import loader, pairs
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import DEFAULTS
+
+STEPS = 4
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "torchrec": (TorchRecShardedStrategy, {"convert_embeddings": "all"}),
+    "ddp": (TunedDDPStrategy, {}),
+    "zero": (TunedDDPStrategy, {"zero_optimizer": True}),
+    "fsdp": (TunedFSDPStrategy, {"min_num_parameters": 1}),
+}
+
+
+class Ratings(pl.LightningModule):
+    """Two ordinary nn.Embeddings and a layer, built from hyperparameters."""
+
+    def __init__(self, dim: int, rate: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.users, self.films = nn.Embedding(50, dim), nn.Embedding(70, dim)
+        self.top = nn.Linear(2 * dim, 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        users, films = batch
+        found = self.top(torch.cat([self.users(users), self.films(films)], 1)).squeeze(1)
+        loss = nn.functional.mse_loss(found, ((users + films) % 3).float())
+        self.losses.append(float(loss.detach()))
+        self.log("score", float(self.global_step))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["rate"])
+
+
+def _trainer(kind: str, checkpoint: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
+    strategy, arguments = KINDS[kind]
+    made = strategy(**arguments, checkpoint=checkpoint)
+    return pl.Trainer(strategy=made, devices=rank_and_num_ranks()[1], **(DEFAULTS | options))
+
+
+def _batches(first: int = 0) -> DataLoader:
+    rank = rank_and_num_ranks()[0]
+    return loader([pairs(step, rank) for step in range(first, first + STEPS)])
+
+
+def _model() -> Ratings:
+    torch.manual_seed(3)
+    return Ratings(8)
+
+
+def _save(folder: str, kind: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train for an epoch, save in the default form and as a folder; return what the next epoch would have given."""
+    model, trainer = _model(), _trainer(kind, checkpoint, max_epochs=2)
+    on_first = []
+
+    class Saves(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(f"{folder}/{kind}.ckpt")
+                on_first.append({key: value.clone() for key, value in trainer.strategy.full_state_dict().items()})
+
+    trainer.callbacks.append(Saves())
+    trainer.fit(model, _batches())
+    return {"first": on_first[0], "losses": model.losses}
+
+
+def _resume(folder: str, kind: str, saved_as: str) -> list[float]:
+    model = _model()
+    _trainer(kind, max_epochs=2).fit(model, _batches(), ckpt_path=f"{folder}/{saved_as}.ckpt")
+    return model.losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Checkpoints of two ranks after the first of two epochs, one of each kind, and one that is a folder."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "folders").mkdir()
+    calls: dict[str, tuple[Any, ...]] = {kind: (_save, str(folder), kind) for kind in KINDS}
+    calls["folder"] = (_save, str(folder / "folders"), "torchrec", {"single_file_below": 0})
+    return folder, run_each_on_ranks(calls, 2)
+
+
+def test_every_strategy_writes_one_file_that_loads_in_one_process(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, ranks = saved
+    for kind in [*KINDS, "folder"]:
+        path = folder / "folders" / "torchrec.ckpt" if kind == "folder" else folder / f"{kind}.ckpt"
+        assert path.is_dir() == (kind == "folder")
+        wanted = ranks[0][kind]["first"]
+        loaded = Ratings.load_from_checkpoint(path)
+        assert loaded.hparams == {"dim": 8, "rate": 0.05}
+        assert all(torch.equal(value, wanted[name]) for name, value in loaded.state_dict().items()), kind
+        if kind != "folder":
+            content = torch.load(path, weights_only=True)
+            assert all(torch.equal(value, wanted[name]) for name, value in content["state_dict"].items())
+            assert verify(path) == []
+        found = describe(path)
+        assert (found.problem, found.step, found.num_ranks) == (None, STEPS, 2)
+        # Stock Lightning goes on from it, in one process.
+        stock = pl.Trainer(**(DEFAULTS | {"max_epochs": 2, "devices": 1}))
+        stock.fit(loaded, loader([pairs(step, 0) for step in range(STEPS)]), ckpt_path=path)
+        assert stock.global_step == 2 * STEPS
+        assert len(loaded.losses) == STEPS
+    a, b = folder / "torchrec.ckpt", folder / "folders" / "torchrec.ckpt"
+    assert compare(a, b, values=True).is_same
+
+
+def test_a_file_goes_on_bitwise_on_its_ranks_and_on_any_other_number_of_ranks(saved: tuple[Path, Any]) -> None:
+    folder, ranks = saved
+    again = run_each_on_ranks({kind: (_resume, str(folder), kind, kind) for kind in KINDS}, 2)
+    for rank in range(2):
+        for kind in KINDS:
+            assert again[rank][kind] == ranks[rank][kind]["losses"][STEPS:], kind
+    # By another strategy, on other ranks: rank 0's batches are the same ones.
+    pairs_of_kinds = list(zip(KINDS, [*list(KINDS)[1:], "torchrec"], strict=True))
+    others = run_each_on_ranks({f"{a} {b}": (_resume, str(folder), a, b) for a, b in pairs_of_kinds}, 3)
+    for a, b in pairs_of_kinds:
+        assert len(others[0][f"{a} {b}"]) == STEPS
+        # The first loss is of the weights that were saved.
+        assert others[0][f"{a} {b}"][0] == pytest.approx(ranks[0][b]["losses"][STEPS], abs=1e-6)
+
+
+def _forms(folder: str) -> dict[str, Any]:
+    """Save in each form under one name, one after the other, and look at what is there."""
+    path, found = Path(folder) / "it.ckpt", {}
+    options: dict[str, dict[str, Any]] = {
+        "small": {},
+        "large": {"single_file_below": "10kB"},
+        "one file": {"distributed": False, "single_file_below": 0},
+        "folder": {"distributed": True},
+        "small again": {"async_save": True},
+    }
+    for name, given in options.items():
+        trainer = _trainer("torchrec", given)
+        trainer.fit(_model(), _batches())
+        trainer.save_checkpoint(path)
+        found[name] = (path.is_dir(), sorted(os.listdir(folder)))
+    trainer = _trainer("ddp", {"single_file_below": 0})
+    trainer.fit(_model(), _batches())
+    trainer.save_checkpoint(path)
+    found["nothing is sharded"] = (path.is_dir(), sorted(os.listdir(folder)))
+    trainer.strategy.remove_checkpoint(path)
+    trainer.strategy.barrier()
+    return found | {"removed": os.listdir(folder)}
+
+
+def test_the_form_is_chosen_by_size_and_one_form_replaces_the_other(tmp_path: Path) -> None:
+    for found in run_on_warm_ranks(_forms, 2, str(tmp_path)):
+        assert found.pop("removed") == []
+        folders = {name for name, (is_folder, names) in found.items() if is_folder and names == ["it.ckpt"]}
+        assert folders == {"large", "folder"}
+        assert all(names == ["it.ckpt"] for _, names in found.values()), found
+
+
+def _keep(folder: str, is_async: bool) -> dict[str, Any]:
+    kept = ModelCheckpoint(
+        folder, filename="best", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
+    )
+    model, trainer = (
+        _model(),
+        _trainer("torchrec", {"async_save": is_async}, callbacks=[kept], enable_checkpointing=True),
+    )
+    trainer.fit(model, _batches())
+    trainer.strategy.barrier()
+    names = {path.name: torch.load(path, weights_only=True)["global_step"] for path in Path(folder).iterdir()}
+    again = _trainer("torchrec", {"async_save": is_async}, max_epochs=2)
+    again.fit(_model(), _batches(), ckpt_path=kept.best_model_path)
+    return {"names": names, "best": Path(kept.best_model_path).name, "steps": again.global_step}
+
+
+def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(tmp_path: Path) -> None:
+    folders = {}
+    for is_async in (False, True):
+        folders[is_async] = tmp_path / str(is_async)
+    calls = {str(is_async): (_keep, str(folder), is_async) for is_async, folder in folders.items()}
+    for of_rank in run_each_on_ranks(calls, 2):
+        for found in of_rank.values():
+            assert sorted(found["names"].values()) == [3, 4, 4]
+            assert "last.ckpt" in found["names"]
+            assert found["steps"] == 2 * STEPS
+        assert of_rank["True"] == of_rank["False"]
+
+
+def _fail(folder: str) -> dict[str, Any]:
+    """Save at the end of a fit, then again where rank 0's disk is full."""
+    path, trainer = Path(folder) / "it.ckpt", _trainer("torchrec")
+    trainer.fit(_model(), _batches())
+    trainer.save_checkpoint(path)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if trainer.is_global_zero:  # EFBIG, as a full disk gives ENOSPC
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        trainer.save_checkpoint(path)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    trainer.strategy.barrier()
+    return {"raised": raised, "same": path.read_bytes() == before, "names": os.listdir(folder)}
+
+
+def test_a_disk_that_is_full_is_reported_on_all_ranks_and_keeps_the_old_file(tmp_path: Path) -> None:
+    for found in run_on_warm_ranks(_fail, 2, str(tmp_path)):
+        assert found["raised"].startswith("CheckpointError: ")
+        assert "it.ckpt cannot be written: [Errno 27] File too large. Earlier" in found["raised"]
+        assert (found["same"], found["names"]) == (True, ["it.ckpt"])
+
+
+def _by_plugin(folder: str) -> int:
+    trainer = _trainer("torchrec", plugins=[AsyncCheckpointIO()])
+    trainer.fit(_model(), _batches())
+    trainer.save_checkpoint(f"{folder}/it.ckpt")
+    trainer.strategy.checkpoint_io.teardown()
+    return trainer.global_step
+
+
+def test_a_checkpoint_io_of_the_users_writes_one_file(tmp_path: Path) -> None:
+    run_on_warm_ranks(_by_plugin, 2, str(tmp_path))
+    assert Ratings.load_from_checkpoint(tmp_path / "it.ckpt").users.weight.shape == (50, 8)
+
+
+def _damage(path: str) -> None:
+    model = _model()
+    _trainer("torchrec", max_epochs=2).fit(model, _batches(), ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "it.ckpt has format 2, and this version of lightning_distrec reads format 1"),
+        ({"rank_states": []}, "it.ckpt is damaged: it lacks the states of its ranks"),
+        ({"optimizers": [{}]}, "it.ckpt is damaged: its 'lightning_distrec' is not as it was written"),
+    ],
+    ids=["later format", "no states", "no names"],
+)
+def test_a_damaged_file_is_refused(
+    saved: tuple[Path, Any], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    content = torch.load(saved[0] / "torchrec.ckpt", weights_only=True)
+    torch.save({**content, single_file.EXTRA: {**content[single_file.EXTRA], **change}}, tmp_path / "it.ckpt")
+    assert message in str(describe(tmp_path / "it.ckpt").problem)
+    if "format" in change:
+        with pytest.raises(RankFailed, match="CheckpointError: .*" + message):
+            run_on_warm_ranks(_damage, 2, str(tmp_path / "it.ckpt"))
