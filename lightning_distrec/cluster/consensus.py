@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec import errors
+from lightning_distrec.cluster.plain_data import from_bytes, to_bytes
 
 T = TypeVar("T")
 
@@ -64,12 +65,11 @@ class Consensus:
         return [of_rank[:-NUM_FLAGS] for of_rank in gathered]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's `value`, in rank order."""
-        if self.num_ranks == 1:
-            return [value]
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        """Collective. Return every rank's `value`, in rank order: plain values, tensors and dataclasses of ours.
+
+        Raises RankError on every rank: one rank's value is none of these.
+        """
+        return [value] if self.num_ranks == 1 else all_gather_plain(value, self._group)
 
     def barrier(self, seconds: float) -> bool:
         """Collective. Return whether all ranks arrive within `seconds`; the group must not be used again if not."""
@@ -104,6 +104,39 @@ class Consensus:
                     raise errors.RankError(f"rank {rank} failed in {what}: {name}: {message}")
                 raise kind(f"rank {rank}: {message}")
         return result  # type: ignore[return-value]
+
+
+FIRST_BYTES = 1024
+"""What one message holds; a rank whose value is larger makes all send a second one."""
+LENGTH_BYTES = 8
+
+
+def all_gather_plain(value: Any, group: Any = None) -> list[Any]:
+    """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`. group: of gloo."""
+    try:
+        data = b"+" + to_bytes(value)
+    except TypeError as error:
+        data = b"-" + str(error).encode()
+    mine = len(data).to_bytes(LENGTH_BYTES, "little") + data
+    num_ranks, size = dist.get_world_size(group), FIRST_BYTES
+    messages = _all_gather_bytes(mine[:size], size, num_ranks, group)
+    lengths = [LENGTH_BYTES + int.from_bytes(message[:LENGTH_BYTES], "little") for message in messages]
+    if max(lengths) > size:
+        rest = _all_gather_bytes(mine[size:], max(lengths) - size, num_ranks, group)
+        messages = [first + more for first, more in zip(messages, rest, strict=True)]
+    of_ranks = [message[LENGTH_BYTES:length] for message, length in zip(messages, lengths, strict=True)]
+    for rank, of_rank in enumerate(of_ranks):
+        if not of_rank.startswith(b"+"):
+            raise errors.RankError(f"rank {rank}: {of_rank[1:].decode(errors='replace')}")
+    return [from_bytes(of_rank[1:]) for of_rank in of_ranks]
+
+
+def _all_gather_bytes(mine: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
+    sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(num_ranks * size, dtype=torch.uint8)
+    if mine:
+        sent[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    dist.all_gather_into_tensor(received, sent, group=group)
+    return [received[rank * size : (rank + 1) * size].numpy().tobytes() for rank in range(num_ranks)]
 
 
 NUM_FLAGS = 3

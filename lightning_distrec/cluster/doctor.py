@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_distrec.cluster.consensus import all_gather_plain
 from lightning_distrec.cluster.environment import find_launched
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
@@ -124,9 +125,7 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
 def _gathered(mine: Any, launched: Launched) -> list[Any]:
     if launched.num_ranks == 1:
         return [mine]
-    of_all: list[Any] = [None] * launched.num_ranks
-    dist.all_gather_object(of_all, mine)
-    return of_all
+    return all_gather_plain(mine)
 
 
 def _sees(folder: Path, launched: Launched) -> bool:

@@ -1,30 +1,33 @@
-"""The rendezvous: the ranks of one job find each other, and no rank of another job.
+"""The rendezvous: the ranks of one job find each other, no rank of another job, and nobody else.
 
-All keys in the store have the job's identity as prefix, and a rank connects to a listener as rank 0 only if that sends
-the same identity: another job at the same port, or an earlier attempt of this one, is skipped.
+All keys in the store have the job's identity as prefix. Each rank proves to rank 0 that it has the key of the job, and
+rank 0 proves it to each of them, by signing what the other side has just drawn: see job_key.py. Another job at the same
+port, or an earlier attempt of this one, is skipped.
 """
 
 import errno
+import json
+import os
+import secrets
 import socket
-import socketserver
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from lightning_distrec.cluster.introduction import LOOPBACK, TRY_SECONDS, find_introduction, introduce, listen_at
+from lightning_distrec.cluster.job_key import SET_IT, JobKey, key_by_offer, key_of_rank_0
 from lightning_distrec.errors import RendezvousError
 from lightning_distrec.units import shortened
 
 LOG_AFTER_SECONDS = 10.0
 """What a rank waits for is logged after this time, and again each time that it has doubled."""
-TRY_SECONDS = 2.0
 PAUSE_SECONDS = 0.1
-MAX_IDENTITY_BYTES = 1000
-ARRIVED, COMPLETE, MISSING, FAILED = "arrived", "complete", "missing", "failed"
+CHALLENGE, ARRIVED, COMPLETE, MISSING, FAILED = "challenge", "arrived", "complete", "missing", "failed"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,21 @@ class MeetingPoint:
     """A text that no other job, step or attempt has."""
     is_hosted: bool = False
     """Whether the launcher listens there already, as torchrun's agent does; otherwise rank 0 does."""
+    one_node: bool = False
+    """Whether all ranks are on one node: then rank 0 listens at `host` only, even where that is the loopback."""
+    launcher_pid: int | None = None
+    """The process that has started this one and is rank 0, if there is one: without it there is nobody to wait for."""
+
+
+class Watch(Protocol):
+    """Watches over the ranks from the moment that they know of each other."""
+
+    def __call__(self, port: int, token: str) -> int:
+        """Start watching. port: of rank 0's watch; 0 on rank 0. token: known to this job only. Return rank 0's port."""
+
+
+def _no_watch(port: int, token: str) -> int:
+    return port
 
 
 def meet(
@@ -48,21 +66,25 @@ def meet(
     timeout_seconds: float,
     log: Callable[[str], None],
     nodes: Sequence[str] = (),
+    watch: Watch = _no_watch,
 ) -> Store:
     """Return a store that all ranks share, once all of them have arrived.
 
-    log: called with what this rank waits for. nodes: the node of each rank by name, where that is known.
-    Raises RendezvousError: not all ranks arrived within `timeout_seconds`, or their numbers differ, or no port is free.
+    log: called with what this rank waits for. nodes: the node of each rank by name, where that is known. watch: called
+    once this rank and rank 0 know of each other, before the others have arrived.
+    Raises RendezvousError: not all ranks arrived within `timeout_seconds`, their numbers differ, one does not have the
+    key of the job, or no port is free.
     """
     waiting = _Waiting(timeout_seconds, log)
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        if rank == 0 and not point.is_hosted:
-            with _listen(point, timeout) as store:
-                _arrive(store, point, rank, num_ranks, waiting, nodes)
+        if rank == 0:
+            key = key_of_rank_0(os.environ)
+            with _host(point, key, waiting, timeout) as store:
+                _gather(store, point, num_ranks, waiting, nodes, key, watch)
         else:
             store = _find(point, waiting, timeout)
-            _arrive(store, point, rank, num_ranks, waiting, nodes)
+            _arrive(store, point, rank, num_ranks, waiting, watch)
     except RuntimeError as error:  # what torch raises when the other side is gone
         if isinstance(error, RendezvousError):
             raise
@@ -72,23 +94,13 @@ def meet(
     return store
 
 
-def _arrive(
-    store: Store, point: MeetingPoint, rank: int, num_ranks: int, waiting: "_Waiting", nodes: Sequence[str]
-) -> None:
-    store.set(f"{ARRIVED}/{rank}", str(num_ranks))
-    if rank == 0:
-        _gather(store, point, num_ranks, waiting, nodes)
-    else:
-        _wait_for_the_others(store, waiting)
-
-
 class _Waiting:
     """Logs what a rank waits for now and then, and gives up at the timeout."""
 
     def __init__(self, timeout_seconds: float, log: Callable[[str], None]) -> None:
         self._begin = time.monotonic()
         self._timeout = timeout_seconds
-        self._log = log
+        self.log = log
         self._log_at = LOG_AFTER_SECONDS
 
     def pause(self, what: Callable[[], str], logs: bool = True) -> None:
@@ -97,52 +109,36 @@ class _Waiting:
         if waited > self._timeout:
             raise RendezvousError(f"{what()}: not within timeout_seconds={self._timeout:g}.")
         if logs and waited > self._log_at:
-            self._log(f"{what()}, after {waited:.0f} s of {self._timeout:g}.")
+            self.log(f"{what()}, after {waited:.0f} s of {self._timeout:g}.")
             self._log_at = 2 * waited
         time.sleep(PAUSE_SECONDS)
 
 
-class _Introduction(socketserver.ThreadingTCPServer):
-    """Sends to each client the identity of rank 0's job, and the port of its store, which the system has chosen.
-
-    A plain socket, with a timeout for each wait: torch's TCPStore client waits without end for a listener that is not a
-    store, another job's for example.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, port: int, identity: str, store_port: int) -> None:
-        self.introduction = f"{identity}\n{store_port}\n".encode()
-        super().__init__(("", port), _Introduce, bind_and_activate=False)
-        self.socket.close()
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self.socket = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
-
-
-class _Introduce(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        assert isinstance(self.server, _Introduction)
-        self.request.sendall(self.server.introduction)
+def _host(point: MeetingPoint, key: JobKey, waiting: _Waiting, timeout: timedelta) -> AbstractContextManager[Store]:
+    """Yield rank 0's store: its own, while it answers to the other ranks, or the launcher's."""
+    return nullcontext(_find(point, waiting, timeout)) if point.is_hosted else _listen(point, key, waiting, timeout)
 
 
 @contextmanager
-def _listen(point: MeetingPoint, timeout: timedelta) -> Iterator[Store]:
-    """Yield rank 0's store, and answer to the other ranks meanwhile."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    introduction = _at_a_free_port(point, server.port)
-    threading.Thread(target=introduction.serve_forever, args=(PAUSE_SECONDS,), daemon=True).start()
-    try:
+def _listen(point: MeetingPoint, key: JobKey, waiting: _Waiting, timeout: timedelta) -> Iterator[Store]:
+    of_store = listen_at(point.host, 0, point.one_node)
+    own_host, store_port = of_store.getsockname()[:2]
+    server = TCPStore(
+        LOOPBACK if own_host in ("0.0.0.0", "::") else own_host,
+        store_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=of_store.detach(),
+    )
+    with introduce(_at_a_free_port(point), point.identity, store_port, key, waiting.log):
         yield PrefixStore(point.identity, server)
-    finally:
-        introduction.shutdown()
-        introduction.server_close()
 
 
-def _at_a_free_port(point: MeetingPoint, store_port: int) -> _Introduction:
+def _at_a_free_port(point: MeetingPoint) -> socket.socket:
     for port in point.ports:
         try:
-            return _Introduction(port, point.identity, store_port)
+            return listen_at(point.host, port, point.one_node)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousError(f"rank 0 cannot listen at port {port}: {error}.") from error
@@ -156,10 +152,15 @@ def _find(point: MeetingPoint, waiting: _Waiting, timeout: timedelta) -> Store:
     """Return the store of rank 0, or of the launcher, once it is there."""
     while True:
         for port in point.ports:
-            store_port = _reachable(point.host, port) if point.is_hosted else _introduced(point, port)
+            if point.is_hosted:
+                store_port = _reachable(point.host, port)
+            else:
+                store_port = find_introduction(point.host, port, point.identity, os.environ)
             if store_port is not None:
                 client = TCPStore(point.host, store_port, is_master=False, timeout=timeout)
                 return PrefixStore(point.identity, client)
+        if point.launcher_pid not in (None, os.getppid()):
+            raise RendezvousError("the process that has started this rank (rank 0) is gone. Its own output says why.")
         waiting.pause(lambda: f"waiting for rank 0 at {point.host}, port {_ports_in_words(point.ports)}")
 
 
@@ -169,18 +170,20 @@ def _reachable(host: str, port: int) -> int | None:
     return None
 
 
-def _introduced(point: MeetingPoint, port: int) -> int | None:
-    """Return the port of the store that the listener at `port` sends, if it is this job's rank 0."""
-    with suppress(OSError, ValueError), socket.create_connection((point.host, port), TRY_SECONDS) as connection:
-        words = connection.makefile("rb")
-        if words.readline(MAX_IDENTITY_BYTES).decode().rstrip("\n") == point.identity:
-            return int(words.readline(MAX_IDENTITY_BYTES))
-    return None
-
-
-def _gather(store: Store, point: MeetingPoint, num_ranks: int, waiting: _Waiting, nodes: Sequence[str]) -> None:
+def _gather(
+    store: Store,
+    point: MeetingPoint,
+    num_ranks: int,
+    waiting: _Waiting,
+    nodes: Sequence[str],
+    key: JobKey,
+    watch: Watch,
+) -> None:
     """Wait for all ranks, and write into the store that all have arrived, or why not."""
-    missing = set(range(num_ranks))
+    nonce = secrets.token_hex(16)
+    port = watch(0, key.sign("watch", point.identity, nonce))
+    store.set(CHALLENGE, json.dumps({"nonce": nonce, "offer": key.offer, "watch": port}))
+    missing = set(range(1, num_ranks))
 
     def what() -> str:
         arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
@@ -192,10 +195,8 @@ def _gather(store: Store, point: MeetingPoint, num_ranks: int, waiting: _Waiting
         while missing:
             arrived = [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]
             for rank in arrived:
-                if (other := store.get(f"{ARRIVED}/{rank}").decode()) != str(num_ranks):
-                    raise RendezvousError(
-                        f"rank 0 expects {num_ranks} ranks, and rank {rank} expects {other}: start all with one number."
-                    )
+                theirs = _check_arrived(store, point, rank, num_ranks, key, nonce)
+                store.set(f"{COMPLETE}/{rank}/proof", key.sign("complete", point.identity, nonce, rank, theirs))
             missing -= set(arrived)
             if missing:
                 waiting.pause(what)
@@ -206,6 +207,40 @@ def _gather(store: Store, point: MeetingPoint, num_ranks: int, waiting: _Waiting
     store.set(COMPLETE, "")
 
 
+def _check_arrived(store: Store, point: MeetingPoint, rank: int, num_ranks: int, key: JobKey, nonce: str) -> str:
+    """Return what a rank that has arrived has drawn. Raises RendezvousError: it is not of this job."""
+    theirs = _fields(store.get(f"{ARRIVED}/{rank}"))
+    number, drawn = theirs.get("num_ranks"), theirs.get("nonce")
+    if not key.is_signed(theirs.get("proof"), "arrived", point.identity, nonce, rank, number, drawn):
+        raise RendezvousError(
+            f"rank {rank} does not have the key of this job, which rank 0 has from {key.origin}. {SET_IT}."
+        )
+    if number != num_ranks:
+        raise RendezvousError(
+            f"rank 0 expects {num_ranks} ranks, and rank {rank} expects {number}: start all with one number."
+        )
+    return str(drawn)
+
+
+def _arrive(store: Store, point: MeetingPoint, rank: int, num_ranks: int, waiting: _Waiting, watch: Watch) -> None:
+    """Prove to rank 0 that this rank is of the job, and wait for the other ranks."""
+    while not store.check([CHALLENGE]):
+        waiting.pause(lambda: f"waiting for rank 0 in the store at {point.host}")
+    challenge, own = _fields(store.get(CHALLENGE)), secrets.token_hex(16)
+    nonce = str(challenge.get("nonce"))
+    try:
+        key = key_by_offer(str(challenge.get("offer")), os.environ)
+    except RendezvousError:
+        store.set(f"{ARRIVED}/{rank}", "{}")  # without a proof: rank 0 names this rank to all
+        raise
+    proof = key.sign("arrived", point.identity, nonce, rank, num_ranks, own)
+    store.set(f"{ARRIVED}/{rank}", json.dumps({"num_ranks": num_ranks, "nonce": own, "proof": proof}))
+    watch(int(challenge.get("watch", 0)), key.sign("watch", point.identity, nonce))
+    _wait_for_the_others(store, waiting)
+    if not key.is_signed(store.get(f"{COMPLETE}/{rank}/proof").decode(), "complete", point.identity, nonce, rank, own):
+        raise RendezvousError(f"whoever answers for rank 0 does not have the key of this job ({key.origin}). {SET_IT}.")
+
+
 def _wait_for_the_others(store: Store, waiting: _Waiting) -> None:
     def what() -> str:
         return store.get(MISSING).decode() if store.check([MISSING]) else "waiting for the other ranks"
@@ -214,6 +249,14 @@ def _wait_for_the_others(store: Store, waiting: _Waiting) -> None:
         if store.check([FAILED]):
             raise RendezvousError(store.get(FAILED).decode())
         waiting.pause(what, logs=False)  # rank 0 logs it for all
+
+
+def _fields(text: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def _ports_in_words(ports: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distrec.cluster import rendezvous
+from lightning_distrec.cluster import introduction, rendezvous
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.errors import RendezvousError
 from tests.support.ports import free_ports
@@ -23,7 +23,7 @@ def point() -> MeetingPoint:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "LOG_AFTER_SECONDS", 0.3)
-    monkeypatch.setattr(rendezvous, "TRY_SECONDS", 0.5)
+    monkeypatch.setattr(introduction, "TRY_SECONDS", 0.5)
 
 
 def _run(*calls: Callable[[], Any]) -> list[Any]:

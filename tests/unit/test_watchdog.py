@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 from dataclasses import asdict, replace
 
@@ -14,14 +15,16 @@ from lightning_distrec.cluster.watchdog.process.messages import TICK_SECONDS, Hu
 from lightning_distrec.cluster.watchdog.watchdog import is_of_network, location_of
 from lightning_distrec.errors import RankError
 
-SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, "a secret", 3.0, 20.0)
+SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0, 20.0)
 RUNS = [RankState(rank, started=1, location="x.py:1", progress="batch 1") for rank in range(3)]
 
 
 async def _receive(states: list[RankState], num_ticks: int, token: str) -> tuple[HubMessage, list[str]]:
     said: list[str] = []
     hub = Hub(SETTINGS, said.append)
-    port = await hub.open()
+    listener = socket.create_server(("127.0.0.1", 0))
+    await hub.open(listener)
+    port = listener.getsockname()[1]
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in states]
     for (_, writer), state in zip(connections, states, strict=True):
         writer.write(f"{token}\n{json.dumps(asdict(state))}\n".encode())

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError
 
 from lightning_distrec.cluster.watchdog import process
 from lightning_distrec.cluster.watchdog.process.messages import Settings
 from lightning_distrec.errors import RankError
 
-KEY = "watchdog"
 STALL_SECONDS = 60.0
 ANSWER_SECONDS = 5.0
 MAX_FAILURE_LENGTH = 500
+MAX_RESTARTS = 5
+"""A process that is killed more often than this is not started again."""
 NETWORK_ERRORS = (
     "gloo",
     "nccl",
@@ -32,6 +32,7 @@ NETWORK_ERRORS = (
     "connection refused",
     "broken pipe",
     "timed out",
+    "failed to recv",
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
 NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))
@@ -40,39 +41,46 @@ NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent)
 class Watchdog:
     """Watches over all ranks, by a small process for each of them; see process/monitor.py.
 
-    Collective: all ranks make one, with the store of their rendezvous. silence_seconds: a rank that is stopped or
-    silent for this time makes the others abort. stall_seconds: after this time without progress on any rank, a line
-    says where they are.
+    All ranks make one. host, port: of rank 0's process. token: what the processes of this job know of each other by.
+    listener: where rank 0's process listens, on rank 0. silence_seconds: a rank that is stopped or silent for this time
+    makes the others abort. stall_seconds: after this time without progress on any rank, a line says where they are.
     """
 
     def __init__(
         self,
         rank: int,
         host: str,
-        store: Store,
+        port: int,
+        token: str,
+        listener: socket.socket | None,
         silence_seconds: float,
         nodes: Sequence[str] = (),
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        self._started = self._questions = 0
+        self._started = self._questions = self._restarts = 0
         self._has_answer = threading.Event()
         self._answer: dict[str, str] = {}
         self._progress: Callable[[], str] = str
         self._main = threading.main_thread().ident or 0
-        port, token = (0, secrets.token_hex(8)) if rank == 0 else json.loads(store.get(KEY))
-        settings = Settings(rank, os.getpid(), list(nodes), host, port, token, silence_seconds, stall_seconds)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(process.__file__).parent), json.dumps(asdict(settings))],
+        self._listener = listener
+        fd = None if listener is None else listener.fileno()
+        pid = os.getpid()
+        self._settings = Settings(rank, pid, list(nodes), host, port, fd, token, silence_seconds, stall_seconds)
+        self._state: dict[str, object] = {}
+        self._sending = threading.Lock()
+        self._process = self._start_process()
+        threading.Thread(target=self._receive, name="watchdog", daemon=True).start()
+
+    def _start_process(self) -> "subprocess.Popen[bytes]":
+        process_ = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(process.__file__).parent), json.dumps(asdict(self._settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            pass_fds=() if self._listener is None else (self._listener.fileno(),),
         )
-        self._to_process: IO[bytes] = self._process.stdin  # type: ignore[assignment]  # a pipe, never None
-        self._from_process: IO[bytes] = self._process.stdout  # type: ignore[assignment]
-        os.set_blocking(self._to_process.fileno(), False)
-        if rank == 0:
-            store.set(KEY, json.dumps([int(self._from_process.readline()), token]))
-        threading.Thread(target=self._receive, name="watchdog", daemon=True).start()
+        os.set_blocking(process_.stdin.fileno(), False)  # type: ignore[union-attr]  # a pipe, never None
+        return process_
 
     def start_run(self, progress: Callable[[], str]) -> None:
         """Report that a run starts. progress: returns how far the run is; called by another thread."""
@@ -104,17 +112,46 @@ class Watchdog:
         self._send(is_closed=True)
 
     def _send(self, **changes: object) -> None:
+        with self._sending:
+            self._state |= changes
+            self._write(changes)
+
+    def _write(self, changes: dict[str, object]) -> None:
         with contextlib.suppress(OSError, ValueError):  # a rank must not fail because its watchdog does
-            self._to_process.write(json.dumps(changes).encode() + b"\n")
+            self._process.stdin.write(json.dumps(changes).encode() + b"\n")  # type: ignore[union-attr]
 
     def _receive(self) -> None:
-        for line in self._from_process:
-            message = json.loads(line)
-            if "survey" in message:
-                self._send(survey=message["survey"], location=self._location(), progress=self._progress())
-            else:
-                self._answer = message
-                self._has_answer.set()
+        while True:
+            for line in self._process.stdout:  # type: ignore[union-attr]
+                message = json.loads(line)
+                if "survey" in message:
+                    self._send(survey=message["survey"], location=self._location(), progress=self._progress())
+                else:
+                    self._answer = message
+                    self._has_answer.set()
+            if not self._restart():
+                return
+
+    def _restart(self) -> bool:
+        """Start another process where this one was killed; return whether there is one.
+
+        The others would take this rank for silent, and end the job. The new process gets the whole state, and rank 0's
+        goes on listening at the socket of the old one, where the others connect again.
+        """
+        status = self._process.wait()
+        if self._state.get("is_closed") or sys.is_finalizing():
+            return False
+        self._restarts += 1
+        how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+        is_last = self._restarts > MAX_RESTARTS
+        what = "It is not watched any more" if is_last else "Another one is started"
+        print(f"[rank: {self._settings.rank}] The process that watches over this rank ended {how}. {what}.", flush=True)
+        if is_last:
+            return False
+        with self._sending:
+            self._process = self._start_process()
+            self._write(self._state)
+        return True
 
     def _location(self) -> str:
         frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name

@@ -2,12 +2,14 @@
 
 import functools
 import os
+import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,11 +18,15 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 from lightning_distrec.cluster.consensus import CONTINUE, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers
 from lightning_distrec.cluster.interface import GLOO, choose_interface
+from lightning_distrec.cluster.job_key import VARIABLE
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.cluster.threads import cpus_of_this_process, num_threads, use_threads
 from lightning_distrec.strategies.run.watchdog import start_watchdog, watched
 from lightning_distrec.units import quantity
+
+LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
+"""Set by rank 0 under Lightning's launcher for the ranks that it starts."""
 
 
 def launched_of(environment: ClusterEnvironment | None) -> Launched | None:
@@ -36,15 +42,24 @@ def check_launch(strategy: DDPStrategy, num_nodes: int) -> None:
         check_numbers(launched, len(devices), available, num_nodes)
 
 
-def wrap_launch(launcher: Any, before_fit: Callable[[Trainer], None], timeout_seconds: float) -> None:
-    """Let a strategy's launcher call `before_fit` before every fit, and watch over every run that it launches."""
+def wrap_launch(strategy: DDPStrategy, before_fit: Callable[[Trainer], None], timeout_seconds: float) -> None:
+    """Let a strategy's launcher call `before_fit` before every fit, and watch over every run that it launches.
+
+    Lightning's own launcher, on one node, passes the ranks that it starts a key of their job.
+    """
+    launcher: Any = strategy.launcher
     launch = launcher.launch
+    environment = strategy.cluster_environment
+    starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
 
     def all_stop() -> bool:
         return dist.is_initialized() and consensus_of_all_ranks(timeout_seconds)[0].flags.agreed != CONTINUE
 
     @functools.wraps(launch)
     def prepare_and_launch(function: Any, *args: Any, trainer: Any = None, **options: Any) -> Any:
+        if starts_ranks and not environment.creates_processes_externally:  # type: ignore[union-attr]
+            os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
+            os.environ[LAUNCHER_PID] = str(os.getpid())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             before_fit(trainer)
         with watched(trainer, all_stop):
@@ -68,12 +83,16 @@ def connect_ranks(
     nodes = launched.nodes if launched else ()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
-    point = _meeting_point(environment)
+    point = replace(_meeting_point(environment, rank), one_node=num_nodes == 1)
 
     def log_on_rank(message: str) -> None:
         print(rank_prefixed_message(message, rank), flush=True)
 
-    store = meet(point, rank, num_ranks, timeout.total_seconds(), log_on_rank, nodes)
+    def watch(port: int, token: str) -> int:
+        return start_watchdog(rank, point.host, port, token, watchdog_seconds, nodes, point.one_node)
+
+    watches = {"watch": watch} if num_ranks > 1 else {}
+    store = meet(point, rank, num_ranks, timeout.total_seconds(), log_on_rank, nodes, **watches)
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
     dist.init_process_group(
@@ -84,8 +103,6 @@ def connect_ranks(
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    if num_ranks > 1:
-        start_watchdog(rank, point.host, store, watchdog_seconds, nodes)
     if sets_threads:
         consensus, _ = consensus_of_all_ranks(timeout.total_seconds())
         cpus_of_ranks = consensus.all_gather(cpus_of_this_process(strategy.node_rank))
@@ -98,7 +115,9 @@ def connect_ranks(
     )
 
 
-def _meeting_point(environment: ClusterEnvironment) -> MeetingPoint:
+def _meeting_point(environment: ClusterEnvironment, rank: int) -> MeetingPoint:
     if isinstance(environment, LaunchedRanks):
         return environment.launched.point
-    return MeetingPoint(environment.main_address, (environment.main_port,), type(environment).__name__)
+    host, port = environment.main_address, environment.main_port
+    launcher = os.environ.get(LAUNCHER_PID) if rank and isinstance(environment, LightningEnvironment) else None
+    return MeetingPoint(host, (port,), type(environment).__name__, launcher_pid=int(launcher) if launcher else None)

@@ -119,7 +119,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._sets_threads = self.launched is not None and VARIABLE not in os.environ  # Lightning's launcher sets it
         check_launch(self, self._num_nodes)
         super()._configure_launcher()
-        wrap_launch(self._launcher, self._find_job_checkpoint, self._wait.total_seconds())
+        wrap_launch(self, self._find_job_checkpoint, self._wait.total_seconds())
 
     def _find_job_checkpoint(self, trainer: Trainer) -> None:
         """Let a fit resume from what the same job has saved before it was requeued or restarted."""

@@ -7,23 +7,38 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed import Store
 
 from lightning_distrec._compat.torch import collective_counts
+from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
 from lightning_distrec.cluster.watchdog.watchdog import Watchdog
 
 _of_this_process: Watchdog | None = None
 _run: Trainer | None = None
 
 
-def start_watchdog(rank: int, host: str, store: Store, limit_seconds: float, nodes: Sequence[str]) -> None:
-    """Collective, once the ranks have met: watch over them until the process ends. limit_seconds: 0 does not."""
+def start_watchdog(
+    rank: int, host: str, port: int, token: str, limit_seconds: float, nodes: Sequence[str], one_node: bool
+) -> int:
+    """Watch over the ranks until the process ends, from the moment that this one and rank 0 know of each other.
+
+    host: of rank 0. port: of rank 0's watchdog, 0 on rank 0. token: known to this job only. limit_seconds: 0 disables.
+    one_node: whether all ranks are on one node. Return rank 0's port.
+    """
     global _of_this_process
     if _of_this_process is not None:
         _of_this_process.close()
-    _of_this_process = Watchdog(rank, host, store, limit_seconds, nodes) if limit_seconds else None
-    if _of_this_process is not None and _run is not None:
+        _of_this_process = None
+    if not limit_seconds:
+        return port
+    listener = None
+    if rank == 0:
+        listener = listen_at(host, 0, one_node)
+        host, port = listener.getsockname()[:2]
+        host = LOOPBACK if host in ("0.0.0.0", "::") else host  # all interfaces
+    _of_this_process = Watchdog(rank, host, port, token, listener, limit_seconds, nodes)
+    if _run is not None:
         _begin(_of_this_process, _run)
+    return port
 
 
 @contextmanager

@@ -38,13 +38,9 @@ class Hub:
         self._before: dict[int, RankState] = {}
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> int:
-        """Listen, and return the port."""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
+    async def open(self, listener: socket.socket) -> None:
+        """Receive the connections of the ranks' processes."""
         self._server = await asyncio.start_server(self._receive, sock=listener, limit=MAX_LINE_BYTES)
-        return int(listener.getsockname()[1])
 
     @property
     def is_needed(self) -> bool:

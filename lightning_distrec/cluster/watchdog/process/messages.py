@@ -21,7 +21,9 @@ class Settings:
     """The node of each rank by name; empty where that is not known."""
     host: str
     port: int
-    """Port of rank 0's process; 0: this is rank 0's, which chooses a port and prints it."""
+    """Port of rank 0's process."""
+    listener: int | None
+    """File descriptor at which rank 0's process listens; None for the other ranks' processes."""
     token: str
     silence_seconds: float
     """A rank that is stopped or silent for this time is taken for lost."""

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class Monitor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._hub = None if settings.port else Hub(settings, self._log)
+        self._hub = None if settings.listener is None else Hub(settings, self._log)
         self._state = RankState(settings.rank)
         self._from_hub = HubMessage()
         self._writer: asyncio.StreamWriter | None = None
@@ -50,10 +51,8 @@ class Monitor:
 
     async def run(self) -> None:
         """Watch until the rank ends."""
-        port = self._settings.port
         if self._hub is not None:
-            port = await self._hub.open()
-            _send_to_rank(port)
+            await self._hub.open(socket.socket(fileno=self._settings.listener))
         os.set_blocking(0, False)
         loop = asyncio.get_running_loop()
         loop.add_reader(0, self._read)
@@ -61,7 +60,7 @@ class Monitor:
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(self._settings.pid)
                 loop.add_reader(pidfd, self._rank_is_gone, pidfd)
-        connection = asyncio.create_task(self._connect("127.0.0.1" if self._hub else self._settings.host, port))
+        connection = asyncio.create_task(self._connect(self._settings.host, self._settings.port))
         while not (self._state.is_gone or self._state.is_closed):
             await asyncio.sleep(TICK_SECONDS)
             self._tick()

@@ -1,0 +1,135 @@
+"""The sockets by which a rank finds rank 0's store: rank 0 sends its port to those who have the key of the job.
+
+Plain sockets, with a timeout for each wait: torch's TCPStore client waits without end for a listener that is not a
+store, another job's for example.
+"""
+
+import errno
+import hashlib
+import ipaddress
+import json
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lightning_distrec.cluster.job_key import SET_IT, JobKey, key_by_offer
+from lightning_distrec.errors import RendezvousError
+
+TRY_SECONDS = 2.0
+"""How long each side waits for the other."""
+STOP_SECONDS = 0.1
+MAX_LINE_BYTES = 4096
+BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
+
+
+def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
+    """Return a socket that listens at `host`, the address by which other ranks reach this machine. Raises OSError.
+
+    It listens on all interfaces only where that address is none of this machine's own (translated, say), or where it is
+    the loopback, which ranks on other nodes do not reach.
+    """
+    addresses: list[Any] = []
+    with suppress(OSError):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, address in addresses:
+        if one_node or not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            try:
+                return socket.create_server(address, family=family, backlog=BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=BACKLOG)
+
+
+@contextmanager
+def introduce(
+    listener: socket.socket, identity: str, store_port: int, key: JobKey, log: Callable[[str], None]
+) -> Iterator[None]:
+    """Answer to the other ranks meanwhile. log: called once for each address that asks without the key."""
+    server = _Server(listener, identity, store_port, key, log)
+    threading.Thread(target=server.serve_forever, args=(STOP_SECONDS,), daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+    def __init__(
+        self, listener: socket.socket, identity: str, store_port: int, key: JobKey, log: Callable[[str], None]
+    ) -> None:
+        self.identity, self.store_port, self.key = identity, store_port, key
+        self._log, self._logged = log, set[str]()
+        super().__init__(("", 0), _Answer, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+
+    def refuse(self, address: str) -> None:
+        """Log that somebody asked without the key."""
+        if address not in self._logged:
+            self._logged.add(address)
+            self._log(f"refused a process at {address}, which asked for the ranks of this job without its key.")
+
+
+class _Answer(socketserver.StreamRequestHandler):
+    server: _Server
+    timeout = TRY_SECONDS
+
+    def handle(self) -> None:
+        with suppress(OSError, ValueError):
+            key, identity, nonce = self.server.key, self.server.identity, secrets.token_hex(16)
+            self._send({"nonce": nonce, "job": _digest(nonce, identity), "offer": key.offer})
+            if (answer := self.rfile.readline(MAX_LINE_BYTES)).strip():
+                theirs = _fields(answer)
+                if key.is_signed(theirs.get("proof"), "a rank", identity, nonce, theirs.get("nonce")):
+                    port = self.server.store_port
+                    self._send({"port": port, "proof": key.sign("rank 0", identity, theirs["nonce"], port)})
+                else:
+                    self.server.refuse(self.client_address[0])
+                    self._send({})
+
+    def _send(self, fields: Mapping[str, Any]) -> None:
+        self.wfile.write(json.dumps(fields).encode() + b"\n")
+
+
+def find_introduction(host: str, port: int, identity: str, given: Mapping[str, str]) -> int | None:
+    """Return the port of rank 0's store, if rank 0 of this job listens here. given: the environment.
+
+    Raises RendezvousError: rank 0 of this job listens here, and has another key.
+    """
+    with suppress(OSError, ValueError), socket.create_connection((host, port), TRY_SECONDS) as connection:
+        lines = connection.makefile("rb")
+        first, nonce = _fields(lines.readline(MAX_LINE_BYTES)), secrets.token_hex(16)
+        if first.get("job") != _digest(str(first.get("nonce")), identity):
+            return None
+        key = key_by_offer(str(first.get("offer")), given)
+        proof = key.sign("a rank", identity, first["nonce"], nonce)
+        connection.sendall(json.dumps({"nonce": nonce, "proof": proof}).encode() + b"\n")
+        second = _fields(lines.readline(MAX_LINE_BYTES))
+        if not key.is_signed(second.get("proof"), "rank 0", identity, nonce, second.get("port")):
+            raise RendezvousError(
+                f"rank 0 at {host} does not have the key that this rank has from {key.origin}. {SET_IT}."
+            )
+        return int(second["port"])
+    return None
+
+
+def _digest(nonce: str, identity: str) -> str:
+    """Return what tells a job from others, to those who know its identity."""
+    return hashlib.sha256(f"{nonce}\n{identity}".encode()).hexdigest()
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    """Return a line's fields. Raises ValueError: it is no line of ours."""
+    found = json.loads(line)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,151 @@
+"""The key of a job: a secret that its ranks have and strangers have not, by which ranks prove that they are of the job.
+
+It is never sent. A rank shows that it has the key by an HMAC of numbers that both sides have just drawn.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_distrec.errors import RendezvousError
+
+VARIABLE = "LIGHTNING_DISTREC_KEY"
+MUNGE_SECONDS = 10.0
+SET_IT = f"Set {VARIABLE} to the same secret text for all ranks, e.g. `export {VARIABLE}=$(openssl rand -hex 16)`"
+FROM_VARIABLE, FROM_FILE, FROM_MUNGE = "variable", "file", "munge "
+OPENED_AGAIN = (15, 16, 17)
+"""Exit statuses of unmunge: the credential is expired, from the future, or was opened before."""
+
+
+@dataclass(frozen=True)
+class JobKey:
+    """A secret, and where it comes from."""
+
+    secret: bytes = field(repr=False)
+    offer: str
+    """What rank 0 sends to the others, so that they find the same key; a stranger learns nothing from it."""
+    origin: str
+    """Where this rank found it, for people."""
+
+    def sign(self, *words: object) -> str:
+        """Return what only those who have the key can return for these words, of which none holds a line break."""
+        return hmac.new(self.secret, "\n".join(map(str, words)).encode(), hashlib.sha256).hexdigest()
+
+    def is_signed(self, signature: object, *words: object) -> bool:
+        """Return whether `signature` is what `sign` returns for these words."""
+        return isinstance(signature, str) and hmac.compare_digest(signature.encode(), self.sign(*words).encode())
+
+
+def key_of_rank_0(given: Mapping[str, str]) -> JobKey:
+    """Return the key that rank 0 chooses. given: the environment.
+
+    LIGHTNING_DISTREC_KEY, which Lightning's launcher passes to the ranks that it starts; in a Slurm job, a secret that
+    munge seals for this user; otherwise a file that only this user may read.
+    Raises RendezvousError: none of them can be had.
+    """
+    if given.get(VARIABLE):
+        return key_by_offer(FROM_VARIABLE, given)
+    if "SLURM_JOB_ID" in given:
+        secret = secrets.token_hex(32)
+        if sealed := _munge("munge", f"--restrict-uid={os.getuid()}", text=secret):
+            return JobKey(secret.encode(), FROM_MUNGE + sealed.strip(), "munge")
+    return key_by_offer(FROM_FILE, given)
+
+
+def key_by_offer(offer: str, given: Mapping[str, str]) -> JobKey:
+    """Return the key that rank 0 offers, from where this rank has it.
+
+    Raises RendezvousError: this rank does not have it.
+    """
+    if offer == FROM_VARIABLE:
+        if not given.get(VARIABLE):
+            raise RendezvousError(f"rank 0 has {VARIABLE} in its environment, and this rank has not. {SET_IT}.")
+        return JobKey(given[VARIABLE].encode(), offer, VARIABLE)
+    if offer == FROM_FILE:
+        secret, path = _secret_in_file()
+        return JobKey(secret, offer, str(path))
+    if offer.startswith(FROM_MUNGE):
+        opened = _munge("unmunge", "--numeric", "--keys=UID", text=offer[len(FROM_MUNGE) :])
+        metadata, _, text = opened.partition("\n\n")
+        if metadata.split() != ["UID:", str(os.getuid())]:  # another user can seal for this one too
+            raise RendezvousError(f"rank 0's munge credential cannot be opened here. {SET_IT}.")
+        return JobKey(text.encode(), offer, "munge")
+    raise RendezvousError(
+        f"rank 0 names a kind of key that is unknown here: '{offer[:40]}'. Use one version on all nodes."
+    )
+
+
+def _munge(program: str, *options: str, text: str) -> str:
+    """Return what munge or unmunge prints for a text on stdin; "" where it cannot be asked.
+
+    A credential may be opened once only, or late: unmunge says so by its exit status, and opens it all the same. What
+    counts here is who has sealed it.
+    """
+    command = [program, *options, *_socket_of_slurm()]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=MUNGE_SECONDS)
+        if done.returncode in (0, *OPENED_AGAIN):
+            return done.stdout
+    return ""
+
+
+def _socket_of_slurm() -> list[str]:
+    """Return the option for the socket of the munged that this Slurm uses, if that is not munge's default."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ["scontrol", "show", "config"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MUNGE_SECONDS)
+        if found := re.search(r"^AuthInfo\s*=.*\bsocket=([^,\s]+)", done.stdout, re.MULTILINE):
+            return [f"--socket={found[1]}"]
+    return []
+
+
+def _secret_in_file() -> tuple[bytes, Path]:
+    """Return the secret of this user's key file, which is made where there is none, and its path."""
+    problem = "this user has no home"
+    for folder in _folders():
+        path = folder / "key"
+        try:
+            if not path.exists():
+                _make(path)
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                    raise RendezvousError(
+                        f"{path}, the key by which ranks know each other, may be read by others than this user. Delete "
+                        f"it, and a new one is made; or set {VARIABLE}."
+                    )
+                return file.read(), path
+        except OSError as error:
+            problem = str(error)
+    raise RendezvousError(f"there is no place for the key by which ranks know each other: {problem}. {SET_IT}.")
+
+
+def _folders() -> Iterator[Path]:
+    """Yield where the key file may be: in the user's home, which nodes often share, or on this machine."""
+    with contextlib.suppress(RuntimeError):
+        yield Path.home() / ".config" / "lightning_distrec"
+    yield Path(tempfile.gettempdir()) / f"lightning_distrec-{os.getuid()}"
+
+
+def _make(path: Path) -> None:
+    """Make the file with all its content at once: ranks that start at the same time find the same key."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(dir=path.parent)  # mode 600
+    try:
+        with open(handle, "w") as file:
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(name, path)
+    finally:
+        os.unlink(name)
