@@ -95,7 +95,7 @@ class _Answer(socketserver.StreamRequestHandler):
                     port = self.server.store_port
                     self._send({"port": port, "proof": key.sign("rank 0", identity, theirs["nonce"], port)})
                 else:
-                    self.server.refuse(self.client_address[0])
+                    self.server.refuse(self.client_address[0].removeprefix("::ffff:"))
                     self._send({})
 
     def _send(self, fields: Mapping[str, Any]) -> None:

@@ -74,6 +74,22 @@ BREAKAGES = (
         "A rank that is killed is never named; its job hangs.",
         ("unit/test_watchdog.py", "cluster/test_dead_ranks.py"),
     ),
+    Breakage(
+        "stranger",
+        "lightning_distrec/cluster",
+        r"return isinstance\(signature, str\) and hmac.*",
+        "return True",
+        "Whoever reaches the rendezvous takes a rank's place in the job.",
+        ("unit/test_rendezvous.py", "unit/test_job_key.py"),
+    ),
+    Breakage(
+        "late-watch",
+        "lightning_distrec/cluster",
+        r"    watch\(int\(challenge.get\(\"watch\", 0\)\), .*",
+        "    pass",
+        "A rank that is killed while ranks meet leaves the others waiting for the whole timeout.",
+        ("cluster/test_dead_ranks.py",),
+    ),
     # ---- checkpoint
     Breakage(
         "truncated-checkpoint",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_script import fit_and_validate
+from tests.support.faulty_script import fail_at_start, fit_and_validate
 from tests.support.launches import ONE_THREAD
 from tests.support.parameters import slow_except
 from tests.support.processes import processes_with
@@ -36,9 +36,12 @@ def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
 
 
 def _run(kind: str, folder: str, options: dict[str, Any]) -> list[float]:
+    os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/{rank_and_num_ranks()[0]}.out", "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
+    if kind.startswith("kill at start") and rank_and_num_ranks()[0] == 1:
+        fail_at_start(kind.removeprefix("kill at start, "))
     return fit_and_validate(kind, folder, options, devices=NUM_RANKS)
 
 
@@ -48,6 +51,31 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, place: str) -> None:
     assert "exit code -9" in said[1]
     assert GONE in said[0]
     assert GONE in said[2]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    slow_except(
+        ["before the process group"],
+        ["at the first contact", "before the process group", "after the process group"],
+    ),
+)
+def test_a_rank_that_was_killed_while_ranks_meet_is_named_within_seconds(tmp_path: Path, moment: str) -> None:
+    began = time.monotonic()
+    said = _fails(tmp_path, f"kill at start, {moment}", timeout_seconds=60)
+    assert time.monotonic() - began < 45
+    assert "exit code -9" in said[1]
+    assert GONE in said[0]
+    assert GONE in said[2]
+
+
+def test_watchdog_processes_that_are_killed_are_started_again(tmp_path: Path) -> None:
+    options = {"watchdog_seconds": 3}
+    losses = run_on_ranks(_run, NUM_RANKS, "unwatch in a step", str(tmp_path), options)
+    assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path / "other"), {"watchdog_seconds": 0})
+    for rank in range(NUM_RANKS):
+        said = (tmp_path / f"{rank}.out").read_text()
+        assert f"[rank: {rank}] The process that watches over this rank ended by signal 9. Another one is" in said
 
 
 @pytest.mark.parametrize("place", slow_except(["in a step"], ["in a step", "in a checkpoint"]))

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.cluster import rendezvous
+from lightning_distrec.strategies.run import watchdog
 from tests.support.launched_script import Clicks, Numbered
 
 FAULTY = 1
@@ -57,7 +59,12 @@ def _hold() -> None:
     ctypes.PyDLL(None).sleep(6)  # PyDLL keeps the interpreter to itself meanwhile
 
 
+def _unwatch() -> None:
+    watchdog._of_this_process._process.kill()  # type: ignore[union-attr]
+
+
 FAULTS = {
+    "unwatch": _unwatch,
     "hold": _hold,
     "wait": _wait,
     "kill": _kill,
@@ -80,7 +87,7 @@ class Faulty(Clicks):
         APART.append(dist.new_group())
 
     def _fail(self, place: str) -> None:
-        if place == self._place and self.global_rank == FAULTY:
+        if place == self._place and (self.global_rank == FAULTY or self._kind == "unwatch"):
             FAULTS[self._kind]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -95,6 +102,17 @@ class Faulty(Clicks):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx)
+
+
+def fail_at_start(place: str) -> None:
+    """Let this rank be killed while the ranks meet: at the first contact, or around init_process_group."""
+    if place == "at the first contact":
+        rendezvous._wait_for_the_others = lambda *_: _kill()  # type: ignore[assignment]
+    elif place == "before the process group":
+        dist.init_process_group = lambda *_, **__: _kill()
+    elif place == "after the process group":
+        init = dist.init_process_group
+        dist.init_process_group = lambda *args, **options: (init(*args, **options), _kill())
 
 
 def fit_and_validate(kind: str, folder: str, options: dict[str, Any], **settings: Any) -> list[float]:

@@ -1,17 +1,26 @@
 """Ranks find those of their own job, and say whom they wait for. Real sockets and stores; ranks are threads here."""
 
+import json
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from lightning_distrec.cluster import introduction, rendezvous
+from lightning_distrec.cluster.introduction import listen_at
+from lightning_distrec.cluster.job_key import VARIABLE
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.errors import RendezvousError
 from tests.support.ports import free_ports
+
+SetKey = Callable[[str], None]
 
 
 @pytest.fixture
@@ -145,3 +154,119 @@ def test_no_free_port_is_an_error_of_rank_0(point: MeetingPoint) -> None:
 
 def test_one_rank_needs_nobody(point: MeetingPoint) -> None:
     assert _run(_rank(point, 0, 1, [])) == ["job 1.0"]
+
+
+# -- strangers: those who reach the ports, and do not have the key
+
+
+@pytest.fixture
+def set_key(monkeypatch: pytest.MonkeyPatch) -> SetKey:
+    """Set the key of the ranks that start from now on."""
+    return lambda key: monkeypatch.setenv(VARIABLE, key)
+
+
+def _first_line(host: str, port: int, answer: bytes = b"\n") -> bytes:
+    with socket.create_connection((host, port), 2) as connection:
+        connection.sendall(answer)
+        return b"".join(connection.makefile("rb").readlines())
+
+
+def test_a_stranger_learns_neither_the_job_nor_where_its_store_is(
+    point: MeetingPoint, set_key: Callable[[str], None]
+) -> None:
+    set_key("a secret")
+    said: list[str] = []
+    learned: list[bytes] = []
+
+    def ask() -> None:
+        while not learned:
+            with suppress(OSError):
+                learned.append(_first_line(point.host, point.ports[0]))
+        proof = json.dumps({"nonce": "mine", "proof": "0" * 64}).encode() + b"\n"
+        learned.extend(_first_line(point.host, point.ports[0], proof) for _ in range(2))
+
+    def late() -> str:
+        while len(learned) < 3:
+            time.sleep(0.01)
+        return _rank(point, 1, 2, said)()
+
+    assert _run(_rank(point, 0, 2, said), late, ask)[:2] == ["job 1.0"] * 2
+    keys = [sorted(json.loads(line)) for lines in learned for line in lines.splitlines()]
+    hello = ["job", "nonce", "offer"]
+    assert keys == [hello, hello, [], hello, []], "an empty answer to a wrong proof, and none to none"
+    assert all(b"job 1.0" not in lines and b"secret" not in lines for lines in learned)
+    refused = "refused a process at 127.0.0.1, which asked for the ranks of this job without its key."
+    assert said == [refused], "once for each address"
+
+
+def test_a_rank_with_another_key_is_refused_and_says_what_to_set(
+    point: MeetingPoint, set_key: Callable[[str], None]
+) -> None:
+    set_key("a secret")
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.extend(_run(_rank(point, 0, 2, [], seconds=2))))
+    thread.start()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            _first_line(point.host, point.ports[0])
+            break
+    set_key("another secret")
+    (refused,) = _run(_rank(point, 1, 2, [], seconds=3))
+    thread.join()
+    assert str(refused).startswith(f"rank 0 at 127.0.0.1 does not have the key that this rank has from {VARIABLE}. Set")
+    assert "missing: rank 1" in str(outcomes[0])
+
+
+def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
+    point: MeetingPoint, set_key: Callable[[str], None]
+) -> None:
+    set_key("a secret")
+    agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
+    hosted = replace(point, ports=point.ports[:1], is_hosted=True)
+    assert _run(*(_rank(hosted, rank, 2, []) for rank in range(2))) == ["job 1.0"] * 2
+    again = replace(hosted, identity="job 1.0 attempt 1")
+    place = PrefixStore(again.identity, agent)
+    place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
+    outcomes = _run(_rank(again, 0, 3, []), _rank(again, 2, 3, []))
+    wanted = f"rank 1 does not have the key of this job, which rank 0 has from {VARIABLE}. Set {VARIABLE}"
+    assert all(str(outcome).startswith(wanted) for outcome in outcomes), outcomes
+
+
+def test_who_takes_rank_0s_place_in_a_launchers_store_is_refused(
+    point: MeetingPoint, set_key: Callable[[str], None]
+) -> None:
+    set_key("a secret")
+    agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
+    hosted = replace(point, ports=point.ports[:1], is_hosted=True)
+    place = PrefixStore(hosted.identity, agent)
+    place.set("challenge", json.dumps({"nonce": "x", "offer": "variable", "watch": 0}))
+    place.set("complete/1/proof", "0" * 64)
+    place.set("complete", "")
+    (outcome,) = _run(_rank(hosted, 1, 2, []))
+    assert str(outcome).startswith("whoever answers for rank 0 does not have the key of this job")
+
+
+def test_on_one_node_nothing_listens_beyond_the_address_that_ranks_use(point: MeetingPoint) -> None:
+    """127.0.0.2 reaches what listens at all interfaces, and not what listens at 127.0.0.1."""
+    assert _reaches("127.0.0.2", listen_at("0.0.0.0", 0, one_node=False))
+    assert not _reaches("127.0.0.2", listen_at("127.0.0.1", 0, one_node=True))
+    assert _reaches("127.0.0.2", listen_at("127.0.0.1", 0, one_node=False)), "other nodes do not reach a loopback"
+    assert _reaches("127.0.0.2", listen_at("203.0.113.1", 0, one_node=False)), "an address of a router"
+    assert not _reaches("127.0.0.1", listen_at("127.0.0.3", 0, one_node=True))
+
+
+def _reaches(host: str, listener: socket.socket) -> bool:
+    with listener:
+        try:
+            socket.create_connection((host, listener.getsockname()[1]), 1).close()
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def test_a_rank_whose_launching_process_is_gone_waits_for_nobody(point: MeetingPoint) -> None:
+    began = time.monotonic()
+    (outcome,) = _run(_rank(replace(point, launcher_pid=os.getppid() + 1), 1, 2, []))
+    assert str(outcome).startswith("the process that has started this rank (rank 0) is gone")
+    assert time.monotonic() - began < 5

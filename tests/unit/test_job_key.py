@@ -1,0 +1,113 @@
+"""Ranks find the same key, and nobody else does."""
+
+import os
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_distrec.cluster import job_key
+from lightning_distrec.cluster.job_key import VARIABLE, JobKey, key_by_offer, key_of_rank_0
+from lightning_distrec.errors import RendezvousError
+from tests.support.debian import require
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(job_key.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    return tmp_path / "home"
+
+
+def _agree(key: JobKey, other: JobKey) -> bool:
+    return other.is_signed(key.sign("a", 1), "a", 1) and not other.is_signed(key.sign("a", 1), "a", 2)
+
+
+def test_the_variable_is_the_key_of_those_that_have_it() -> None:
+    key = key_of_rank_0({VARIABLE: "one"})
+    assert _agree(key, key_by_offer(key.offer, {VARIABLE: "one"}))
+    assert not _agree(key, key_by_offer(key.offer, {VARIABLE: "two"}))
+    with pytest.raises(RendezvousError, match=f"rank 0 has {VARIABLE} in its environment, and this rank has not"):
+        key_by_offer(key.offer, {})
+    assert "one" not in f"{key}{key.offer}"
+
+
+def test_ranks_that_start_at_the_same_time_find_one_file_of_this_user_alone(home: Path) -> None:
+    keys: list[JobKey] = []
+    threads = [threading.Thread(target=lambda: keys.append(key_of_rank_0({}))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({key.secret for key in keys}) == 1
+    assert len(keys) == 16
+    folder = home / ".config" / "lightning_distrec"
+    assert [path.name for path in folder.iterdir()] == ["key"]
+    assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
+    assert _agree(keys[0], key_by_offer(keys[0].offer, {}))
+
+
+def test_a_file_that_others_may_read_is_refused(home: Path) -> None:
+    key = key_of_rank_0({})
+    os.chmod(key.origin, 0o644)
+    with pytest.raises(RendezvousError, match="may be read by others than this user. Delete it"):
+        key_of_rank_0({})
+
+
+def test_without_a_home_the_file_is_on_this_machine_and_without_that_the_variable_is_asked_for(
+    home: Path, tmp_path: Path
+) -> None:
+    home.write_text("not a folder")
+    assert key_of_rank_0({}).origin.startswith(str(tmp_path / "tmp"))
+    (tmp_path / "tmp").rename(tmp_path / "gone")
+    (tmp_path / "tmp").write_text("not a folder")
+    with pytest.raises(RendezvousError, match=rf"no place for the key .*Set {VARIABLE} to the same secret text"):
+        key_of_rank_0({})
+
+
+@pytest.fixture
+def munge(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A munged of this test's own."""
+    if os.geteuid():
+        pytest.skip("munged is started by root")
+    require(["munged", "munge", "unmunge"], ["munge"])
+    folder = Path(subprocess.check_output(["mktemp", "-d", "/tmp/munge-XXXXXX"], text=True).strip())
+    folder.chmod(0o755)
+    (folder / "key").write_bytes(os.urandom(64))
+    (folder / "key").chmod(0o600)
+    files = [f"--{kind}-file={folder}/{kind}" for kind in ("key", "pid", "log", "seed")]
+    daemon = subprocess.Popen(["munged", "--foreground", f"--socket={folder}/s", *files], stderr=subprocess.DEVNULL)
+    try:
+        while not (folder / "s").exists():
+            assert daemon.poll() is None
+            time.sleep(0.05)
+        monkeypatch.setattr(job_key, "_socket_of_slurm", lambda: [f"--socket={folder}/s"])
+        yield
+    finally:
+        daemon.terminate()
+        daemon.wait()
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+@pytest.mark.cluster
+def test_in_a_slurm_job_munge_seals_the_key_for_this_user(munge: None) -> None:
+    key = key_of_rank_0({"SLURM_JOB_ID": "1"})
+    assert key.origin == "munge"
+    for _ in range(2):  # munge notes that it opened a credential before
+        assert _agree(key, key_by_offer(key.offer, {}))
+    assert key.secret.decode() not in key.offer
+    assert key_of_rank_0({"SLURM_JOB_ID": "1"}).secret != key.secret
+    sealed_by_another = subprocess.run(
+        ["munge", "--uid=65534", "--restrict-uid=0", *job_key._socket_of_slurm()],
+        input="a stranger's",
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for offer in (sealed_by_another.strip(), "MUNGE:nonsense:"):
+        with pytest.raises(RendezvousError, match="rank 0's munge credential cannot be opened here"):
+            key_by_offer(f"munge {offer}", {})
