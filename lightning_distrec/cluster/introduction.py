@@ -125,7 +125,7 @@ def find_introduction(host: str, port: int, identity: str, given: Mapping[str, s
 
 
 def _digest(nonce: str, identity: str) -> str:
-    """Return what tells a job from others, to those who know its identity."""
+    """Return what distinguishes a job from others, for those who know its identity."""
     return hashlib.sha256(f"{nonce}\n{identity}".encode()).hexdigest()
 
 
