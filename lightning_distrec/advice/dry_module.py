@@ -70,7 +70,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         )
         updates = {table.full_name: _assumed(table.parameter) for table in wanted.tables}
     else:
-        updates, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {})
+        updates, _, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {})
         assumed += more
     return DryModule(
         module=there,

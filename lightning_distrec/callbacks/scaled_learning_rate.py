@@ -3,7 +3,7 @@
 Source: Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677: the linear rule and the gradual warm-up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -93,10 +93,13 @@ class ScaledLearningRate(Callback):
         self._log_times.start()
         tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         self._has_fused_tables = tables is not None and bool(tables.fused_tables)
+        of_tables = [] if tables is None else tables.table_optimizers  # which step together with the first
         for index, optimizer in enumerate(trainer.optimizers):
-            _check_has_rates(optimizer)
+            together = [optimizer, *([] if index else of_tables)]
+            for each in together:
+                _check_has_rates(each)
             steps = self._steps[index] if index < len(self._steps) else 0
-            self._scaled.append(ScaledSteps(optimizer, self.factor_at, steps))
+            self._scaled.append(ScaledSteps(together, self.factor_at, steps))
         self._steps_seen = sum(scaled.steps for scaled in self._scaled)
 
     @override
@@ -146,16 +149,20 @@ class ScaledLearningRate(Callback):
 class ScaledSteps:
     """Multiplies one optimizer's rates during its steps; the closure, with forward and backward, is part of a step."""
 
-    def __init__(self, optimizer: Optimizer, factor_at: Callable[[int], float], steps: int) -> None:
-        """factor_at: number of a step -> its factor. steps: number of steps made before."""
+    def __init__(self, optimizers: Sequence[Optimizer], factor_at: Callable[[int], float], steps: int) -> None:
+        """optimizers: the one, and those that step together with it. factor_at: number of a step -> its factor.
+
+        steps: number of steps made before.
+        """
+        self._optimizers = optimizers
         self.steps = steps
         self.used: list[Any] = []
         self.is_stepping = False
         self._factor_at = factor_at
         self._groups: list[tuple[dict[str, Any], Any]] = []
         self._hooks = [
-            optimizer.register_step_pre_hook(self._begin),
-            optimizer.register_step_post_hook(self._end),
+            optimizers[0].register_step_pre_hook(self._begin),
+            optimizers[0].register_step_post_hook(self._end),
         ]
 
     def stop(self) -> None:
@@ -168,7 +175,7 @@ class ScaledSteps:
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()  # after a step that failed: optimizers call no hook then
         factor = self._factor_at(self.steps)
-        self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
+        self._groups = [(group, group["lr"]) for each in self._optimizers for group in each.param_groups]
         self.used = [rate * factor for _, rate in self._groups]
         for (group, _), rate in zip(self._groups, self.used, strict=True):
             group["lr"] = rate

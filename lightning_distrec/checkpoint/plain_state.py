@@ -189,17 +189,24 @@ def plain_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     numbers = {name: number for number, name in enumerate(numbered_names(state))}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}
+    of_parameters = {numbers[name]: values for name, values in state["state"].items()}
+    return {**_marks(state), "state": of_parameters, "param_groups": groups}
 
 
 def named_optimizer_state(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """Return an optimizer's state by names again. names: of the parameters, in the order of their numbers."""
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+    of_parameters = {names[number]: values for number, values in state["state"].items()}
+    return {**_marks(state), "state": of_parameters, "param_groups": groups}
+
+
+def _marks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is saved next to an optimizer's state and its groups, in whichever form they are."""
+    return {key: value for key, value in state.items() if key not in ("optimizer", "state", "param_groups")}
 
 
 def state_by_name(
-    saved: Mapping[str, Any], names: list[dict[str, Any]], number: int
+    saved: Mapping[str, Any], names: list[dict[str, Any]], label: str
 ) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
     """Return the saved state by parameters' names, and the names of all that the optimizer had.
 
@@ -211,7 +218,7 @@ def state_by_name(
     for j, (group, named) in enumerate(zip(saved["param_groups"], names, strict=True)):
         if len(group["params"]) != len(named):
             raise CheckpointError(
-                f"optimizer {number}: param group {j} has {len(named)} parameters, and the checkpoint's had "
+                f"{label}: param group {j} has {len(named)} parameters, and the checkpoint's had "
                 f"{len(group['params'])}. Build the module and the groups that were saved, or start a new run from its "
                 "weights: checkpoint={'start_from': path}."
             )

@@ -59,6 +59,27 @@ def param_groups_of(
     return param_groups
 
 
+def remove_from_groups(
+    optimizers: Iterable[optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    earlier: Mapping[str, list[nn.Parameter]],
+) -> None:
+    """Remove tables from the optimizers, in place: groups keep their count and order, and may be empty then.
+
+    parameters: full name -> unsharded weight. earlier: see `param_groups_of`. Raises OptimizerError as it does.
+    """
+    ids = {id(parameter) for parameter in parameters.values()}
+    for optimizer in optimizers:
+        _put_back(optimizer, parameters, earlier)
+        for group in optimizer.param_groups:
+            kept = [i for i, parameter in enumerate(group["params"]) if id(parameter) not in ids]
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = [group[key][i] for i in kept]
+        for parameter in parameters.values():
+            optimizer.state.pop(parameter, None)
+
+
 def _put_back(
     optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], earlier: Mapping[str, list[nn.Parameter]]
 ) -> None:

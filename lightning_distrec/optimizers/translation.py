@@ -122,6 +122,14 @@ def frozen(why: str, param_group: TableParamGroup | None = None) -> TableUpdate:
     return TableUpdate("frozen", why, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
 
 
+def of_table_optimizer(update: TableUpdate) -> TableUpdate:
+    """Return the update of a table that table_optimizer updates, which its reason says."""
+    assert update.param_group is not None
+    name = type(update.param_group.optimizer).__name__
+    why = update.why if update.why.startswith(name) else f"{name}: {update.why}"
+    return replace(update, why=f"table_optimizer's {why}")
+
+
 NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 """FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
 

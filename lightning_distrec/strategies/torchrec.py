@@ -54,13 +54,15 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
             nothing must come between (clipping, accumulation, loss scaling), otherwise by the user's optimizer on each
             rank's shards. "fused", "sparse", "dense": that, or an error. "fused_lazy": Adam on touched rows only
             (CUDA), which gives other numbers.
+        table_optimizer: class_path, init_args and lr_scheduler of an optimizer that updates the tables, which leave
+            those of configure_optimizers. It steps together with the module's one. None: the module's.
         convert_embeddings: which nn.Embedding and nn.EmbeddingBag are sharded too. "auto": those with at least
             `min_rows` rows that can be; "all"; "none"; or a list of their paths.
         min_rows: see convert_embeddings.
         sharding_types: sharding types that the planner may choose, for example ["table_wise", "row_wise"]; None: all.
-        tables: options for single tables, by name or by a pattern such as "user_*": embedding_update, sharding_types,
-            compute_kernels, min_partition, pooling_factor, batch_size, cache_load_factor, device_group, dtype,
-            replicated: see TableOptions.
+        tables: options for single tables, by name or by a pattern such as "user_*": embedding_update, optimizer,
+            sharding_types, compute_kernels, min_partition, pooling_factor, batch_size, cache_load_factor,
+            device_group, dtype, replicated: see TableOptions.
         check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or "ignore", which looks
             up row 0.
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
@@ -101,6 +103,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
     def __init__(
         self,
         embedding_update: EmbeddingUpdate = "auto",
+        table_optimizer: dict[str, Any] | None = None,
         convert_embeddings: Convert | list[str] = "auto",
         min_rows: int = 100_000,
         sharding_types: list[str] | None = None,
@@ -126,7 +129,9 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
         watchdog_seconds: float = 30.0,
     ) -> None:
         self._settings = TableSettings(
-            everywhere=TableOptions(embedding_update=embedding_update, sharding_types=sharding_types),
+            everywhere=TableOptions(
+                embedding_update=embedding_update, optimizer=table_optimizer, sharding_types=sharding_types
+            ),
             conversion=Conversion(convert_embeddings, min_rows),
             by_table=tables or {},
             check_ids=check_ids,
@@ -159,6 +164,11 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
         """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
         tables = self._run.tables if self._run is not None else None
         return tables if isinstance(tables, RunTables) else None
+
+    @property
+    def table_optimizers(self) -> list[Optimizer]:
+        """The optimizers that table_optimizer has made, in a fit; those of the module are `optimizers`."""
+        return [] if self.run_tables is None else self.run_tables.table_optimizers
 
     @property
     def table_settings(self) -> TableSettings:

@@ -111,16 +111,19 @@ class TorchRecRun(Run):
             strategy.optimizers, strategy.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
             if fsdp is None:
                 strategy.configure_ddp()
-            self.undo.callback(clip_over_all_ranks(plugin, tables.shards.sharded_parameters, tables.fused_tables))
-            self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers))
+            shards, own = tables.shards.sharded_parameters, tables.table_optimizers
+            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_tables, own))
+            self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, own))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())
         strategy.setup_precision_plugin()
+        optimizers = [*strategy.optimizers, *wrapped_optimizers(strategy)]  # the plugin may have replaced them
+        if self.is_fitting:
+            tables.zero_together(optimizers)
         if isinstance(self.dense, ReplicatedLayers):
-            move_optimizers_to_device(strategy.optimizers, strategy.root_device)
+            move_optimizers_to_device([*strategy.optimizers, *tables.table_optimizers], strategy.root_device)
         elif self.is_fitting:
-            optimizers = [*strategy.optimizers, *wrapped_optimizers(strategy)]  # the plugin may have replaced them
             self.buffers = self.dense.begin_training(optimizers, consensus)
 
     def wrap_dense(self, strategy: DDPStrategy, wrap: Callable[[], None]) -> None:

@@ -23,6 +23,10 @@ class TableOptions:
     embedding_update: EmbeddingUpdate | None = None
     """How to update the table: auto, fused, sparse, dense or fused_lazy."""
 
+    optimizer: dict[str, Any] | None = None
+    """Update the table by an optimizer of its own, see table_optimizer of TorchRecShardedStrategy: class_path,
+    init_args, lr_scheduler."""
+
     sharding_types: list[str] | None = None
     """Allow these sharding types, for example ["row_wise"]."""
 

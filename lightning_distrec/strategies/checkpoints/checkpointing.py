@@ -25,7 +25,7 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, refuse_folder
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
-from lightning_distrec.strategies.checkpoints.optimizer_state import OptimizerStates
+from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters, refuse_callbacks
 from lightning_distrec.strategies.checkpoints.positions import Positions
 from lightning_distrec.strategies.checkpoints.saved_tables import SavedTables
@@ -140,6 +140,9 @@ class Checkpointing:
         folder would be written to what is no file system.
         """
         drop_hyperparameters(checkpoint, self._warned)
+        if self._tables is not None and "optimizer_states" in checkpoint:
+            own = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._tables.table_optimizers]
+            checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *own]
         where: str = self._ranks.all_gather(str(path))[0]
         rank_state = self._positions.take_out(checkpoint)
         facts = {
@@ -258,6 +261,7 @@ class Checkpointing:
             lambda: states.load(
                 checkpoint["optimizer_states"],
                 optimizers,
+                [] if self._tables is None else self._tables.table_optimizers,
                 rank_zero_warn,
                 self._options.grow_tables,
             ),

@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # they load torchrec, which modules without tables have no us
     from lightning_distrec.sharding.tables import Table
 
 KEPT_IN_GROUPS = ("params", "param_names")
+OF_TABLES = "of_tables"
+"""Marks the states of table_optimizer, which follow those of configure_optimizers in Lightning's list."""
 
 
 class SavedTable(NamedTuple):
@@ -130,14 +132,24 @@ class OptimizerStates:
         self,
         saved: Sequence[Mapping[str, Any]],
         optimizers: Sequence[Optimizer],
+        of_tables: Sequence[Optimizer],
         warn: Callable[[str], None],
         grow: bool,
     ) -> None:
         """Load the optimizers' saved state; each rank reads its own shards.
 
-        warn: called with what cannot be loaded, and starts empty. grow: accept tables with more rows than were saved.
+        of_tables: optimizers of tables alone. warn: called with what cannot be loaded, and starts empty. grow: accept
+        tables with more rows than were saved.
         Raises CheckpointError: the optimizers or their groups are not those that were saved.
         """
+        saved_of_tables = [state for state in saved if OF_TABLES in state]
+        saved = [state for state in saved if OF_TABLES not in state]
+        if len(saved_of_tables) != len(of_tables):
+            raise CheckpointError(
+                f"the checkpoint has the state of {len(saved_of_tables)} optimizers by table_optimizer, and this run "
+                f"has {len(of_tables)}. Set table_optimizer, and optimizer in tables, as they were, or start a new run "
+                "from its weights: checkpoint={'start_from': path}."
+            )
         if len(saved) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved)} optimizers, and configure_optimizers returned "
@@ -145,15 +157,17 @@ class OptimizerStates:
                 "checkpoint={'start_from': path}."
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-            self._load(number, state, optimizer, warn, grow)
+            self._load(f"optimizer {number}", state, optimizer, warn, grow)
+        for state, optimizer in zip(saved_of_tables, of_tables, strict=True):
+            self._load("table_optimizer", state, optimizer, warn, grow)
 
     def _load(
-        self, number: int, saved: Mapping[str, Any], optimizer: Optimizer, warn: Callable[[str], None], grow: bool
+        self, label: str, saved: Mapping[str, Any], optimizer: Optimizer, warn: Callable[[str], None], grow: bool
     ) -> None:
         kind = class_name(optimizer)
         if saved.get("optimizer", kind) != kind:
             warn(
-                f"optimizer {number} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state "
+                f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state "
                 "cannot be loaded and starts empty; learning rates are those of the new one."
             )
             return
@@ -161,10 +175,10 @@ class OptimizerStates:
         groups = saved["param_groups"]
         if len(groups) != len(names):
             raise CheckpointError(
-                f"optimizer {number} has {len(names)} param groups, and the checkpoint's had {len(groups)}. Return the "
+                f"{label} has {len(names)} param groups, and the checkpoint's had {len(groups)}. Return the "
                 "groups that were saved, or start a new run from its weights: checkpoint={'start_from': path}."
             )
-        states, known = state_by_name(saved, names, number)
+        states, known = state_by_name(saved, names, label)
         own: dict[int, Any] = {}
         numbered = []
         index = 0
@@ -181,7 +195,7 @@ class OptimizerStates:
         fresh = [name for of_group in names for name in of_group if name not in known]
         if fresh:
             more = f" and {len(fresh) - 1} more" if fresh[1:] else ""
-            warn(f"optimizer {number}: the checkpoint has no state of '{fresh[0]}'{more}; it starts empty.")
+            warn(f"{label}: the checkpoint has no state of '{fresh[0]}'{more}; it starts empty.")
 
     def _state_of(
         self,

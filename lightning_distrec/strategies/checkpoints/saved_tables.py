@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from torch.optim import Optimizer
+
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
     from lightning_distrec.optimizers.translation import TableUpdate
     from lightning_distrec.sharding.sharded_tables import ShardedTables
@@ -20,6 +22,10 @@ class SavedTables(Protocol):
     @property
     def updates(self) -> Mapping[str, TableUpdate]:
         """Full name of a table -> what updates it."""
+
+    @property
+    def table_optimizers(self) -> list[Optimizer]:
+        """The optimizers of tables alone."""
 
     def plan_files(self) -> dict[str, bytes]:
         """Return name -> content of the files that a checkpoint has about the plan."""

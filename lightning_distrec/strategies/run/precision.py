@@ -1,6 +1,6 @@
 """What the Trainer's precision plugin does, over gradients of which each rank has its shards only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,11 +9,13 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_distrec._compat.lightning import unscales_in_step
 from lightning_distrec._compat.torch import watch_total_norm
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
+from lightning_distrec.optimizers.joint_steps import parameters_of, with_parameters
 from lightning_distrec.optimizers.updates_in_backward import refuse_clip
 
 OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
@@ -52,9 +54,23 @@ def output_dtype(precision: str) -> torch.dtype | None:
     return OUTPUT_DTYPES[precision]
 
 
-def skip_overflows_on_all_ranks(plugin: Precision, optimizers: list[Optimizer]) -> Callable[[], None]:
+class _JointScaler(ShardedGradScaler):
+    """Unscales gradients of further optimizers, which step where the one that it is called with does."""
+
+    others: Sequence[Optimizer] = ()
+
+    @override
+    def unscale_(self, optimizer: Optimizer) -> None:
+        with with_parameters(optimizer, parameters_of(self.others)):
+            super().unscale_(optimizer)
+
+
+def skip_overflows_on_all_ranks(
+    plugin: Precision, optimizers: list[Optimizer], others: Sequence[Optimizer] = ()
+) -> Callable[[], None]:
     """Let all ranks skip a step when the gradients of any rank, shards included, are not finite; returns an undo.
 
+    others: optimizers that step together with the one in `optimizers`.
     Raises UnsupportedError: a scaler or an optimizer looks at the gradients of its own rank only.
     """
     scaler = getattr(plugin, "scaler", None)
@@ -65,13 +81,13 @@ def skip_overflows_on_all_ranks(plugin: Precision, optimizers: list[Optimizer]) 
             f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. Use "
             "torch.amp.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
         )
-    for optimizer in optimizers:
+    for optimizer in [*optimizers, *others]:
         if unscales_in_step(optimizer):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its own rank only. Remove "
                 "fused=True, or use precision='bf16-mixed'."
             )
-    plugin.scaler = ShardedGradScaler(  # type: ignore[attr-defined]
+    plugin.scaler = _JointScaler(  # type: ignore[attr-defined]
         torch.device(plugin.device).type,  # type: ignore[attr-defined]
         init_scale=scaler.get_scale(),
         growth_factor=scaler.get_growth_factor(),
@@ -80,6 +96,7 @@ def skip_overflows_on_all_ranks(plugin: Precision, optimizers: list[Optimizer]) 
         enabled=scaler.is_enabled(),
         process_group=dist.group.WORLD,
     )
+    plugin.scaler.others = others  # type: ignore[attr-defined]
 
     def give_back() -> None:
         scaler.load_state_dict(plugin.scaler.state_dict())  # type: ignore[attr-defined]
@@ -89,22 +106,26 @@ def skip_overflows_on_all_ranks(plugin: Precision, optimizers: list[Optimizer]) 
 
 
 def clip_over_all_ranks(
-    plugin: Precision, shards: Callable[[], list[nn.Parameter]] | None, fused: list[str]
+    plugin: Precision,
+    shards: Callable[[], list[nn.Parameter]] | None,
+    fused: list[str],
+    others: Sequence[Optimizer] = (),
 ) -> Callable[[], None]:
     """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks; returns an undo.
 
     shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
-    now on; None: all shards are DTensors, which that function knows. fused: tables that cannot be clipped.
+    now on; None: all shards are DTensors, which that function knows. fused: tables that cannot be clipped. others:
+    optimizers that step together with the one that is clipped, by one norm.
     """
 
     def by_norm(optimizer: Any, clip_val: float) -> None:
         refuse_clip(clip_val, fused)
         sharded = None if shards is None else {id(shard) for shard in shards()}
-        clip_by_norm(plugin.main_params(optimizer), sharded, float(clip_val))
+        clip_by_norm([*plugin.main_params(optimizer), *parameters_of(others)], sharded, float(clip_val))
 
     def by_value(optimizer: Any, clip_val: float) -> None:
         refuse_clip(clip_val, fused)
-        clip_by_value(plugin.main_params(optimizer), float(clip_val))
+        clip_by_value([*plugin.main_params(optimizer), *parameters_of(others)], float(clip_val))
 
     def refuse_shards(gradients: list[torch.Tensor]) -> None:
         taken = {id(gradient) for gradient in gradients}

@@ -1,7 +1,7 @@
 """Decides about each table of an unsharded module: whether to shard it, its update, its constraints, what to refuse."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
-from lightning_distrec.optimizers.translation import TableUpdate, frozen, translate
+from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, parse_table_optimizer, take_tables
+from lightning_distrec.optimizers.translation import TableUpdate, frozen, of_table_optimizer, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
     refuse_what_is_not_exact,
@@ -39,7 +40,10 @@ class Decisions:
     updates: dict[str, TableUpdate]
     constraints: dict[str, TableConstraints]
     optimizers: list[Optimizer]
+    """Those of configure_optimizers."""
     lr_scheduler_configs: list[Any]
+    own_optimizers: list[OwnOptimizer] = field(default_factory=list)
+    """Those of tables alone, by table_optimizer."""
 
 
 @dataclass(frozen=True)
@@ -78,27 +82,36 @@ def updates_in_fit(
     precision: Any,
     device: torch.device,
     earlier: Mapping[str, list[nn.Parameter]],
-) -> tuple[dict[str, TableUpdate], list[str]]:
-    """Return what updates each table in a fit, by full name, and warnings.
+) -> tuple[dict[str, TableUpdate], list[OwnOptimizer], list[str]]:
+    """Return what updates each table in a fit, by full name, the tables' own optimizers, and warnings.
 
+    optimizers: those of configure_optimizers, which tables with an own one leave.
     trainer: or what has its callbacks, precision, accumulate_grad_batches and gradient_clip_val. precision: its plugin,
     or what has the plugin's scaler. earlier: see `decide`. Raises OptimizerError, UnsupportedError.
     """
     tables = wanted.tables
+    parameters = {table.full_name: table.parameter for table in tables}
+    of_tables = {
+        name: parse_table_optimizer(f"optimizer of table '{name}'", option.optimizer)
+        for name, option in wanted.options.items()
+        if option.optimizer is not None
+    }
+    own = take_tables(parameters, of_tables, optimizers, module.automatic_optimization, earlier)
     updates = translate(
-        {table.full_name: table.parameter for table in tables},
+        parameters,
         {name: _mode(name, option) for name, option in wanted.options.items()},
-        optimizers,
+        [*optimizers, *(of.optimizer for of in own)],
         device.type,
         why_not_in_backward(trainer, module, precision),
         {table.full_name for table in tables if table.plain is not None},
         earlier,
     )
+    updates |= {name: of_table_optimizer(updates[name]) for of in own for name in of.tables}
     kinds = {name: update.kind for name, update in updates.items()}
     refuse_what_is_not_exact(trainer, module, precision, kinds, len(optimizers))
     fused = [name for name, update in updates.items() if update.in_backward]
     hooks = hooks_without_gradients(trainer, module, fused)
-    return updates, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
+    return updates, own, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
 
 
 def constraints_of(
@@ -124,15 +137,17 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
     _refuse_dense_on_meta(module, tables, wanted.left_alone | dict.fromkeys(wanted.replicated, "replicated=True"))
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
+    own: list[OwnOptimizer] = []
     updates = {table.full_name: frozen("evaluation only") for table in tables}
     warnings = wanted.warnings
     if tables and run.fits:
         optimizers, schedulers = init_optimizers_and_schedulers(module)
         precision = trainer.precision_plugin
-        updates, more = updates_in_fit(wanted, module, optimizers, trainer, precision, run.device, earlier)
+        updates, own, more = updates_in_fit(wanted, module, optimizers, trainer, precision, run.device, earlier)
         warnings += more
     constraints = constraints_of(wanted, updates, run.device, run.layout)
-    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers)
+    schedulers = [*schedulers, *(scheduler for of in own for scheduler in of.schedulers)]
+    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own)
 
 
 def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:

@@ -138,7 +138,7 @@ class Pipelining:
             replace_fetchers(trainer, self._fetcher),
             skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)),
         ]
-        self._undo += [optimizer.register_step_post_hook(self._stepped).remove for optimizer in tables.optimizers]
+        self._undo += [optimizer.register_step_post_hook(self._stepped).remove for optimizer in tables.all_optimizers]
         self._proxies: list[tuple[ShardedProxy, PrefetchedLookups | None]] = []
         for proxy in tables.shards.proxies.values():
             # Another Trainer may be running around this one, whose pipeline `release` puts back.

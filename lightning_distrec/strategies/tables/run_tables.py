@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
 from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec.errors import OptimizerError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
+from lightning_distrec.optimizers.joint_steps import AddedTables, parameters_of, step_together, zero_together
 from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.replicas import ReplicaCheck
@@ -39,6 +41,9 @@ class RunTables:
     replicas: ReplicaCheck
     lookups: list[ShardedLookup] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    """Those of configure_optimizers."""
+    table_optimizers: list[Optimizer] = field(default_factory=list)
+    """Those of tables alone, which step together with the one above."""
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Removes what was registered on optimizers and plugins for the run."""
@@ -47,6 +52,29 @@ class RunTables:
         self._num_steps: dict[int, int] = {}
         self.backward_watch = BackwardWatch(self.fused_tables)
         self.unfreezing = Unfreezing(self.shards, self.updates)
+        self._added_tables = AddedTables({})
+
+    @property
+    def all_optimizers(self) -> list[Optimizer]:
+        """Those of configure_optimizers, and those of tables alone."""
+        return [*self.optimizers, *self.table_optimizers]
+
+    def connect(self, optimizers: list[Optimizer], table_optimizers: list[Optimizer]) -> None:
+        """Let the tables' own optimizers step with the user's one, and all of them report their steps."""
+        self.optimizers, self.table_optimizers = optimizers, table_optimizers
+        if table_optimizers:
+            self.undo.append(step_together(optimizers[0], table_optimizers))
+            own = {id(parameter) for parameter in parameters_of(table_optimizers)}
+            weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
+            self._added_tables = AddedTables({i: name for i, name in weights.items() if i in own})
+        for number, optimizer in enumerate(self.all_optimizers):
+            stepped = partial(self.after_optimizer_step, number)
+            self.undo.append(optimizer.register_step_post_hook(stepped).remove)
+
+    def zero_together(self, optimizers: list[Any]) -> None:
+        """Let the tables' own optimizers forget gradients when these do: the user's one, and Lightning's wrapper."""
+        if self.table_optimizers:
+            self.undo += [zero_together(optimizer, self.table_optimizers) for optimizer in optimizers]
 
     def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
         """Write plan.html, and optionally its pictures as files next to it.
@@ -78,7 +106,9 @@ class RunTables:
         self.learning_rates.check()
         self.replicas.before_step()
         self._refuse_late_hooks()
-        self.unfreezing.follow(self.optimizers)
+        if self.table_optimizers:
+            self._added_tables.refuse(self.optimizers)
+        self.unfreezing.follow(self.all_optimizers)
         self.loss_weight.begin_step()
         self.shards.loss_weight = 1.0
         self.begin_step()

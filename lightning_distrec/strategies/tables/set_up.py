@@ -140,16 +140,15 @@ def _shard(
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     kept = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(kept)
-    rewrite_groups(decisions.optimizers, unsharded, shards.parameters(), updates.keys() - kept.keys())
+    optimizers = [*decisions.optimizers, *(of.optimizer for of in decisions.own_optimizers)]
+    rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - kept.keys())
     return shards
 
 
 def _connect(setup: RunTables, decisions: Decisions) -> None:
     """Let optimizers report their steps, and refuse gradients that fused updates would miss."""
-    setup.optimizers, setup.lr_scheduler_configs = decisions.optimizers, decisions.lr_scheduler_configs
-    for number, optimizer in enumerate(setup.optimizers):
-        stepped = partial(setup.after_optimizer_step, number)
-        setup.undo.append(optimizer.register_step_post_hook(stepped).remove)
+    setup.lr_scheduler_configs = decisions.lr_scheduler_configs
+    setup.connect(decisions.optimizers, [of.optimizer for of in decisions.own_optimizers])
     for name in setup.fused_tables:
         for shard in setup.shards.shards[name]:
             shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))

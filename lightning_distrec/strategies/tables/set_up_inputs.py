@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
+from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
 from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -35,6 +36,12 @@ class TableSettings:
 
     def __post_init__(self) -> None:
         check_check_ids(self.check_ids)
+        if self.everywhere.optimizer is not None:
+            parse_table_optimizer("table_optimizer", self.everywhere.optimizer)
+        for name, options in self.by_table.items():
+            given = options.optimizer if isinstance(options, TableOptions) else None
+            if given is not None:
+                parse_table_optimizer(f"tables[{name!r}].optimizer", given)
         check_loss_reduction(self.loss_reduction)
         if self.batch_size_per_rank <= 0:
             raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")

@@ -1,0 +1,192 @@
+"""Optimizers of the tables alone, which the strategy gets as a class path and arguments."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from lightning_distrec.errors import ConfigError, OptimizerError, did_you_mean
+from lightning_distrec.optimizers.param_groups import remove_from_groups
+
+SHORT_NAMES: dict[str, type[optim.Optimizer]] = {"RowWiseAdagrad": RowWiseAdagrad}
+"""Optimizers, next to those of torch.optim, that need no module in their class path."""
+SCHEDULER_OPTIONS = ("interval", "frequency", "monitor", "strict", "name")
+
+
+@dataclass(frozen=True)
+class TableScheduler:
+    """A learning rate scheduler of the tables' optimizer, and when Lightning steps it."""
+
+    kind: type[Any]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    """Lightning's: interval, frequency, monitor, strict, name."""
+
+    def build(self, optimizer: optim.Optimizer, number: int) -> LRSchedulerConfig:
+        """Return the scheduler, as Lightning takes it from configure_optimizers. number: of the tables' optimizer."""
+        scheduler = self.kind(optimizer, **self.arguments)
+        options = {"name": f"lr-table_optimizer{f'-{number}' if number else ''}"} | self.options
+        return LRSchedulerConfig(scheduler, reduce_on_plateau=isinstance(scheduler, ReduceLROnPlateau), **options)
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """What makes the optimizer of some tables."""
+
+    kind: type[optim.Optimizer]
+    arguments: dict[str, Any]
+    scheduler: TableScheduler | None = None
+
+    def build(self, parameters: Sequence[nn.Parameter]) -> optim.Optimizer:
+        """Return the optimizer of these weights."""
+        return self.kind(parameters, **self.arguments)
+
+
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """An optimizer that the strategy has made for tables, which no optimizer of the user has."""
+
+    optimizer: optim.Optimizer
+    tables: list[str]
+    """Full names."""
+    schedulers: list[LRSchedulerConfig] = field(default_factory=list)
+
+
+def parse_table_optimizer(option: str, given: Any) -> TableOptimizer:
+    """Return the optimizer that `given` describes: class_path, init_args, lr_scheduler.
+
+    option: its name, for errors. Arguments may stand next to class_path too, where they take precedence: the command
+    line puts them there. Raises ConfigError.
+    """
+    fields = _as_dict(option, given)
+    scheduler = fields.pop("lr_scheduler", None)
+    kind = _find(option, fields, SHORT_NAMES, "torch.optim", optim.Optimizer, "an optimizer")
+    arguments = _arguments(option, fields, kind, "params")
+    trial = _try(option, kind, [nn.Parameter(torch.zeros(1, 1))], arguments)
+    if scheduler is None:
+        return TableOptimizer(kind, arguments)
+    return TableOptimizer(kind, arguments, _parse_scheduler(f"{option}.lr_scheduler", scheduler, trial))
+
+
+def _parse_scheduler(option: str, given: Any, trial: optim.Optimizer) -> TableScheduler:
+    fields = _as_dict(option, given)
+    options = {name: fields.pop(name) for name in SCHEDULER_OPTIONS if fields.get(name) is not None}
+    kind = _find(option, fields, {}, "torch.optim.lr_scheduler", LRScheduler, "a learning rate scheduler")
+    arguments = _arguments(option, fields, kind, "optimizer")
+    if options.get("interval", "epoch") not in ("step", "epoch"):
+        raise ConfigError(f"{option}: interval={options['interval']!r} is not known. Use 'step' or 'epoch'.")
+    if issubclass(kind, ReduceLROnPlateau) and "monitor" not in options:
+        raise ConfigError(f"{option}: ReduceLROnPlateau needs monitor, the name of a metric that the module logs.")
+    _try(option, kind, trial, arguments)
+    return TableScheduler(kind, arguments, options)
+
+
+def _as_dict(option: str, given: Any) -> dict[str, Any]:
+    given = given.as_dict() if hasattr(given, "as_dict") else given  # jsonargparse's Namespace
+    if not isinstance(given, Mapping) or not isinstance(given.get("class_path"), str):
+        raise ConfigError(
+            f"{option}={given!r}: a dict with class_path is needed, for example "
+            "{'class_path': 'torch.optim.Adagrad', 'init_args': {'lr': 0.02}}."
+        )
+    return dict(given)
+
+
+def _find(
+    option: str, fields: dict[str, Any], known: Mapping[str, type], home: str, base: type, what: str
+) -> type[Any]:
+    path: str = fields.pop("class_path")
+    module, _, name = path.rpartition(".")
+    found = None if module else known.get(name)
+    if found is None:
+        try:
+            found = getattr(import_module(module or home), name, None)
+        except ImportError as error:
+            raise ConfigError(f"{option}: class_path={path!r} cannot be imported ({error}).") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        there = [n for n, v in vars(import_module(home)).items() if isinstance(v, type) and issubclass(v, base)]
+        near = did_you_mean(name, [*known, *there])
+        raise ConfigError(
+            f"{option}: class_path={path!r} is not {what}{near} Write {home}.NAME, or a path of your own."
+        )
+    return found
+
+
+def _arguments(option: str, fields: dict[str, Any], kind: type, first: str) -> dict[str, Any]:
+    given = dict(fields.pop("init_args", None) or {}) | fields
+    parameters = inspect.signature(kind).parameters
+    if given.get(first) is None:  # the console writes the defaults of all arguments
+        given.pop(first, None)
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    accepted = [name for name in parameters if name != first]
+    for name in given:
+        if name not in accepted and not takes_all:
+            raise ConfigError(
+                f"{option}: {kind.__name__} has no argument {name!r}{did_you_mean(name, [*accepted, 'lr_scheduler'])} "
+                f"It takes {', '.join(accepted)}."
+            )
+    return given
+
+
+def _try(option: str, kind: type, first: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return kind(first, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{option}: {kind.__name__} cannot be made with {arguments}: {error}") from error
+
+
+def take_tables(
+    parameters: Mapping[str, nn.Parameter],
+    wanted: Mapping[str, TableOptimizer],
+    optimizers: list[optim.Optimizer],
+    automatic: bool,
+    earlier: Mapping[str, list[nn.Parameter]],
+) -> list[OwnOptimizer]:
+    """Return the own optimizers of tables, which leave the user's optimizers, in place.
+
+    parameters: full name of a table -> its unsharded weight. wanted: full name -> the optimizer of that table.
+    automatic: whether Lightning steps the user's optimizer. earlier: see `param_groups_of`.
+    Raises OptimizerError: it is not clear when to step them.
+    """
+    if not wanted:
+        return []
+    _check_steps(wanted, optimizers, automatic)
+    remove_from_groups(optimizers, {name: parameters[name] for name in wanted}, earlier)
+    alike: list[tuple[TableOptimizer, list[str]]] = []
+    for name, of_table in wanted.items():
+        names = next((names for other, names in alike if other == of_table), None)
+        if names is None:
+            alike.append((of_table, names := []))
+        names.append(name)
+    own = []
+    for number, (made, names) in enumerate(alike):
+        optimizer = made.build([parameters[name] for name in names])
+        schedulers = [] if made.scheduler is None else [made.scheduler.build(optimizer, number)]
+        own.append(OwnOptimizer(optimizer, names, schedulers))
+    return own
+
+
+def _check_steps(wanted: Mapping[str, TableOptimizer], optimizers: list[optim.Optimizer], automatic: bool) -> None:
+    name = next(iter(wanted))
+    if len(optimizers) > 1:
+        raise OptimizerError(
+            f"table_optimizer for '{name}', and configure_optimizers returned {len(optimizers)} optimizers: the "
+            "tables' steps with the one of configure_optimizers, and it is not clear with which. Give the tables to "
+            "one of yours, without table_optimizer."
+        )
+    if any(isinstance(optimizer, optim.LBFGS) for optimizer in optimizers):
+        raise OptimizerError(
+            f"table_optimizer for '{name}': LBFGS runs several backward passes in a step, and the tables' optimizer "
+            "would see the last one only. Use another optimizer for the other layers."
+        )
+    if not automatic and any(of_table.scheduler is not None for of_table in wanted.values()):
+        raise OptimizerError(
+            f"table_optimizer for '{name}' has an lr_scheduler, and under manual optimization Lightning steps none. "
+            "Leave it out, and set the rate in trainer.strategy.table_optimizers[0].param_groups[0]['lr']."
+        )
