@@ -93,13 +93,13 @@ class ScaledLearningRate(Callback):
         self._log_times.start()
         tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         self._has_fused_tables = tables is not None and bool(tables.fused_tables)
-        of_tables = [] if tables is None else tables.table_optimizers  # which step together with the first
+        of_tables = [] if tables is None else tables.table_optimizers  # which step at_once with the first
         for index, optimizer in enumerate(trainer.optimizers):
-            together = [optimizer, *([] if index else of_tables)]
-            for each in together:
+            at_once = [optimizer, *([] if index else of_tables)]
+            for each in at_once:
                 _check_has_rates(each)
             steps = self._steps[index] if index < len(self._steps) else 0
-            self._scaled.append(ScaledSteps(together, self.factor_at, steps))
+            self._scaled.append(ScaledSteps(at_once, self.factor_at, steps))
         self._steps_seen = sum(scaled.steps for scaled in self._scaled)
 
     @override

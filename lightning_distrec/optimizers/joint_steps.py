@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from lightning_distrec.errors import OptimizerError
 
 
-def step_together(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], None]:
+def step_with(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], None]:
     """Let `own` step after each step of `optimizer`; returns an undo.
 
-    With `zero_together`, everything that decides about the user's step decides about theirs: accumulation, the module's
+    With `zero_with`, everything that decides about the user's step decides about theirs: accumulation, the module's
     optimizer_step and optimizer_zero_grad, a loss scaler that skips a step, manual optimization.
     """
 
@@ -24,7 +24,7 @@ def step_together(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[]
     return optimizer.register_step_post_hook(stepped).remove
 
 
-def zero_together(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], None]:
+def zero_with(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], None]:
     """Let `own` forget gradients when `optimizer`, or Lightning's wrapper around it, does; returns an undo."""
     zero_grad = optimizer.zero_grad
 

@@ -120,7 +120,7 @@ class TorchRecRun(Run):
         strategy.setup_precision_plugin()
         optimizers = [*strategy.optimizers, *wrapped_optimizers(strategy)]  # the plugin may have replaced them
         if self.is_fitting:
-            tables.zero_together(optimizers)
+            tables.zero_with(optimizers)
         if isinstance(self.dense, ReplicatedLayers):
             move_optimizers_to_device([*strategy.optimizers, *tables.table_optimizers], strategy.root_device)
         elif self.is_fitting:

@@ -15,6 +15,7 @@ from lightning_distrec import ScaledLearningRate
 from tests.support.click_model import ClickModel, largest_difference, rank_loader, seeded
 from tests.support.plain_loop import Batch, State, global_batches, loss_of
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.resuming import Clicks, Life, Run, live, problems_of
 from tests.support.trainers import make_trainer
 
 STEPS = 8
@@ -316,6 +317,55 @@ def test_the_monitor_of_learning_rates_shows_the_rate_of_tables(found: dict[str,
     (rates,) = found["schedules"][1]["rates"]
     assert rates["lr-table_optimizer"] == pytest.approx([0.02 * _linear(step) for step in range(STEPS)])
     assert rates["lr-Adam/pg2"] == pytest.approx([0.01 * 0.8**step for step in range(STEPS)])
+
+
+class FallsByStep(Clicks):
+    """Gives all of its parameters to Adam, whose rate falls by the step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
+
+
+OWN_PLAN = {"wide": {"sharding_types": ["row_wise"], "optimizer": ROW_WISE}, "narrow": SHARDINGS["narrow"]}
+OWN = {"table_optimizer": ADAGRAD | {"lr_scheduler": LINEAR}, "tables": OWN_PLAN}
+LIVES = {
+    "one to three ranks": Life(
+        Run(model=FallsByStep, strategy=OWN | {"checkpoint": {"distributed": True}}),
+        2,
+        (
+            (2, {}),
+            (1, {"strategy": OWN | {"embedding_update": "dense"}}),
+            (3, {"strategy": OWN | {"tables": {"wide": {"optimizer": ROW_WISE}}}}),
+        ),
+    ),
+    "one file, accumulated": Life(
+        Run(model=FallsByStep, strategy=OWN, trainer={"accumulate_grad_batches": 2}), 2, ((1, {}),)
+    ),
+    "without": Life(Run(strategy={}), 2, ((1, {"strategy": OWN}),)),
+    "with": Life(Run(strategy={"table_optimizer": ADAGRAD}), 2, ((1, {"strategy": {}}),)),
+}
+
+
+@pytest.fixture(scope="module")
+def lived() -> dict[str, Any]:
+    """What became of runs that are saved, and go on elsewhere."""
+    return live(LIVES)
+
+
+@pytest.mark.parametrize("life", ["one to three ranks", "one file, accumulated"])
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_never_stopped(lived: dict[str, Any], life: str) -> None:
+    assert problems_of(LIVES[life], lived[life]) == []
+
+
+@pytest.mark.parametrize(("life", "said"), [("without", "0 optimizers by table_optimizer"), ("with", "1 optimizers")])
+def test_a_checkpoint_of_other_optimizers_is_refused_with_a_way_out(
+    lived: dict[str, Any], life: str, said: str
+) -> None:
+    failed = lived[life].then[0][0].failed
+    assert f"CheckpointError: the checkpoint has the state of {said}" in failed
+    assert "checkpoint={'start_from': path}" in failed
 
 
 class AddsTablesLater(BaseFinetuning):

@@ -12,7 +12,7 @@ from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
 from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec.errors import OptimizerError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch
-from lightning_distrec.optimizers.joint_steps import AddedTables, parameters_of, step_together, zero_together
+from lightning_distrec.optimizers.joint_steps import AddedTables, parameters_of, step_with, zero_with
 from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.replicas import ReplicaCheck
@@ -63,7 +63,7 @@ class RunTables:
         """Let the tables' own optimizers step with the user's one, and all of them report their steps."""
         self.optimizers, self.table_optimizers = optimizers, table_optimizers
         if table_optimizers:
-            self.undo.append(step_together(optimizers[0], table_optimizers))
+            self.undo.append(step_with(optimizers[0], table_optimizers))
             own = {id(parameter) for parameter in parameters_of(table_optimizers)}
             weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
             self._added_tables = AddedTables({i: name for i, name in weights.items() if i in own})
@@ -71,10 +71,10 @@ class RunTables:
             stepped = partial(self.after_optimizer_step, number)
             self.undo.append(optimizer.register_step_post_hook(stepped).remove)
 
-    def zero_together(self, optimizers: list[Any]) -> None:
+    def zero_with(self, optimizers: list[Any]) -> None:
         """Let the tables' own optimizers forget gradients when these do: the user's one, and Lightning's wrapper."""
         if self.table_optimizers:
-            self.undo += [zero_together(optimizer, self.table_optimizers) for optimizer in optimizers]
+            self.undo += [zero_with(optimizer, self.table_optimizers) for optimizer in optimizers]
 
     def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
         """Write plan.html, and optionally its pictures as files next to it.
