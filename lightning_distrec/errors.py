@@ -49,8 +49,8 @@ class InfeasiblePlanError(PlanError):
     """The tables need more memory than the ranks have."""
 
 
-class ShardedWeightError(ShardingError, AttributeError):
-    """The weight of a sharded table was read as if it were unsharded. An AttributeError, so that hasattr is False."""
+class ShardedWeightError(ShardingError):
+    """The weight of a sharded table was read as if it were unsharded."""
 
 
 class OptimizerError(DistRecError):

@@ -19,6 +19,12 @@ def host_memory_bytes() -> int:
     return min([total, *cgroup_limits(membership, CGROUPS)])
 
 
+def free_host_bytes() -> int:
+    """Return the bytes that new processes could take without swapping. Source: /proc/meminfo."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+
+
 def cgroup_limits(membership: str, root: Path) -> list[int]:
     """Return the bytes that this process's cgroup and those above it allow.
 

@@ -55,6 +55,21 @@ def unscales_in_step(optimizer: Optimizer) -> bool:
     return bool(_optimizer_handles_unscaling(optimizer))
 
 
+def call_after_closure(plugin: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Call `call` in each optimizer step after the closure and the hooks behind it, before the update; returns an undo.
+
+    Source: lightning/pytorch/plugins/precision/precision.py, whose subclasses call the same method.
+    """
+    after_closure = plugin._after_closure
+
+    def called(*args: Any) -> None:
+        after_closure(*args)
+        call()
+
+    plugin._after_closure = called
+    return lambda: setattr(plugin, "_after_closure", after_closure)
+
+
 def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
     """Set a LightningModule's `device` and `device_mesh`; its `to` would set the first, and move all tensors too.
 

@@ -231,3 +231,18 @@ def rows_and_values(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     The public methods refuse uncoalesced gradients, and coalescing sorts them.
     """
     return gradient._indices()[0], gradient._values()
+
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context in which subclasses of Tensor are plain tensors. Source: torch/csrc/utils/disable_torch_function.cpp."""
+
+
+def use_foreach_for(kind: type[torch.Tensor]) -> None:
+    """Let optimizers take their foreach form for parameters of this class too, as for Parameter itself.
+
+    They compare exact types. Source: torch/optim/optimizer.py.
+    """
+    from torch.optim.optimizer import _foreach_supported_types
+
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)

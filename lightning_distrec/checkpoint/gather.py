@@ -10,6 +10,7 @@ from lightning_distrec.checkpoint.chunking import as_chunked
 from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.chunks import Box, ChunkedTensor, narrowed, row_ranges
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
 
 
@@ -84,9 +85,3 @@ def _check_memory(tensors: list[ChunkedTensor], rank: int) -> None:
 def num_bytes(chunked: ChunkedTensor) -> int:
     """Return the bytes of the full tensor."""
     return torch.Size(chunked.shape).numel() * chunked.dtype.itemsize
-
-
-def free_host_bytes() -> int:
-    """Return the memory of this host that is free."""
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

@@ -85,15 +85,29 @@ def redistribute(sources: list[TableShard], targets: list[TableShard], device: t
                 target.tensor.copy_(source.tensor)
         return
     for source in _without_replicas(sources):
-        for chunk in _chunks(source):
-            buffer = (
-                chunk.tensor.detach().to(device, torch.float32).contiguous()
-                if chunk.tensor is not None
-                else torch.empty(chunk.num_rows, chunk.num_columns, device=device)
-            )
-            dist.broadcast(buffer, src=source.rank)
+        for chunk, buffer in _sent(source, device):
             for target in targets:
                 _copy_overlap(buffer, chunk, target)
+
+
+@torch.no_grad()
+def gather_rows(sources: list[TableShard], first: int, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Collective. Return rows `first` to `last` (not included) of a table on the host of every rank, (rows, columns).
+
+    sources: all shards of the table on all ranks. They are sent in blocks of 64 MiB, through `device`.
+    """
+    columns = max(source.column + source.num_columns for source in sources)
+    target = TableShard(0, first, 0, last - first, columns, torch.empty(last - first, columns, dtype=dtype))
+    for source in _without_replicas(sources):
+        top, bottom = max(source.row, first), min(source.row + source.num_rows, last)
+        if top >= bottom:
+            continue
+        wanted = None if source.tensor is None else source.tensor[top - source.row : bottom - source.row]
+        part = replace(source, row=top, num_rows=bottom - top, tensor=wanted)
+        for chunk, buffer in _sent(part, device):
+            _copy_overlap(buffer, chunk, target)
+    assert target.tensor is not None
+    return target.tensor
 
 
 def copy_from_full(targets: list[TableShard], tensor: Tensor) -> None:
@@ -140,6 +154,18 @@ def _without_replicas(shards: list[TableShard]) -> list[TableShard]:
     for shard in shards:
         first.setdefault(shard.rectangle, shard)
     return list(first.values())
+
+
+def _sent(source: TableShard, device: torch.device) -> Iterator[tuple[TableShard, Tensor]]:
+    """Collective. Yield the blocks of a shard with their values, which its rank sends to all others."""
+    for chunk in _chunks(source):
+        buffer = (
+            chunk.tensor.detach().to(device, torch.float32).contiguous()
+            if chunk.tensor is not None
+            else torch.empty(chunk.num_rows, chunk.num_columns, device=device)
+        )
+        dist.broadcast(buffer, src=source.rank)
+        yield chunk, buffer
 
 
 def _chunks(shard: TableShard) -> Iterator[TableShard]:

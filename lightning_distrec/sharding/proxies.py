@@ -15,8 +15,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.torch import share_hooks
-from lightning_distrec.errors import IdsError, ShardedWeightError, ShardingError
+from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.sharding.calls.plain_calls import FEATURE, bags_call, rows_call
+from lightning_distrec.sharding.weights.shard_of import refusal
+from lightning_distrec.sharding.weights.shard_weight import ShardWeight
 
 
 class Lookup(Protocol):
@@ -114,18 +116,17 @@ class _WithoutRows(nn.Module):
         )
 
 
-class _NoWeightToRead(nn.Module):
-    """Has a weight for optimizers, and none for reading."""
+class _GuardedWeight(nn.Module):
+    """Has a weight for optimizers, and for elementwise operations; reading it otherwise raises."""
+
+    table: str
+    """The table's full name."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise ShardedWeightError(
-                "the weight of a sharded table was read, but its rows are on several ranks. To use rows, look them up; "
-                "to get the unsharded table, call trainer.save_checkpoint on every rank. An nn.Embedding whose weight "
-                "is used otherwise (for example for tied output weights) must not be sharded: set convert_embeddings "
-                "to 'none', or to the list of those to shard."
-            )
-        return super().__getattr__(name)
+        weight = super().__getattr__(name)
+        if name == "weight" and not (isinstance(weight, ShardWeight) and weight.of.alone):
+            raise refusal(self.table, "weight", ".weight")
+        return weight
 
     def _load_from_state_dict(self, *_: Any) -> None:
         """Do nothing: the proxy around it loads its weight."""
@@ -147,7 +148,7 @@ class ShardedCollection(ShardedProxy, EmbeddingCollection):
         return self._call(features)  # type: ignore[no-any-return]
 
 
-class _PlainProxy(ShardedProxy, _NoWeightToRead):
+class _PlainProxy(ShardedProxy, _GuardedWeight):
     """A proxy of an nn.Embedding or nn.EmbeddingBag."""
 
     weight_dtype: torch.dtype
@@ -213,6 +214,7 @@ def make_proxy(
     sharded: ShardedModule,
     keys: dict[str, str],
     shards: Mapping[str, list[nn.Parameter]],
+    tables: Mapping[str, str],
     load: Callable[[str, Tensor], str],
 ) -> ShardedProxy:
     """Return the module that is called as `original` was; its `lookup` is still to be set.
@@ -221,6 +223,7 @@ def make_proxy(
     keys: name of a weight in the state_dict of `original` -> its name in that of `sharded`.
     load: loads one table, by its name in the state_dict of `sharded`; returns what is wrong, or "".
     shards: name of a weight -> this rank's shards, which are registered as "weight", "weight_1", ...
+    tables: name of a weight -> full name of its table.
     """
     kind = KINDS[type(original)]
     module = kind.__new__(kind)
@@ -228,15 +231,17 @@ def make_proxy(
     if isinstance(module, _PlainProxy):
         module.weight_dtype = original.weight.dtype  # type: ignore[assignment, union-attr]
     for key, of_table in shards.items():
-        _register(module, key, of_table)
+        _register(module, key, tables[key], of_table)
     return module
 
 
-def _register(module: nn.Module, key: str, shards: list[nn.Parameter]) -> None:
+def _register(module: nn.Module, key: str, table: str, shards: list[nn.Parameter]) -> None:
     *path, weight = key.split(".")  # "weight", or "embedding_bags.<table>.weight"
     for depth, name in enumerate(path):
         if name not in dict(module.named_children()):
-            module.add_module(name, nn.ModuleDict() if depth == 0 else _NoWeightToRead())
+            module.add_module(name, nn.ModuleDict() if depth == 0 else _GuardedWeight())
         module = module.get_submodule(name)
+    if isinstance(module, _GuardedWeight):
+        module.table = table
     for i, shard in enumerate(shards):
         module.register_parameter(weight if i == 0 else f"{weight}_{i}", shard)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.weights.shard_of import without_guards
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -140,6 +141,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_guards
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wanted = ctx.needs_input_grad[5:]
         of_rows: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i, needed in enumerate(wanted) if needed}

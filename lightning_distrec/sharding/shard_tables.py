@@ -1,5 +1,6 @@
 """Shards tables: makes torchrec's sharded modules, brings the rows to the shards, and puts proxies into the module."""
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.shard_weight import guard
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
 """Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group; tables
@@ -67,8 +69,10 @@ def shard_tables(
         result.kernels += kernels
         result.shards |= _by_table(module, of_collection, [shard for _, shards in kernels for shard in shards])
         result.proxies[path] = _proxy(module, of_collection, result.shards)
+    shapes = {table.full_name: (table.config.num_embeddings, table.config.embedding_dim) for table in tables}
     for name, shards in result.table_shards().items():
         _set_offsets(result.shards[name], shards)
+        _guard(result, name, shapes[name], shards)
     for module in sharded.values():
         free_unsharded_tables(module)
     for table in tables:
@@ -146,12 +150,23 @@ def _set_offsets(local: list[LocalShard], shards: list[TableShard]) -> None:
             shard.row, shard.column = same.row, same.column
 
 
+def _guard(result: ShardedTables, name: str, shape: tuple[int, int], shards: list[TableShard]) -> None:
+    """Guard this rank's shards of a table against being read as the full table; `shards` are those of all ranks."""
+    local = result.shards[name]
+    if local[0].replicated:
+        return
+    alone = max(Counter(shard.rank for shard in shards).values()) == 1
+    places = [(shard.row, shard.column) for shard in local]
+    guard([shard.weight for shard in local], name, shape, places, alone, partial(getattr, result, "loss_weight"))
+
+
 def _proxy(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]]) -> ShardedProxy:
     path = tables[0].collection
     prefix = f"{path}."
     keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
     weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}
-    return make_proxy(tables[0].original, path, sharded, keys, weights, partial(_load, sharded))
+    names = {t.key.removeprefix(prefix): t.full_name for t in tables}
+    return make_proxy(tables[0].original, path, sharded, keys, weights, names, partial(_load, sharded))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
     copy_from_full,
+    gather_rows,
     sharded_weights,
     table_shards,
 )
@@ -160,6 +161,12 @@ class ShardedTables:
             copy_from_full(shards, weight)
         else:
             weight.read_into(chunks_of(shards))
+
+    def full_weight(self, name: str, first: int, last: int) -> Tensor:
+        """Collective. Return rows `first` to `last` (not included) of a table, by full name, on every host."""
+        weight, shards = self.weights()[name], self.table_shards()[name]
+        held = self.shards[name][0].weight
+        return gather_rows(shards, first, last, weight.dtype, held.device)
 
     @contextmanager
     def full_numel(self) -> Iterator[None]:

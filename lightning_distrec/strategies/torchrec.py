@@ -27,6 +27,8 @@ from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, TableOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.weights.plain_shards import plain_shards
+from lightning_distrec.sharding.weights.sums import in_step
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, full_value
 from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
@@ -35,13 +37,13 @@ from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
 from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.precision import MatmulPrecision
 from lightning_distrec.strategies.run.stopping import StopOptions
-from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec_run import TorchRecRun, fsdp_options_of_dense, holds_shards
 
 
-class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
+class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     """Shards the embedding tables of an unchanged LightningModule; the rest of it trains as under DDP.
 
     Every EmbeddingBagCollection and EmbeddingCollection of the module, and every large nn.Embedding and
@@ -160,6 +162,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
         )
 
     @property
+    @override
     def run_tables(self) -> RunTables | None:
         """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
         tables = self._run.tables if self._run is not None else None
@@ -236,10 +239,11 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        plain_shards.end()
         run = self.before_training_step()
         run.tables.before_training_step()
         has_backward = run.module.automatic_optimization
-        with spans.span(spans.FORWARD), run.dense.step(), run.pipelining.step(args[0], has_backward):
+        with spans.span(spans.FORWARD), run.dense.step(), run.pipelining.step(args[0], has_backward), in_step():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -261,7 +265,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
     def _evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
         run = self.run
         run.tables.begin_step()
-        with run.evaluation_step(), run.dense.step(), run.pipelining.step(args[0], has_backward=False):
+        with run.evaluation_step(), run.dense.step(), run.pipelining.step(args[0], has_backward=False), in_step():
             yield
 
     @contextmanager
@@ -287,7 +291,7 @@ class TorchRecShardedStrategy(DistRecStrategy[TorchRecRun]):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.run.dense.optimizer_step(optimizer):
+        with self.run.dense.optimizer_step(optimizer), plain_shards.ending():
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override

@@ -9,13 +9,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_distrec._compat.lightning import move_optimizers_to_device, wrapped_optimizers
+from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from lightning_distrec.sharding.weights.plain_shards import plain_shards
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
 from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -114,6 +115,7 @@ class TorchRecRun(Run):
             shards, own = tables.shards.sharded_parameters, tables.table_optimizers
             self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_tables, own))
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, own))
+            self.undo.callback(call_after_closure(plugin, plain_shards.begin))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())

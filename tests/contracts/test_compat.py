@@ -320,3 +320,64 @@ def test_rows_of_a_sparse_gradient_are_there_as_often_as_they_were_looked_up() -
     rows, values = _torch.rows_and_values(table.weight.grad)
     assert rows.tolist() == [3, 1, 3]
     assert values.tolist() == [[1.0, 1.0]] * 3
+
+
+def test_call_after_closure_calls_between_closure_and_update_and_can_be_undone() -> None:
+    calls: list[str] = []
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            calls.append("step")
+            return self.layer(batch).sum()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            calls.append("hook")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            calls.append("end")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    model = Model()
+    undo = _lightning.call_after_closure(trainer.precision_plugin, lambda: calls.append(f"{float(model.layer.bias)}"))
+    bias = float(model.layer.bias)
+    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(1, 1)))
+    assert calls == ["step", "hook", f"{bias}", "end"]
+    undo()
+    assert trainer.precision_plugin._after_closure.__func__ is type(trainer.precision_plugin)._after_closure
+
+
+def test_foreach_is_used_for_a_class_of_parameters() -> None:
+    class Kind(nn.Parameter):
+        pass
+
+    _torch.use_foreach_for(Kind)
+    _torch.use_foreach_for(Kind)
+    from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
+
+    assert _foreach_supported_types.count(Kind) == 1
+    assert "_foreach_supported_types" in inspect.getsource(_default_to_fused_or_foreach)
+    _foreach_supported_types.remove(Kind)
+
+
+def test_without_torch_function_subclasses_are_plain_tensors() -> None:
+    seen: list[Any] = []
+
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.ones(2).as_subclass(Seen)
+    with _torch.without_torch_function():
+        assert type(tensor + 1) is torch.Tensor
+    assert seen == []

@@ -37,17 +37,15 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], steps: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "strategy", "weight"),
+    ("kind", "optimizer", "strategy", "said"),
     [
-        (ClipsByItself, ADAM, {}, r"mlp.\d.weight"),
-        (ClipsByItself, SGD, {"embedding_update": "dense"}, r"mlp.\d.weight"),
-        (DependsOnTheRank, SGD, {}, "mlp.2.weight"),
+        (ClipsByItself, ADAM, {}, r"ShardedWeightError: the gradient of the sharded table 'ebc.\w+' was read \(norm\)"),
+        (DependsOnTheRank, SGD, {}, "OptimizerError: 'mlp.2.weight' is no longer the same on all ranks"),
     ],
 )
-def test_weights_that_drift_apart_are_reported_on_every_rank(
-    kind: type, optimizer: Any, strategy: dict[str, Any], weight: str
+def test_what_makes_weights_drift_apart_is_reported_on_every_rank(
+    kind: type, optimizer: Any, strategy: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_train, 2, kind, optimizer, strategy | {"sharding_types": ["table_wise"]}, 40)
-    told = re.findall(f"^.*OptimizerError: '{weight}' is no longer the same on all ranks", str(failed.value), re.M)
-    assert len(told) == 2
+    assert len(re.findall(f"^.*{said}", str(failed.value), re.M)) == 2

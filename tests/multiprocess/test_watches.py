@@ -95,7 +95,7 @@ class ReadsWeight(ClickModel):
     """Scores against a whole table."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().forward(batch) + self.ebc.embedding_bags["wide"].weight.sum()
+        return super().forward(batch) + self.ebc.embedding_bags["wide"].weight[:5].sum()
 
 
 def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = False) -> dict[str, Tensor]:
@@ -111,8 +111,8 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = 
         (LooksUpTwice, ADAGRAD, False, "OptimizerError: gradients came to more than one lookup of 'ebc' in a step"),
         (WithL2, SGD, False, "OptimizerError: the loss uses the weight of 'ebc."),
         (AccumulatesLater, SGD, False, "OptimizerError: a second backward before optimizer.step"),
-        (ReadsWeight, SGD, False, "ShardedWeightError: the weight of a sharded table was read"),
-        (ReadsWeight, ADAM, False, "ShardedWeightError: the weight of a sharded table was read"),
+        (ReadsWeight, SGD, False, "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read"),
+        (ReadsWeight, ADAM, False, "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read"),
     ],
 )
 def test_is_reported_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: str) -> None:

@@ -33,6 +33,7 @@ from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, Pool
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.shard_of import without_guards
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
 
@@ -214,6 +215,7 @@ class ShardedLookup:
             if output.requires_grad:
                 output.register_hook(gradient_arrived)
 
+    @without_guards
     def _frozen(self) -> set[str]:
         """Return the outputs of the tables that are frozen now."""
         tables = {name for name, use in self._uses.items() if not use.learns()}

@@ -42,7 +42,10 @@ class WeightCopies(nn.Module):
         self._of = [module]  # in a list, so that it does not become a child
         self._full_state = full_state
         for i, parameter in enumerate(module.parameters()):
-            self.register_parameter(f"p{i}", nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+            copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            if hasattr(parameter, "of"):  # a guarded shard (sharding/weights/shard_weight.py); its copy is another
+                copied.__class__, copied.of = type(parameter), parameter.of
+            self.register_parameter(f"p{i}", copied)
         for i, buffer in enumerate(module.buffers()):
             self.register_buffer(f"b{i}", buffer.detach().clone())
 

@@ -28,6 +28,7 @@ from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_i
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint, next_fit
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
+from lightning_distrec.strategies.run.full_parameters import full_parameter
 from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
@@ -197,6 +198,15 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with spans.span(spans.OPTIMIZER):
             return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Collective. Return a copy of a parameter in full, on the host of every rank, in a run and after it.
+
+        name: its name in the module, "item_embedding.weight", or a table's. rows: the first one, and the one after the
+        last; None: all. Raises ConfigError: there is no such parameter, or the ranks ask for different ones;
+        ShardingError: a host has not enough memory. Both on every rank.
+        """
+        return full_parameter(self.module, name, rows, self.num_local_ranks, self.session.consensus)
 
     # -- the end of a run
 

@@ -30,6 +30,7 @@ from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
 from lightning_distrec.sharding.proxies import PrefetchedLookups, ShardedProxy
+from lightning_distrec.sharding.weights.shard_of import without_guard
 from lightning_distrec.strategies.tables.run_tables import RunTables
 
 KINDS = {
@@ -85,7 +86,9 @@ class PrefetchableTable:
 
         Raises ShardingError: rows were written to otherwise, inside of the step.
         """
-        written, changed = [version_of(weight) for weight in self._weights], self._changes.count
+        with without_guard():
+            written = [version_of(weight) for weight in self._weights]
+        changed = self._changes.count
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(
                 f"rows of '{self._lookup.path}' were written to inside of the step before they are looked up in it, "

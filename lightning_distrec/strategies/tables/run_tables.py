@@ -23,6 +23,8 @@ from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.plan_report.page import write_page, write_pictures
 from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.weights.draws import forget_last_call
+from lightning_distrec.sharding.weights.shard_of import without_guards
 from lightning_distrec.strategies.tables.unfreezing import Unfreezing
 
 
@@ -101,8 +103,10 @@ class RunTables:
         """Full names of the tables that are updated inside of backward."""
         return [name for name, update in self.updates.items() if update.in_backward]
 
+    @without_guards
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not follow."""
+        forget_last_call()
         self.learning_rates.check()
         self.replicas.before_step()
         self._refuse_late_hooks()

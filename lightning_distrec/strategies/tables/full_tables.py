@@ -1,0 +1,116 @@
+"""What is asked of full tables: their weights, and the norms of their gradients."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_distrec.errors import ConfigError, OptimizerError
+from lightning_distrec.ranks import Ranks
+from lightning_distrec.sharding.row_gradients import LocalShard
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from lightning_distrec.sharding.weights.shard_of import without_guards
+from lightning_distrec.strategies.run.full_parameters import Rows, check_call, check_memory, rows_of
+from lightning_distrec.strategies.run.strategy import AnyRun, DistRecStrategy
+from lightning_distrec.strategies.tables.run_tables import RunTables
+
+
+class FullTables(DistRecStrategy[AnyRun]):
+    """A strategy with tables, that returns full weights and norms of full gradients."""
+
+    @property
+    def run_tables(self) -> RunTables | None:
+        """The sharded tables of the run in progress; None without tables."""
+        raise NotImplementedError
+
+    @override
+    def full_parameter(self, name: str, rows: Rows = None) -> Tensor:
+        full = full_table(self.module, name, rows, self.num_local_ranks, self.session.consensus)
+        return super().full_parameter(name, rows) if full is None else full
+
+    def gradient_norms(self, norm_type: float | str = 2.0, group_separator: str = "/") -> dict[str, float]:
+        """Collective. Return the norm of every parameter's gradient, and of all of them, in full, on every rank.
+
+        The dict is that of lightning.pytorch.utilities.grad_norm in one process, for self.log_dict in
+        on_before_optimizer_step. Raises OptimizerError: a table is updated inside of backward and has no gradient.
+        """
+        return gradient_norms(self.module, self.run_tables, float(norm_type), group_separator)
+
+
+@without_guards
+def full_table(module: nn.Module, name: str, rows: Rows, ranks_on_node: int, ranks: Ranks) -> Tensor | None:
+    """Collective. Return rows of a table on the host of every rank; None where `name` is none of the tables'.
+
+    name: a table's full name, or its key in the module's state_dict. Raises as DistRecStrategy.full_parameter does.
+    """
+    shards = sharded_tables_of(module)
+    if shards is None:
+        return None
+    tables = {table.full_name: table for table in shards.tables}
+    name = shards.keys_in_tree().get(name, name)
+    if name not in tables:
+        return None
+    check_call(name, rows, tables, ranks)
+    config = tables[name].config
+    first, last = rows_of(name, rows, config.num_embeddings)
+    itemsize = shards.shards[name][0].weight.dtype.itemsize
+    check_memory(name, (last - first) * config.embedding_dim * itemsize, ranks_on_node, ranks)
+    return shards.full_weight(name, first, last)
+
+
+@without_guards
+def gradient_norms(module: nn.Module, tables: RunTables | None, order: float, separator: str) -> dict[str, float]:
+    """Collective. Return the norms of gradients, as lightning.pytorch.utilities.grad_norm names them."""
+    if order <= 0:
+        raise ConfigError(f"gradient_norms: norm_type={order} must be above 0.")
+    if tables is not None and tables.fused_tables:
+        raise OptimizerError(
+            f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is updated inside of "
+            "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or 'dense'."
+        )
+    by_table = {} if tables is None else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
+    of_tables = _of_tables(by_table, order)
+    table_of = {id(shard.weight): name for name, shards in by_table.items() for shard in shards}
+    found: dict[str, float] = {}
+    for name, parameter in module.named_parameters():
+        table = table_of.get(id(parameter))
+        if table is not None:
+            if table in of_tables:
+                found[name] = of_tables.pop(table)
+        elif parameter.grad is not None:
+            found[name] = _norm(parameter.grad, order)
+    norms = {f"grad_{order}_norm{separator}{name}": norm for name, norm in found.items()}
+    if norms:
+        norms[f"grad_{order}_norm_total"] = float(torch.tensor(list(norms.values())).norm(order))
+    return norms
+
+
+def _norm(gradient: Tensor, order: float) -> float:
+    norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, order)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _of_tables(by_table: dict[str, list[LocalShard]], order: float) -> dict[str, float]:
+    """Collective. Return the norms of the tables that have a gradient on any rank."""
+    if not by_table:
+        return {}
+    device = next(iter(by_table.values()))[0].weight.device
+    parts = torch.zeros(2, len(by_table), dtype=torch.float64, device=device)
+    for i, shards in enumerate(by_table.values()):
+        for shard in shards:
+            gradient = shard.weight.grad
+            if gradient is None:
+                continue
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            part = (
+                torch.linalg.vector_norm(values, order, dtype=torch.float64) if values.numel() else parts.new_zeros(())
+            )
+            parts[0, i] = 1
+            parts[1, i] = torch.maximum(parts[1, i], part) if math.isinf(order) else parts[1, i] + part**order
+    dist.all_reduce(parts[0], op=dist.ReduceOp.MAX)
+    dist.all_reduce(parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
+    norms = parts[1] if math.isinf(order) else parts[1] ** (1 / order)
+    return {name: float(norms[i]) for i, name in enumerate(by_table) if parts[0, i]}

@@ -1,0 +1,262 @@
+"""What a module may do with the weights of sharded tables gives what one process gives, or raises by name."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from lightning_distrec.errors import ConfigError, ShardedWeightError
+from tests.support.click_model import seeded
+from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded, whole_state
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import make_trainer
+
+STEPS = 3
+Hook = Callable[[pl.LightningModule], Any]
+
+
+def _fit(model: pl.LightningModule, types: list[str] | None = None, **options: Any) -> pl.Trainer:
+    rank, _ = rank_and_num_ranks()
+    trainer = make_trainer({"convert_embeddings": "all", "sharding_types": types, **options})
+    pl.seed_everything(7, verbose=False)
+    trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
+    return trainer
+
+
+# -- weights drawn in hooks
+
+
+def _xavier(weight: nn.Parameter) -> None:
+    nn.init.xavier_normal_(weight.data)
+
+
+def _kaiming(weight: nn.Parameter) -> None:
+    nn.init.kaiming_uniform_(weight)
+
+
+def _truncated(weight: nn.Parameter) -> None:
+    nn.init.trunc_normal_(weight.data, mean=3.0, std=0.5)
+    nn.init.trunc_normal_(weight, std=0.02)
+
+
+def _own(weight: nn.Parameter) -> None:
+    weight.data.uniform_(-1 / weight.shape[0] ** 0.5, 1 / weight.shape[1] ** 0.5).mul_(2).clamp_(max=0.1)
+
+
+def _noisy(weight: nn.Parameter) -> None:
+    weight.data.add_(torch.randn_like(weight), alpha=0.1)
+    with torch.no_grad():
+        weight += 0.1 * torch.randn(weight.shape)
+
+
+DRAWS = {"xavier": _xavier, "kaiming": _kaiming, "truncated": _truncated, "own": _own, "noisy": _noisy}
+
+
+class Draws(TwoTower):
+    """Draws its weights in a hook, as the sequence models of rectools do."""
+
+    def __init__(self, draw: str, hook: str = "") -> None:
+        super().__init__(num_items=71)  # unequal shards
+        self.draw, self.hook = draw, hook
+        self.drawn: Any = None
+
+    def on_fit_start(self) -> None:
+        if self.hook == "on_fit_start":
+            self.draw_all()
+
+    def on_train_start(self) -> None:
+        if self.hook == "on_train_start":
+            self.draw_all()
+
+    def draw_all(self) -> None:
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                DRAWS[self.draw](weight)
+        state = whole_state(self) if self._trainer is not None else copy.deepcopy(self.state_dict())
+        self.drawn = state, torch.rand(2)
+
+
+def _drawn(draw: str, hook: str, types: list[str]) -> Any:
+    model = seeded(Draws, draw, hook)
+    _fit(model, types)
+    return model.drawn
+
+
+@pytest.mark.parametrize(
+    ("types", "num_ranks"),
+    [(["row_wise"], 2), (["column_wise"], 2), pytest.param(["table_wise"], 3, marks=pytest.mark.slow)],
+)
+def test_weights_drawn_in_hooks_are_those_of_one_process(types: list[str], num_ranks: int) -> None:
+    hooks = dict(zip(DRAWS, ["on_fit_start", "on_train_start"] * 3, strict=False))
+    found = run_each_on_ranks({draw: (_drawn, draw, hook, types) for draw, hook in hooks.items()}, num_ranks)
+    for draw in DRAWS:
+        wanted = seeded(Draws, draw)
+        pl.seed_everything(7, verbose=False)
+        wanted.draw_all()
+        state, _ = found[0][draw]
+        assert too_far(state, wanted.drawn[0], 0.0) == {}, draw
+        assert all(torch.equal(of_rank[draw][1], wanted.drawn[1]) for of_rank in found), draw
+
+
+# -- sums and norms in the loss
+
+
+class Penalized(TwoTower):
+    """Has norms of all of its parameters in its loss."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        squares = sum(weight.pow(2).sum() for weight in self.parameters())
+        norms = sum(weight.norm() + torch.linalg.vector_norm(weight, 3) for weight in self.parameters())
+        self.penalty = float(norms + squares + self.item_embedding.weight.abs().mean())
+        return loss + 0.01 * squares + 0.02 * norms + self.item_embedding.weight.abs().mean()
+
+
+def _penalized(types: list[str]) -> Any:
+    model = seeded(Penalized)
+    trainer = _fit(model, types, embedding_update="dense")
+    return whole_state(model) if trainer.global_step == STEPS else {}, model.penalty
+
+
+@pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
+def test_norms_of_all_parameters_in_the_loss_are_those_of_the_full_tables(types: list[str]) -> None:
+    found = run_on_warm_ranks(_penalized, 2, types)
+    batches = [[pairs(step, rank) for rank in range(2)] for step in range(STEPS)]
+    wanted = train_unsharded(seeded(Penalized), batches)
+    assert too_far(found[0][0], wanted.state_dict(), 1e-5) == {}
+    assert found[0][1] == found[1][1] == pytest.approx(wanted.penalty, rel=1e-5)
+
+
+# -- norms of gradients, full parameters
+
+
+class Looks(TwoTower):
+    """Logs the norms of its gradients, and looks at full weights."""
+
+    def __init__(self, hook: Hook | None = None) -> None:
+        super().__init__()
+        self.found: list[dict[str, float]] = []
+        self.hook = hook
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.found.append(self.trainer.strategy.gradient_norms(norm_type=2))
+        if self.hook is not None:
+            self.hook(self)
+
+
+def _norms(types: list[str]) -> dict[str, Any]:
+    model = seeded(Looks)
+    trainer = _fit(model, types)
+    strategy: Any = trainer.strategy
+    state = whole_state(model)
+    full = {name: strategy.full_parameter(name) for name, _ in model.named_parameters()}
+    part = strategy.full_parameter("item_embedding", rows=(30, 45))  # of two shards
+    return {"norms": model.found, "state": state, "full": full, "part": part}
+
+
+@pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
+def test_gradient_norms_and_full_parameters_are_those_of_one_process(types: list[str]) -> None:
+    found = run_on_warm_ranks(_norms, 2, types)
+    model = copy.deepcopy(seeded(TwoTower))
+    optimizer = model.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
+        wanted = {name: float(norm) for name, norm in grad_norm(model, norm_type=2).items()}
+        assert list(found[0]["norms"][step]) == list(wanted)
+        assert found[0]["norms"][step] == found[1]["norms"][step] == pytest.approx(wanted, rel=1e-4)
+        optimizer.step()
+    for of_rank in found:
+        assert all(torch.equal(of_rank["full"][name], value) for name, value in found[0]["state"].items())
+        assert torch.equal(of_rank["part"], found[0]["state"]["item_embedding.weight"][30:45])
+
+
+# -- what is refused
+
+
+class Property(TwoTower):
+    """Reads the table's weight in a property, whose AttributeErrors nn.Module replaces by its own."""
+
+    @property
+    def items(self) -> Tensor:
+        return self.item_embedding.weight[1:]
+
+
+REFUSED: dict[str, tuple[Hook, str]] = {
+    "property": (lambda model: model.items, r"of the sharded table 'item_embedding' was read \(__getitem__\)"),
+    "matmul": (lambda model: torch.ones(2, 16) @ model.item_embedding.weight.T, r"read \(T\).*full_parameter"),
+    "linear": (lambda model: nn.functional.linear(torch.ones(2, 16), model.item_embedding.weight), r"\(linear\)"),
+    "histogram": (lambda model: [p.detach().cpu().numpy() for p in model.parameters()], r"'user_embedding' .*\(numpy"),
+    "norm outside of the step": (lambda model: [p.norm() for p in model.parameters()], r"\(norm\).*full_parameter"),
+    "normalized": (
+        lambda model: [nn.functional.normalize(p.data, dim=0) for p in model.parameters()],
+        r"\(normalize\)",
+    ),
+    "row": (lambda model: model.item_embedding.weight.data[0].zero_(), r"\(__getitem__\)"),
+    "grad_norm": (lambda model: grad_norm(model, 2), r"the gradient of the sharded table .*gradient_norms\(\)"),
+    "other data": (lambda model: setattr(model.item_embedding.weight, "data", torch.zeros(70, 16)), r"\(data =\)"),
+    "averaged": (lambda model: torch.zeros(70, 16).lerp_(model.item_embedding.weight.data, 0.1), "none of its shards"),
+}
+
+
+class PropertyLooks(Looks, Property):
+    """Both."""
+
+
+def _refused(names: list[str]) -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def try_each(model: pl.LightningModule) -> None:
+        for name in names:
+            try:
+                REFUSED[name][0](model)
+            except ShardedWeightError as error:
+                said.setdefault(name, str(error))
+
+    _fit(seeded(PropertyLooks, try_each), ["row_wise"])
+    return said
+
+
+def test_other_reads_and_writes_are_refused_on_every_rank_by_name() -> None:
+    for said in run_on_warm_ranks(_refused, 2, list(REFUSED)):
+        for name, (_, pattern) in REFUSED.items():
+            assert re.search(pattern, said[name], re.S), (name, said.get(name))
+
+
+def _wrong_calls() -> dict[str, str]:
+    rank, _ = rank_and_num_ranks()
+    strategy: Any = _fit(seeded(TwoTower)).strategy
+    said = {}
+    for case, call in {
+        "unknown": ("item_embeding.weight",),
+        "different": (["item_embedding", "user_embedding"][rank],),
+        "rows": ("item_embedding", (0, 71)),
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            strategy.full_parameter(*call)
+        said[case] = str(refused.value)
+    return said
+
+
+def test_full_parameter_refuses_what_is_not_there_on_every_rank() -> None:
+    for said in run_on_warm_ranks(_wrong_calls, 2):
+        assert re.search("no parameter 'item_embeding.weight'; did you mean 'item_embedding.weight", said["unknown"])
+        assert re.search("the ranks ask for different parameters", said["different"])
+        assert re.search(r"rows=\(0, 71\) are not within the 70 rows", said["rows"])
+
+
+def _fused_norms() -> None:
+    model = seeded(Looks)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[method-assign]
+    _fit(model, embedding_update="fused")
+
+
+def test_gradient_norms_of_fused_tables_are_refused() -> None:
+    with pytest.raises(RankFailed, match="OptimizerError: gradient_norms: table 'user_embedding' has no gradient"):
+        run_on_warm_ranks(_fused_norms, 2)
