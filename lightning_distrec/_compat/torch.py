@@ -180,8 +180,16 @@ def register_container(
 
 
 def in_backward() -> bool:
-    """Return whether this thread is running a backward. Source: torch/csrc/autograd/python_autograd.cpp."""
-    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+    """Return whether this thread is running a backward."""
+    return current_backward() != -1
+
+
+def current_backward() -> int:
+    """Return a number of the backward that this thread is running, which no other has; -1: it runs none.
+
+    Source: torch/csrc/autograd/python_autograd.cpp; torch.autograd.graph uses it too.
+    """
+    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
 
 
 def watch_collectives(

@@ -93,7 +93,7 @@ class ScaledLearningRate(Callback):
         self._log_times.start()
         tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         self._has_fused_tables = tables is not None and bool(tables.fused_tables)
-        of_tables = [] if tables is None else tables.table_optimizers  # which step at_once with the first
+        of_tables = [] if tables is None else tables.table_optimizers  # which step with the first
         for index, optimizer in enumerate(trainer.optimizers):
             at_once = [optimizer, *([] if index else of_tables)]
             for each in at_once:

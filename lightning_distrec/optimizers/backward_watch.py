@@ -1,6 +1,12 @@
 """Watches that updates inside of backward are updates at `step`: one backward, then one step."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_distrec._compat.torch import current_backward
 from lightning_distrec.errors import OptimizerError
+from lightning_distrec.optimizers.param_groups import TableParamGroup
 
 
 class BackwardWatch:
@@ -27,3 +33,116 @@ class BackwardWatch:
     def step(self) -> None:
         """An optimizer has stepped."""
         self._pending = False
+
+
+@dataclass
+class _Steps:
+    """What has happened to one optimizer's tables since it stepped."""
+
+    name: str
+    """Of the optimizer's class."""
+    backward: int | None = None
+    """The backward that has updated them, which no step has followed yet."""
+    holds_gradients: bool = False
+    """Whether it has stepped and its gradients, in an unsharded run, are still there."""
+    rates: dict[str, tuple[TableParamGroup, float]] = field(default_factory=dict)
+    """Label of a param group -> the rate of its updates."""
+
+
+class ManualWatch:
+    """The same under manual optimization, where each optimizer has its own backward passes and steps.
+
+    A fused table is updated by every backward that reaches it. That is what its optimizer does where each such backward
+    is followed by one step, with zero_grad between a step and the next backward, and nothing in between that reads the
+    table, drops its gradient or changes its rate. All methods raise OptimizerError where it is not so.
+    """
+
+    def __init__(self, param_groups: Mapping[str, TableParamGroup]) -> None:
+        """param_groups: full name of a fused table -> its param group."""
+        self._param_groups = param_groups
+        self._steps = {group.optimizer_index: _Steps(type(group.optimizer).__name__) for group in param_groups.values()}
+
+    def note_call(self, tables: list[str]) -> None:
+        """The user's code looks up in a collection with these fused tables."""
+        for table in tables:
+            steps = self._steps[self._param_groups[table].optimizer_index]
+            if steps.backward is not None:
+                _refuse(table, f"it is looked up after a backward and before the step of {steps.name}")
+
+    def note_lookup(self, tables: list[str], learns: Callable[[str], bool]) -> Callable[[Any], None] | None:
+        """Rows of these tables are looked up. Return a hook for gradients of the rows; None where no table learns."""
+        groups = {table: self._param_groups[table] for table in tables if learns(table)}
+        if not groups:
+            return None
+        rates = {table: float(group.group["lr"]) for table, group in groups.items()}
+        return lambda _: self._gradient_arrived(groups, rates)
+
+    def _gradient_arrived(self, groups: Mapping[str, TableParamGroup], rates: Mapping[str, float]) -> None:
+        backward = current_backward()
+        for table, group in groups.items():
+            steps = self._steps[group.optimizer_index]
+            if steps.backward not in (None, backward):
+                _refuse(table, f"a second backward reaches it before the step of {steps.name}")
+            if steps.holds_gradients:
+                _refuse(table, f"{steps.name}.zero_grad() was not called between its last step and this backward")
+            if steps.rates.setdefault(group.label, (group, rates[table]))[1] != rates[table]:
+                _refuse(table, "its learning rate was changed between two lookups")
+        for group in groups.values():
+            self._steps[group.optimizer_index].backward = backward
+
+    def step(self, number: int) -> None:
+        """The optimizer with this number has stepped."""
+        steps = self._steps.get(number)
+        if steps is None:
+            return
+        if steps.backward is None and steps.holds_gradients:
+            _refuse(self._table_of(number), f"{steps.name} steps again with the same gradients")
+        if any(rate != float(group.group["lr"]) for group, rate in steps.rates.values()):
+            _refuse(self._table_of(number), f"its learning rate was changed before the step of {steps.name}")
+        steps.holds_gradients = steps.backward is not None
+        steps.backward = None
+        steps.rates.clear()
+
+    def zero_grad(self, number: int) -> None:
+        """The optimizer with this number is about to drop its gradients."""
+        steps = self._steps.get(number)
+        if steps is None:
+            return
+        if steps.backward is not None:
+            _refuse(self._table_of(number), f"{steps.name}.zero_grad() drops its gradient before the step")
+        steps.holds_gradients = False
+
+    def end_training_step(self) -> None:
+        """A training_step, or the fit, is over."""
+        for number, steps in self._steps.items():
+            if steps.backward is not None:
+                _refuse(self._table_of(number), f"training_step was left without the step of {steps.name}")
+
+    def _table_of(self, number: int) -> str:
+        return next(name for name, group in self._param_groups.items() if group.optimizer_index == number)
+
+
+@dataclass(frozen=True)
+class CollectionWatch:
+    """The watch as the lookups of one collection see it."""
+
+    watch: ManualWatch
+    tables: list[str]
+    """Full names of its fused tables."""
+    learns: Callable[[str], bool]
+
+    def note_call(self) -> None:
+        """The user's code makes a lookup now."""
+        self.watch.note_call(self.tables)
+
+    def note_lookup(self) -> Callable[[Any], None] | None:
+        """Rows are looked up. Return a hook for the gradients of the rows, or None."""
+        return self.watch.note_lookup(self.tables, self.learns)
+
+
+def _refuse(table: str, what: str) -> None:
+    raise OptimizerError(
+        f"table '{table}' is updated inside of backward, because embedding_update asks for it, and {what}. Under "
+        "manual optimization one step of its optimizer must follow each backward that reaches the table, and "
+        "optimizer.zero_grad() each step. Set embedding_update='auto' or 'dense' for it."
+    )

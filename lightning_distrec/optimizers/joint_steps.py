@@ -26,14 +26,23 @@ def step_with(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], No
 
 def zero_with(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], None]:
     """Let `own` forget gradients when `optimizer`, or Lightning's wrapper around it, does; returns an undo."""
-    zero_grad = optimizer.zero_grad
 
-    def zero_all(set_to_none: bool = True) -> None:
-        zero_grad(set_to_none=set_to_none)
+    def zero_own(set_to_none: bool) -> None:
         for other in own:
             other.zero_grad(set_to_none=set_to_none)
 
-    optimizer.zero_grad = zero_all  # type: ignore[method-assign]  # on the instance: torch has no hook for it
+    return before_zero_grad(optimizer, zero_own)
+
+
+def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Callable[[], None]:
+    """Let `zero_grad` of the optimizer, or of Lightning's wrapper around it, begin with `action`; returns an undo."""
+    zero_grad = optimizer.zero_grad
+
+    def with_action(set_to_none: bool = True) -> None:
+        action(set_to_none)
+        zero_grad(set_to_none=set_to_none)
+
+    optimizer.zero_grad = with_action  # type: ignore[method-assign]  # on the instance: torch has no hook for it
 
     def undo() -> None:
         optimizer.__dict__.pop("zero_grad", None)

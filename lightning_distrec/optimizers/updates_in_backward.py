@@ -24,7 +24,8 @@ GRADIENT_HOOKS = (
 def why_not_in_backward(trainer: Trainer, module: LightningModule, precision: Precision) -> str:
     """Return why the tables' updates must wait for `optimizer.step()`, or "" where they may run inside of backward."""
     if not module.automatic_optimization:
-        return "manual optimization"
+        # Whether every step follows a backward of its own shows when it is too late; ManualWatch checks it on request.
+        return "manual optimization; fused on request"
     max_accumulated = _max_accumulated(trainer)
     if max_accumulated > 1:
         return f"accumulate_grad_batches={max_accumulated}"
@@ -36,9 +37,7 @@ def why_not_in_backward(trainer: Trainer, module: LightningModule, precision: Pr
     return f"{hooks[0]} is overridden" if hooks else ""
 
 
-def refuse_what_is_not_exact(
-    trainer: Trainer, module: LightningModule, precision: Precision, kinds: Mapping[str, str], num_optimizers: int
-) -> None:
+def refuse_what_is_not_exact(trainer: Trainer, precision: Precision, kinds: Mapping[str, str]) -> None:
     """Raise UnsupportedError where a setting of the Trainer would give other numbers than an unsharded run.
 
     kinds: full name of a table -> what updates it ("fused", "dense", ...).
@@ -46,12 +45,6 @@ def refuse_what_is_not_exact(
     fused = [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")]
     if not fused:
         return
-    if not module.automatic_optimization and num_optimizers > 1:
-        raise UnsupportedError(
-            f"manual optimization with {num_optimizers} optimizers: table '{fused[0]}' is updated inside of every "
-            "backward, whichever optimizer it is for, because embedding_update asks for it. Set "
-            "embedding_update='auto' or 'sparse'."
-        )
     max_accumulated = _max_accumulated(trainer)
     if max_accumulated > 1:
         raise UnsupportedError(

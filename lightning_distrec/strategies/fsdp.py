@@ -142,7 +142,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         if run.is_fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
-            run.undo.callback(clip_over_all_ranks(self.precision_plugin, None, []))
+            run.undo.callback(clip_over_all_ranks(self.precision_plugin, None, {}))
             adapt_callbacks(trainer, module, None, self.lightning_module_state_dict)
         self.setup_precision_plugin()
         if run.is_fitting:

@@ -113,16 +113,17 @@ class TorchRecRun(Run):
             if fsdp is None:
                 strategy.configure_ddp()
             shards, own = tables.shards.sharded_parameters, tables.table_optimizers
-            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_tables, own))
+            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_weights(), own))
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, own))
             self.undo.callback(call_after_closure(plugin, plain_shards.begin))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())
         strategy.setup_precision_plugin()
-        optimizers = [*strategy.optimizers, *wrapped_optimizers(strategy)]  # the plugin may have replaced them
+        wrappers = wrapped_optimizers(strategy)
+        optimizers = [*strategy.optimizers, *wrappers]  # the plugin may have replaced them
         if self.is_fitting:
-            tables.zero_with(optimizers)
+            tables.connect_zero_grad(strategy.optimizers, wrappers)
         if isinstance(self.dense, ReplicatedLayers):
             move_optimizers_to_device([*strategy.optimizers, *tables.table_optimizers], strategy.root_device)
         elif self.is_fitting:

@@ -381,3 +381,19 @@ def test_without_torch_function_subclasses_are_plain_tensors() -> None:
     with _torch.without_torch_function():
         assert type(tensor + 1) is torch.Tensor
     assert seen == []
+
+
+def test_current_backward_has_a_number_of_its_own_for_each_backward() -> None:
+    seen: list[int] = []
+    leaf = torch.ones(2, requires_grad=True)
+    first, second = leaf * 2, leaf * 3
+    for output in (first, second):
+        output.register_hook(lambda _: seen.append(_torch.current_backward()))
+    assert _torch.current_backward() == -1
+    (first + second).sum().backward()
+    (leaf * first.detach()).sum().backward()
+    again = leaf * 2
+    again.register_hook(lambda _: seen.append(_torch.current_backward()))
+    again.sum().backward()
+    assert seen[0] == seen[1] != seen[2]
+    assert -1 not in seen

@@ -10,7 +10,7 @@ It does the work of torchrec's forward, and returns the types, keys and column o
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,16 @@ from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_of import without_guards
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
+
+
+class UpdateWatch(Protocol):
+    """Watches lookups of tables that are updated inside of backward; optimizers/backward_watch.py has it."""
+
+    def note_call(self) -> None:
+        """The user's code makes a lookup now."""
+
+    def note_lookup(self) -> Callable[[Tensor], None] | None:
+        """Rows are looked up. Return a hook for the gradients of the rows, or None."""
 
 
 class ShardedLookup:
@@ -72,6 +82,8 @@ class ShardedLookup:
         self.path = tables[0].collection
         self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
         """Called when the rows of a lookup have arrived; the sparse pipeline sets it for the time of its run."""
+        self.update_watch: UpdateWatch | None = None
+        """Watches steps of tables that are updated inside of backward, under manual optimization."""
         self._pooled = tables[0].pooled
         self._uses = uses
         self._outputs = LookupOutputs(tables, uses, output_dtype)
@@ -141,6 +153,8 @@ class ShardedLookup:
         # In any grad mode: a reentrant checkpoint looks up without gradients first.
         if self._compare_examples is not None and request.sizes is not None:
             self._compare_examples(request.num_examples, *request.sizes)
+        if self.update_watch is not None:
+            self.update_watch.note_call()
 
     def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look up the ids that have arrived and send the rows back; returns lazy outputs."""
@@ -150,7 +164,9 @@ class ShardedLookup:
             if self._note_used_tables is not None:
                 self._note_used_tables(used)
             exchange = self.sharded.compute_and_output_dist(request.context, request.ids)
-            output = LazyOutput(partial(self._wait_for_rows, request, exchange, frozen, used, BackwardOrder()))
+            arrived = self.update_watch.note_lookup() if self.update_watch and torch.is_grad_enabled() else None
+            order = BackwardOrder()
+            output = LazyOutput(partial(self._wait_for_rows, request, exchange, frozen, used, order, arrived))
         self._lazy_outputs.append(output)
         if self._pooled:
             return LazyKeyedTensor(self._outputs.names, self._outputs.widths, output)
@@ -173,7 +189,13 @@ class ShardedLookup:
             output.get()
 
     def _wait_for_rows(
-        self, request: LookupRequest, exchange: Any, frozen: set[str], used: set[str], order: BackwardOrder
+        self,
+        request: LookupRequest,
+        exchange: Any,
+        frozen: set[str],
+        used: set[str],
+        order: BackwardOrder,
+        arrived: Callable[[Tensor], None] | None,
     ) -> PooledEmbeddings | dict[str, JaggedTensor]:
         outputs: list[Tensor] = []
         with order.of(lambda: outputs):
@@ -187,6 +209,9 @@ class ShardedLookup:
             else:
                 jagged = self._outputs.jagged(rows, frozen)
                 outputs += [of.values() for of in jagged.values()]
+        for output in outputs if arrived is not None else ():
+            if output.requires_grad:
+                output.register_hook(arrived)
         self._refuse_second_gradient(outputs)
         if self._pooled:
             return self._outputs.pooled(rows, request.features, frozen, order)

@@ -1,6 +1,6 @@
 """What the Trainer's precision plugin does, over gradients of which each rank has its shards only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -108,24 +108,28 @@ def skip_overflows_on_all_ranks(
 def clip_over_all_ranks(
     plugin: Precision,
     shards: Callable[[], list[nn.Parameter]] | None,
-    fused: list[str],
+    fused: Mapping[int, str],
     others: Sequence[Optimizer] = (),
 ) -> Callable[[], None]:
     """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks; returns an undo.
 
     shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
-    now on; None: all shards are DTensors, which that function knows. fused: tables that cannot be clipped. others:
-    optimizers that step together with the one that is clipped, by one norm.
+    now on; None: all shards are DTensors, which that function knows. fused: id of a weight -> its table, of those that
+    cannot be clipped. others: optimizers that step together with the one that is clipped, by one norm.
     """
 
+    def clipped(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
+        parameters = [*plugin.main_params(optimizer), *parameters_of(others)]
+        refuse_clip(clip_val, [fused[id(parameter)] for parameter in parameters if id(parameter) in fused])
+        return parameters
+
     def by_norm(optimizer: Any, clip_val: float) -> None:
-        refuse_clip(clip_val, fused)
+        parameters = clipped(optimizer, clip_val)
         sharded = None if shards is None else {id(shard) for shard in shards()}
-        clip_by_norm([*plugin.main_params(optimizer), *parameters_of(others)], sharded, float(clip_val))
+        clip_by_norm(parameters, sharded, float(clip_val))
 
     def by_value(optimizer: Any, clip_val: float) -> None:
-        refuse_clip(clip_val, fused)
-        clip_by_value([*plugin.main_params(optimizer), *parameters_of(others)], float(clip_val))
+        clip_by_value(clipped(optimizer, clip_val), float(clip_val))
 
     def refuse_shards(gradients: list[torch.Tensor]) -> None:
         taken = {id(gradient) for gradient in gradients}

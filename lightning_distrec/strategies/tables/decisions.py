@@ -108,7 +108,7 @@ def updates_in_fit(
     )
     updates |= {name: of_table_optimizer(updates[name]) for of in own for name in of.tables}
     kinds = {name: update.kind for name, update in updates.items()}
-    refuse_what_is_not_exact(trainer, module, precision, kinds, len(optimizers))
+    refuse_what_is_not_exact(trainer, precision, kinds)
     fused = [name for name, update in updates.items() if update.in_backward]
     hooks = hooks_without_gradients(trainer, module, fused)
     return updates, own, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]

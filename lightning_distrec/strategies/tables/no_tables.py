@@ -17,6 +17,9 @@ class NoTables:
     def begin_step(self) -> None:
         """Do nothing."""
 
+    def check_steps(self) -> None:
+        """Do nothing."""
+
     def before_backward(self) -> None:
         """Do nothing."""
 

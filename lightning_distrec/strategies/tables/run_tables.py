@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
 from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.backward_watch import BackwardWatch
-from lightning_distrec.optimizers.joint_steps import AddedTables, parameters_of, step_with, zero_with
+from lightning_distrec.optimizers.backward_watch import BackwardWatch, CollectionWatch, ManualWatch
+from lightning_distrec.optimizers.joint_steps import AddedTables, before_zero_grad, parameters_of, step_with, zero_with
 from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.replicas import ReplicaCheck
@@ -41,6 +41,8 @@ class RunTables:
     learning_rates: LearningRates
     loss_weight: LossWeight
     replicas: ReplicaCheck
+    automatic: bool = True
+    """Whether Lightning calls backward and step; else the module does."""
     lookups: list[ShardedLookup] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     """Those of configure_optimizers."""
@@ -52,7 +54,8 @@ class RunTables:
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
-        self.backward_watch = BackwardWatch(self.fused_tables)
+        self.backward_watch = BackwardWatch(self.fused_tables if self.automatic else [])
+        self._manual_watch: ManualWatch | None = None
         self.unfreezing = Unfreezing(self.shards, self.updates)
         self._added_tables = AddedTables({})
 
@@ -73,10 +76,37 @@ class RunTables:
             stepped = partial(self.after_optimizer_step, number)
             self.undo.append(optimizer.register_step_post_hook(stepped).remove)
 
-    def zero_with(self, optimizers: list[Any]) -> None:
-        """Let the tables' own optimizers forget gradients when these do: the user's one, and Lightning's wrapper."""
+        groups = {name: group for name in self.fused_tables if (group := self.updates[name].param_group) is not None}
+        if groups and not self.automatic:
+            self._watch_steps(ManualWatch(groups))
+
+    def _watch_steps(self, watch: ManualWatch) -> None:
+        self._manual_watch, fused = watch, self.fused_tables
+        for lookup in self.lookups:
+            tables = [t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused]
+            if tables:
+                lookup.update_watch = CollectionWatch(watch, tables, self.shards.learns)
+
+    def connect_zero_grad(self, optimizers: list[Any], wrappers: list[Any]) -> None:
+        """Let the tables' own optimizers forget gradients when the user's one does, and report it where it matters.
+
+        optimizers: the user's. wrappers: Lightning's around them, whose zero_grad is another.
+        """
+        watched = [*enumerate(self.all_optimizers), *enumerate(wrappers)] if self._manual_watch is not None else []
+        for number, optimizer in watched:
+            dropped = partial(self._zero_grad, number)
+            self.undo.append(before_zero_grad(optimizer, dropped))
         if self.table_optimizers:
-            self.undo += [zero_with(optimizer, self.table_optimizers) for optimizer in optimizers]
+            self.undo += [zero_with(optimizer, self.table_optimizers) for optimizer in [*optimizers, *wrappers]]
+
+    def _zero_grad(self, number: int, _: bool) -> None:
+        assert self._manual_watch is not None
+        self._manual_watch.zero_grad(number)
+
+    def check_steps(self) -> None:
+        """Raise OptimizerError: a training_step, or the fit, ended with updates inside of backward and no step."""
+        if self._manual_watch is not None:
+            self._manual_watch.end_training_step()
 
     def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
         """Write plan.html, and optionally its pictures as files next to it.
@@ -103,10 +133,15 @@ class RunTables:
         """Full names of the tables that are updated inside of backward."""
         return [name for name, update in self.updates.items() if update.in_backward]
 
+    def fused_weights(self) -> dict[int, str]:
+        """Return id of a shard's weight -> full name, of the tables that are updated inside of backward."""
+        return {id(shard.weight): name for name in self.fused_tables for shard in self.shards.shards[name]}
+
     @without_guards
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not follow."""
         forget_last_call()
+        self.check_steps()
         self.learning_rates.check()
         self.replicas.before_step()
         self._refuse_late_hooks()
@@ -138,6 +173,8 @@ class RunTables:
     def after_optimizer_step(self, number: int, *_: Any) -> None:
         """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
         self.backward_watch.step()
+        if self._manual_watch is not None:
+            self._manual_watch.step(number)
         self._num_steps[number] = self._num_steps.get(number, 0) + 1
         for lookup in self.lookups:
             lookup.forget_gradients()

@@ -174,6 +174,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
         learning_rates=LearningRates(updates),
         loss_weight=weight,
         replicas=replicas,
+        automatic=run.module.automatic_optimization,
     )
     compare_examples = weight.add_lookup if weight.counts_examples else None
     learning = any(update.kind != "frozen" for update in updates.values())
