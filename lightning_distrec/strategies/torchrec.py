@@ -303,11 +303,6 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         reshard(self.module)
         return super().lightning_module_state_dict()
 
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.run.tables.check_steps()
-
     @property
     @override
     def module_stays(self) -> bool:

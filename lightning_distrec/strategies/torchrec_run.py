@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
@@ -45,6 +46,14 @@ class TorchRecRun(Run):
     """The layers without tables."""
     pipelining: Pipelining | NoPipelining = field(default_factory=NoPipelining)
     """Exchanges the next batches' ids while this one computes."""
+
+    @override
+    def end(self) -> None:
+        try:
+            if not self.has_failed:
+                self.tables.check_steps()
+        finally:
+            super().end()
 
     def shard_names(self) -> list[str]:
         """Return the names of all parameters and buffers of the modules that hold tables' shards."""
