@@ -1,5 +1,6 @@
 """Tables with an optimizer of their own train as in one process that steps both optimizers at once."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -111,6 +112,17 @@ class Overflows(AllInOne):
         return torch.optim.Adam(self.parameters(), lr=0.01, eps=1e-3)
 
 
+class WithSmall(AllInOne):
+    """Has an embedding that is too small to be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Embedding(5, 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return super().forward(batch) + self.small(torch.zeros(len(batch["label"]), dtype=torch.long)).squeeze(1)
+
+
 class Unfreezes(AllInOne):
     """Its tables learn from the fourth batch on."""
 
@@ -118,11 +130,25 @@ class Unfreezes(AllInOne):
         self.ebc.requires_grad_(batch_idx >= 3)
 
 
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def _fit(kind: type, strategy: dict[str, Any], more: Callable[[], dict[str, Any]] = dict) -> tuple[State, Any]:
     model = seeded(kind)
+    said = Lines()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
     trainer = make_trainer(strategy, **more())
     trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     monitors = [c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]
+    model.seen["said"] = said.lines
     model.seen["rates"] = [monitor.lrs for monitor in monitors]
     return model.final_state, model.seen
 
@@ -229,6 +255,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "clipped": (_fit, AllInOne, _own(ADAGRAD), clipped),
     "scaled": (_fit, Overflows, _own(COARSE), scaled),
     "faster": (_fit, AllInOne, _own(ADAGRAD), faster),
+    "fsdp": (_fit, AllInOne, _own(ADAGRAD, dense="fsdp", fsdp={"min_num_parameters": 1})),
 }
 
 
@@ -276,8 +303,9 @@ WANTED: dict[str, Callable[[], State]] = {
     "clipped": lambda: _plain(AllInOne, adagrad, norm=0.05),
     "scaled": _scaled,
     "faster": lambda: _with_rates(lambda _: 2.0, lambda _: 2.0),
+    "fsdp": lambda: _plain(AllInOne, adagrad),
 }
-FUSED = ("all in one", "dense only", "schedules", "none", "two of tables", "unfreezes", "faster")
+FUSED = ("all in one", "dense only", "schedules", "none", "two of tables", "unfreezes", "faster", "fsdp")
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +339,12 @@ def test_the_start_table_says_which_optimizer_updates_a_table_and_why(found: dic
     assert "table_optimizer's Adagrad has the same numbers in FBGEMM" in found["all in one"][1]["why"]
     assert "table_optimizer's Adam moves rows that no id touched" in found["Adam"][1]["why"]
     assert "table_optimizer's Adagrad: gradient_clip_val=0.05" in found["clipped"][1]["why"]
+
+
+def test_embeddings_that_are_not_sharded_are_named(found: dict[str, Any]) -> None:
+    said = run_on_warm_ranks(_fit, 1, WithSmall, {"table_optimizer": ADAGRAD})[0][1]["said"]
+    assert [line for line in said if "table_optimizer: 'small' is not sharded, and stays with the optimizer of" in line]
+    assert not [line for line in found["all in one"][1]["said"] if "is not sharded" in line]
 
 
 def test_the_monitor_of_learning_rates_shows_the_rate_of_tables(found: dict[str, Any]) -> None:

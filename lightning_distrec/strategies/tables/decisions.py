@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -145,9 +146,24 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
         precision = trainer.precision_plugin
         updates, own, more = updates_in_fit(wanted, module, optimizers, trainer, precision, run.device, earlier)
         warnings += more
+        if own:
+            _report_left_embeddings(module, tables)
     constraints = constraints_of(wanted, updates, run.device, run.layout)
     schedulers = [*schedulers, *(scheduler for of in own for scheduler in of.schedulers)]
     return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own)
+
+
+def _report_left_embeddings(module: nn.Module, tables: list[Table]) -> None:
+    """Log which embeddings table_optimizer does not update, where some are not sharded."""
+    sharded = {id(table.parameter) for table in tables}
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    left = [path for path, m in module.named_modules() if isinstance(m, kinds) and id(m.weight) not in sharded]
+    if left:
+        more = f" and {len(left) - 1} more" if left[1:] else ""
+        rank_zero_info(
+            f"table_optimizer: '{left[0]}'{more} is not sharded, and stays with the optimizer of configure_optimizers. "
+            "convert_embeddings, min_rows and replicated decide what is sharded."
+        )
 
 
 def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
