@@ -1,7 +1,7 @@
 """Shards tables: makes torchrec's sharded modules, brings the rows to the shards, and puts proxies into the module."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.gathered import Gathering
 from lightning_distrec.sharding.weights.shard_weight import guard
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
@@ -49,13 +50,14 @@ def shard_tables(
     held: Mapping[str, list[TableShard]],
     seed: int,
     comms: QuantizedComms,
+    gathered: Set[str] = frozenset(),
 ) -> ShardedTables:
     """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
 
     fused: for every table that is not data_parallel.
     held: rows of an earlier sharding by full name; other tables keep the rows of rank 0's unsharded weight, as DDP
     would, or get new ones by `seed` where they were built on meta.
-    comms: the types in which rows and gradients are sent.
+    comms: the types in which rows and gradients are sent. gathered: tables whose full weight user code may read.
     """
     env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
@@ -72,7 +74,7 @@ def shard_tables(
     shapes = {table.full_name: (table.config.num_embeddings, table.config.embedding_dim) for table in tables}
     for name, shards in result.table_shards().items():
         _set_offsets(result.shards[name], shards)
-        _guard(result, name, shapes[name], shards)
+        _guard(result, name, shapes[name], shards, name in gathered)
     for module in sharded.values():
         free_unsharded_tables(module)
     for table in tables:
@@ -150,14 +152,20 @@ def _set_offsets(local: list[LocalShard], shards: list[TableShard]) -> None:
             shard.row, shard.column = same.row, same.column
 
 
-def _guard(result: ShardedTables, name: str, shape: tuple[int, int], shards: list[TableShard]) -> None:
+def _guard(result: ShardedTables, name: str, shape: tuple[int, int], shards: list[TableShard], gathered: bool) -> None:
     """Guard this rank's shards of a table against being read as the full table; `shards` are those of all ranks."""
     local = result.shards[name]
     if local[0].replicated:
         return
     alone = max(Counter(shard.rank for shard in shards).values()) == 1
     places = [(shard.row, shard.column) for shard in local]
-    guard([shard.weight for shard in local], name, shape, places, alone, partial(getattr, result, "loss_weight"))
+    rectangles: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    for shard in shards:
+        if shard.num_rows:
+            rectangles[shard.rank].append(shard.rectangle)
+    gathering = Gathering(shape, [sorted(of_rank) for of_rank in rectangles]) if gathered else None
+    loss_weight = partial(getattr, result, "loss_weight")
+    guard([shard.weight for shard in local], name, shape, places, alone, loss_weight, gathering)
 
 
 def _proxy(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]]) -> ShardedProxy:

@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[type, tuple[str, ...], Any, str]] = {
     "unknown path": (LeftWhole, (), ["itm"], "ConfigError: .*'itm'; did you mean 'item'"),
     "unknown path among known": (LeftWhole, (), ["item", "towers.0"], r"ConfigError: .*'towers\.0'"),
     "no embedding": (LeftWhole, ("tied",), ["output"], "ConfigError: .*'output'.* item, tied"),
-    "weight": (ReadsWeight, (), "all", "ShardedWeightError: .*convert_embeddings"),
+    "weight": (ReadsWeight, (), ["item"], "ShardedWeightError: .*gathered_weight"),
     "learned weights": (LearnsWeights, (), "all", "ShardingError: .*'bag'.*weights need a gradient.*Detach"),
     "bad ids": (BadIds, (), "all", rf"IdsError: .*'item' has the id {ROWS + 2}"),
 }

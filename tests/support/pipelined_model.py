@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
+from lightning_distrec._compat.torch import without_torch_function
 from tests.support.click_model import FEATURES, bag_configs, join_batches, make_batch
 from tests.support.embedding_models import whole_state
 from tests.support.ranks import rank_and_num_ranks
@@ -140,7 +141,8 @@ class Diarist(pl.Callback):
         self._note(trainer, module, "validation batch ends", names_in(batch), batch_idx, dataloader_idx)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        weights = [weight.detach().clone() for weight in module.parameters()]  # this rank's parts of them
+        with without_torch_function():  # this rank's shards, as plain tensors
+            weights = [weight.detach().clone() for weight in module.parameters()]
         module.note("exception", trainer.global_step, weights)
 
 

@@ -55,6 +55,10 @@ class TableOptions:
     replicated: bool | None = None
     """Keep all of the table on every rank and average its gradient, as for a dense layer."""
 
+    gathered_weight: bool | None = None
+    """Gather the full weight from all ranks where the module reads it, for tied output weights for example; every rank
+    then holds all of it, and of its gradient, for the time of a step."""
+
     def __post_init__(self) -> None:
         if self.embedding_update is not None:
             check_embedding_update(self.embedding_update)
@@ -76,6 +80,14 @@ class TableOptions:
                 f"replicated=True: a table that every rank holds is not planned, and {' and '.join(others)} "
                 f"would change nothing. Leave {'it' if len(others) == 1 else 'them'} out, or set replicated=False."
             )
+
+        if self.gathered_weight and self.embedding_update not in (None, "auto", "dense"):
+            raise ConfigError(
+                f"gathered_weight=True, embedding_update={self.embedding_update!r}: a weight that is read has a "
+                "gradient for every row. Leave embedding_update out, or set it to 'dense'."
+            )
+        if self.gathered_weight and "data_parallel" in (self.sharding_types or []):
+            raise ConfigError("gathered_weight=True: data_parallel tables are not gathered. Set replicated=True alone.")
 
     def _check_cache(self) -> None:
         if self.cache_load_factor is None:

@@ -21,8 +21,8 @@ WAYS = {
     "weight": (
         "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every rank, returns the full "
         "weight as it is now; lightning_distrec.sharded_l2(table) is its sum of squares. A table whose weight is used "
-        "in the step otherwise, for tied output weights for example, can stay on every rank: set "
-        "tables={{'{table}': {{'replicated': True}}}}, or convert_embeddings to a list without it."
+        "in the step otherwise, for tied output weights for example, is gathered there with "
+        "tables={{'{table}': {{'gathered_weight': True}}}}, or stays on every rank with 'replicated': True."
     ),
     "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",
 }
@@ -46,6 +46,8 @@ class ShardOf:
     """Whether no rank has more than one shard of the table."""
     loss_weight: Callable[[], float] = field(repr=False)
     """Returns what this rank's loss is multiplied by in the current backward, for its share of the examples."""
+    gathering: Any = field(default=None, repr=False)
+    """Gathers the full weight where it is read; None: reading it raises."""
     what: str = "weight"
     """Whose values they are: the weight's or its gradient's."""
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.sharding.weights.draws import DRAWS, DRAWS_LIKE, INIT, draw, draw_like, initialize
 from lightning_distrec.sharding.weights.elementwise import is_elementwise
+from lightning_distrec.sharding.weights.gathered import Gathering
 from lightning_distrec.sharding.weights.shard_of import ShardOf, without_guard
 from lightning_distrec.sharding.weights.sums import SUMS, is_sum_in_step, sum_over_ranks
 
@@ -45,7 +46,6 @@ DESCRIBES = frozenset([
     "register_hook",
     "register_post_accumulate_grad_hook",
     "type",
-    "__reduce_ex__",
     "share_memory_",
     "__deepcopy__",
     "new_tensor",
@@ -98,10 +98,12 @@ def guard(
     places: list[tuple[int, int]],
     alone: bool,
     loss_weight: Callable[[], float],
+    gathering: Gathering | None,
 ) -> None:
     """Turn this rank's shards of a table into guarded ones, in place.
 
-    places: first row and column of each. alone: whether no rank has more than one. loss_weight: see ShardOf.
+    places: first row and column of each. alone: whether no rank has more than one. loss_weight,
+    gathering: see ShardOf.
     """
     held: list[Any] = list(weights)
     for weight, (row, column) in zip(held, places, strict=True):
@@ -109,7 +111,7 @@ def guard(
         # By its class: kernels, optimizers and the module tree hold references to this object. The class adds methods
         # only, so that the object's memory layout fits.
         weight.__class__ = ShardWeight
-        weight.of = ShardOf(table, shape, row, column, rows, columns, held, alone, loss_weight)
+        weight.of = ShardOf(table, shape, row, column, rows, columns, held, alone, loss_weight, gathering)
 
 
 def _caller(frame: FrameType | None) -> Any:
@@ -148,6 +150,8 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
     if is_attribute and name in ("data", "grad"):
         with without_guard():
             return _wrap(func(*args), of if name == "data" else replace(of, what="gradient"))
+    if name == "__reduce_ex__":
+        raise of.refusal("to pickle it, which full_parameter and full_state_dict() are for")
     if name in DRAWS and target is args[0]:
         return draw(func, name, args, kwargs)
     if name in DRAWS_LIKE:
@@ -156,9 +160,15 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
         return sum_over_ranks(name, args, kwargs)
     if name == "equal":  # Lightning looks a parameter up in param groups so; shards of two tables may be alike
         return _same_place(*args)
-    if is_attribute or not is_elementwise(name):
+    if (is_attribute and name != "data =") or not (is_attribute or is_elementwise(name)):
+        if of.gathering is not None and of.what == "weight":
+            return func(*_gathered(args), **_gathered(kwargs))
         raise of.refusal(name)
     is_in_place = name.endswith("_") and not name.endswith("__") or name.startswith("__i")
+    if is_attribute:
+        raise of.refusal(name)
+    if is_in_place:
+        Gathering.forget_all()
     if is_in_place and not isinstance(_first(args), (ShardValues, ShardWeight)):
         raise of.refusal(f"{name} into a tensor that is none of its shards")
     with without_guard():
@@ -191,6 +201,19 @@ def _guarded_in(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     return [shard for one in value for shard in _guarded_in(one)] if isinstance(value, (list, tuple)) else []
+
+
+def _gathered(value: Any) -> Any:
+    """Return arguments with full tables in the place of shards."""
+    if isinstance(value, dict):
+        return {key: _gathered(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_gathered(one) for one in value)
+    if not isinstance(value, (ShardValues, ShardWeight)):
+        return value
+    if value.of.gathering is None or value.of.what != "weight":
+        raise value.of.refusal("together with a gathered weight")
+    return value.of.gathering.full(value)
 
 
 def _local(value: Any, of: ShardOf) -> Any:

@@ -24,6 +24,11 @@ def in_step() -> Iterator[None]:
         _steps.pop()
 
 
+def is_in_step() -> bool:
+    """Whether the user's step runs now."""
+    return bool(_steps)
+
+
 def is_sum_in_step(of: ShardOf, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this is a sum or norm over all elements that every rank computes now."""
     options = {key for key, value in kwargs.items() if value not in (None, False)} - {

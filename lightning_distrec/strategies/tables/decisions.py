@@ -30,6 +30,8 @@ from lightning_distrec.sharding.planning.constraints import (
 from lightning_distrec.sharding.planning.table_options import TableOptions, options_by_table, replicated_collections
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
+from lightning_distrec.strategies.tables.weight_reads import weight_reads
+from lightning_distrec.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Decisions:
     lr_scheduler_configs: list[Any]
     own_optimizers: list[OwnOptimizer] = field(default_factory=list)
     """Those of tables alone, by table_optimizer."""
+    gathered: set[str] = field(default_factory=set)
+    """Full names of the tables whose full weight the module may read."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,20 @@ class WantedTables:
     """Path -> reason, of modules that hold tables and are not sharded."""
     replicated: set[str]
     """Collections that stay ordinary layers, because their tables have replicated=True."""
+    read: dict[str, str]
+    """Full name -> where the module reads its weight, of sharded tables whose weight is not gathered."""
 
     @property
     def warnings(self) -> list[str]:
-        """Modules with tables that are not sharded."""
-        return [f"'{path}' is not sharded, every rank has all of it: {why}." for path, why in self.left_alone.items()]
+        """Modules with tables that are not sharded, and tables whose weight will be missing."""
+        unsharded = [
+            f"'{path}' is not sharded, every rank has all of it: {why}." for path, why in self.left_alone.items()
+        ]
+        return unsharded + [
+            f"the weight of table '{name}' is read in {where}, but each rank has a shard of it, so that this raises. "
+            f"Set tables={{'{name}': {{'gathered_weight': True}}}}, or 'replicated': True."
+            for name, where in self.read.items()
+        ]
 
 
 def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
@@ -71,8 +84,27 @@ def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
     options = options_by_table(found.tables, settings.everywhere, settings.by_table)
     replicated = replicated_collections(found.tables, settings.by_table)
     tables = [table for table in found.tables if table.collection not in replicated]
+    read = _read_tables(module, tables, options)
+    if isinstance(settings.conversion.which, str):  # not asked for by name
+        tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]
     of_tables = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
-    return WantedTables(tables, of_tables, found.left_alone, replicated)
+    left_alone = found.left_alone | {
+        name: f"its weight is read in {where}. To shard it, set tables={{'{name}': {{'gathered_weight': True}}}}"
+        for name, where in read.items()
+        if name not in of_tables
+    }
+    read = {name: where for name, where in read.items() if name in of_tables}
+    return WantedTables(tables, of_tables, left_alone, replicated, read)
+
+
+def _read_tables(module: nn.Module, tables: list[Table], options: Mapping[str, TableOptions]) -> dict[str, str]:
+    """Return full name -> where the module reads the weight, of plain tables that have not gathered_weight=True."""
+    reads = weight_reads(module) if any(table.plain is not None for table in tables) else {}
+    return {
+        table.full_name: reads[id(table.original)]
+        for table in tables
+        if id(table.original) in reads and not options[table.full_name].gathered_weight
+    }
 
 
 def updates_in_fit(
@@ -108,6 +140,11 @@ def updates_in_fit(
         earlier,
     )
     updates |= {name: of_table_optimizer(updates[name]) for of in own for name in of.tables}
+    updates |= {
+        name: replace(updates[name], why=_gathered_in_words(wanted, name))
+        for name, option in wanted.options.items()
+        if option.gathered_weight and updates[name].kind == "dense"
+    }
     kinds = {name: update.kind for name, update in updates.items()}
     refuse_what_is_not_exact(trainer, precision, kinds)
     fused = [name for name, update in updates.items() if update.in_backward]
@@ -149,8 +186,9 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
         if own:
             _report_left_embeddings(module, tables)
     constraints = constraints_of(wanted, updates, run.device, run.layout)
+    gathered = {name for name, option in wanted.options.items() if option.gathered_weight}
     schedulers = [*schedulers, *(scheduler for of in own for scheduler in of.schedulers)]
-    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own)
+    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own, gathered)
 
 
 def _report_left_embeddings(module: nn.Module, tables: list[Table]) -> None:
@@ -176,9 +214,16 @@ def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
     ]
 
 
+def _gathered_in_words(wanted: WantedTables, name: str) -> str:
+    parameter = next(table.parameter for table in wanted.tables if table.full_name == name)
+    return f"gathered weight: {format_bytes(parameter.nbytes)} and its gradient on each rank"
+
+
 def _mode(name: str, options: TableOptions) -> str:
     """Return the wanted update; only the user's optimizer can update a data_parallel table."""
     mode = options.embedding_update or "auto"
+    if options.gathered_weight:
+        return "dense"
     types = options.sharding_types or []
     if "data_parallel" not in types:
         return mode
@@ -194,9 +239,11 @@ def _mode(name: str, options: TableOptions) -> str:
 
 def tables_to_shard(module: nn.Module, settings: TableSettings, conversion: Conversion = NO_CONVERSION) -> list[Table]:
     """Return the unsharded tables of `module` that are to be sharded."""
-    tables = find_tables(module, conversion).tables
-    replicated = replicated_collections(tables, settings.by_table)
-    return [table for table in tables if table.collection not in replicated]
+    if conversion.which == "none":  # no plain embeddings, whose weights may be read
+        tables = find_tables(module, conversion).tables
+        replicated = replicated_collections(tables, settings.by_table)
+        return [table for table in tables if table.collection not in replicated]
+    return wanted_tables(module, replace(settings, conversion=conversion)).tables
 
 
 def _in_collection(options: TableOptions) -> TableOptions:

@@ -24,6 +24,7 @@ from lightning_distrec.sharding.plan_report.page import write_page, write_pictur
 from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.draws import forget_last_call
+from lightning_distrec.sharding.weights.gathered import Gathering
 from lightning_distrec.sharding.weights.shard_of import without_guards
 from lightning_distrec.strategies.tables.unfreezing import Unfreezing
 
@@ -172,6 +173,7 @@ class RunTables:
 
     def after_optimizer_step(self, number: int, *_: Any) -> None:
         """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
+        Gathering.forget_all()
         self.backward_watch.step()
         if self._manual_watch is not None:
             self._manual_watch.step(number)
@@ -181,6 +183,7 @@ class RunTables:
 
     def begin_step(self) -> None:
         """Drop what the step before has looked up."""
+        Gathering.forget_all()
         for lookup in self.lookups:
             lookup.begin_step()
 

@@ -136,7 +136,8 @@ def _shard(
         if plan[name].sharding_type != "data_parallel"
     }
     seed = run.consensus.all_gather(torch.initial_seed())[0]
-    shards = shard_tables(run.module, decisions.tables, plan, fused, run.device, rows, seed, run.settings.comms)
+    comms, gathered = run.settings.comms, decisions.gathered
+    shards = shard_tables(run.module, decisions.tables, plan, fused, run.device, rows, seed, comms, gathered)
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     kept = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(kept)

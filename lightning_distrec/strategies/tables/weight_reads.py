@@ -1,0 +1,96 @@
+"""Finds the embeddings whose weight the module's own code reads, by its source: tied output layers, for example."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+HARMLESS = frozenset({
+    "data",
+    "shape",
+    "size",
+    "dtype",
+    "device",
+    "requires_grad",
+    "requires_grad_",
+    "numel",
+    "dim",
+    "ndim",
+    "grad",
+})
+SUMS = frozenset(["pow", "square", "abs", "norm", "sum", "mean"])
+"""What is exact on a shard, or over all ranks, without the full weight: see sharding/weights."""
+BEFORE_SHARDING = frozenset({"setup", "configure_model", "configure_optimizers", "reset_parameters", "prepare_data"})
+
+
+def weight_reads(root: nn.Module) -> dict[int, str]:
+    """Return id of an embedding -> where its weight is read, such as "SASRec.forward", for what the source shows."""
+    found: dict[int, str] = {}
+    for module in root.modules():
+        for kind in type(module).__mro__:
+            if kind.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec"):
+                continue
+            for method, chain in _reads_of(kind):
+                read = _resolve(module, chain)
+                if isinstance(read, (nn.Embedding, nn.EmbeddingBag)):
+                    found.setdefault(id(read), f"{kind.__name__}.{method}")
+    return found
+
+
+_known: dict[type, list[tuple[str, tuple[str, ...]]]] = {}
+
+
+def _reads_of(kind: type) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the methods of a class that read `self.<names>.weight`, with the names."""
+    if kind not in _known:
+        _known[kind] = list(_find(kind))
+    return _known[kind]
+
+
+def _find(kind: type) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, member in vars(kind).items():
+        method: Any = member.fget if isinstance(member, property) else member
+        function = inspect.unwrap(method) if callable(method) else None
+        if name in BEFORE_SHARDING or "init" in name or not inspect.isfunction(function):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError, IndentationError):  # made at run time
+            continue
+        parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+        for node in ast.walk(tree):
+            chain = _chain(node)
+            if chain and chain[-1] == "weight" and not _is_harmless(node, parents):
+                yield name, chain[:-1]
+
+
+def _chain(node: ast.AST) -> tuple[str, ...]:
+    """Return ("emb", "weight") for `self.emb.weight`, () for what is none."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return tuple(reversed(names)) if isinstance(node, ast.Name) and node.id == "self" else ()
+
+
+def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    parent = parents[node]
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in HARMLESS | SUMS
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute):
+        called = ast.unparse(parent.func)
+        return "init" in called or parent.func.attr in SUMS or called in ("torch.linalg.vector_norm", "sharded_l2")
+    return False
+
+
+def _resolve(module: nn.Module, chain: tuple[str, ...]) -> Any:
+    found: Any = module
+    for name in chain:
+        children = dict(found.named_children()) if isinstance(found, nn.Module) else {}
+        if name not in children:
+            return None
+        found = children[name]
+    return found
