@@ -61,17 +61,21 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         )
     assumed = list(wanted.warnings)
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
+    optimizers, failed = [], ""
     try:
         optimizers = configured_optimizers(there)
     except Exception as error:
+        failed = _line(error)
+    updates, own, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {})
+    assumed += more
+    known = {name for of in own for name in of.tables}
+    of_module = [table for table in wanted.tables if table.full_name not in known]
+    if failed and of_module:
         assumed.append(
-            f"configure_optimizers failed without a Trainer ({_line(error)}): the user's optimizer is assumed to "
-            f"update every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its own, as Adam"
+            f"configure_optimizers failed without a Trainer ({failed}): the user's optimizer is assumed to update "
+            f"every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its own, as Adam"
         )
-        updates = {table.full_name: _assumed(table.parameter) for table in wanted.tables}
-    else:
-        updates, _, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {})
-        assumed += more
+        updates |= {table.full_name: _assumed(table.parameter) for table in of_module}
     return DryModule(
         module=there,
         unconfigured=module,

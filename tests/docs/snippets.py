@@ -93,10 +93,11 @@ def _run(block: Block, where: str, names: dict[str, Any]) -> None:
 
 
 def _make_classes(node: Any) -> None:
-    """Make every class that a YAML names; wrong arguments raise."""
+    """Make every class that a YAML names; wrong arguments raise. A strategy makes what its own arguments name."""
     if isinstance(node, dict) and "class_path" in node:
         module, _, name = node["class_path"].rpartition(".")
         getattr(importlib.import_module(module), name)(**node.get("init_args", {}))
+        return
     for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         _make_classes(inner)
 

@@ -211,6 +211,10 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
     found = json.loads(run("NeedsTrainer", "--nodes", "8", *memory)[1])
     assert "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not attached to" in str(found)
     assert sum(found["ranks"]["memory_bytes"]) > 3 * found["table_bytes"]
+    own = _torchrec(table_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}})
+    found = json.loads(run("NeedsTrainer", "--nodes", "8", *memory, strategy=own)[1])
+    assert "configure_optimizers failed" not in str(found)
+    assert sum(found["ranks"]["memory_bytes"]) < 1.1 * found["table_bytes"]
     said = str(json.loads(run("Huge", *memory, strategy="ddp")[1])["assumed"])
     assert "the strategy is ddp: the plan is for torchrec_sharded with its defaults" in said
     options = _torchrec(planning={"bandwidths": "measure", "estimate_pooling": 3})

@@ -39,7 +39,7 @@ class TableSettings:
         if self.everywhere.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.everywhere.optimizer)
         for name, options in self.by_table.items():
-            given = options.optimizer if isinstance(options, TableOptions) else None
+            given = options.get("optimizer") if isinstance(options, Mapping) else getattr(options, "optimizer", None)
             if given is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", given)
         check_loss_reduction(self.loss_reduction)
