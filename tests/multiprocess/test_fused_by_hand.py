@@ -19,6 +19,7 @@ from tests.support.click_model import (
 )
 from tests.support.plain_loop import Batch, State, loss_of
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.resuming import Life, Run, TwoOptimizers, live, problems_of
 from tests.support.trainers import make_trainer
 
 STEPS = 8
@@ -226,3 +227,8 @@ def test_without_a_request_manual_optimization_waits_for_the_step() -> None:
     state, kinds = run_on_warm_ranks(_fit, 2, Two, {})[0]
     assert kinds == {"sparse"}
     assert max(largest_difference(state, _plain(Two)).values()) <= 1e-5
+
+
+def test_a_run_by_hand_goes_on_from_a_checkpoint_fused_or_not() -> None:
+    life = Life(Run(model=TwoOptimizers, strategy={"embedding_update": "fused"}), 2, ((2, {}), (1, {"strategy": {}})))
+    assert problems_of(life, live({"life": life})["life"]) == []

@@ -38,7 +38,7 @@ class TableSettings:
         check_check_ids(self.check_ids)
         if self.everywhere.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.everywhere.optimizer)
-        for name, options in self.by_table.items():
+        for name, options in self.by_table.items() if isinstance(self.by_table, Mapping) else ():
             given = options.get("optimizer") if isinstance(options, Mapping) else getattr(options, "optimizer", None)
             if given is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", given)
