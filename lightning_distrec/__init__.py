@@ -16,6 +16,7 @@ from lightning_distrec._compat.lightning_saving import read_folders_too
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
+    from lightning_distrec.callbacks.normalize_rows import NormalizeRows
     from lightning_distrec.callbacks.plan_logger import PlanLogger
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
     from lightning_distrec.callbacks.throughput import Throughput
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointOptions",
     "Communication",
     "FSDPOptions",
+    "NormalizeRows",
     "PipelineOptions",
     "PlanLogger",
     "PlanningOptions",
@@ -58,6 +60,7 @@ _HOMES = {
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
+    "NormalizeRows": "lightning_distrec.callbacks.normalize_rows",
     "PipelineOptions": "lightning_distrec.pipeline.options",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "PlanningOptions": "lightning_distrec.sharding.planning.planning_options",

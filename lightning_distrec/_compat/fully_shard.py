@@ -1,9 +1,10 @@
 """Private names of torch's FSDP2: what fully_shard attaches to modules and parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
@@ -77,3 +78,20 @@ def drop_state_dict_hooks(module: nn.Module) -> None:
 
 def _belongs_to_fully_shard(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def draw_dtensors_with(draw: Any) -> Callable[[], None]:
+    """Let `draw(operator, args, options)` do random operators on DTensors; returns an undo.
+
+    On CPUs every rank would draw the same values for its shard. Source: torch/distributed/tensor/_dispatch.py.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers
+    before = dict(handlers)
+    handlers.update({operator: draw for operator in dispatcher._random_ops if "dropout" not in str(operator)})
+
+    def undo() -> None:
+        handlers.clear()
+        handlers.update(before)
+
+    return undo

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
+from lightning_distrec._compat.torch import without_torch_function
 from tests.benchmarks.performance_contenders import ByTrainer, Turn, missing_option, our_strategy
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.performance_rounds import join_ranks, silence
@@ -35,7 +36,8 @@ class _Look(pl.Callback):
         if batch_idx == self.step:
             of_table = trainer.strategy.run_tables.shards.shards.values()
             weights = [shard.weight for shards in of_table for shard in shards]
-            self.shards = sum(weight.numel() * weight.element_size() for weight in weights)
+            with without_torch_function():  # as plain tensors, with the shapes of shards
+                self.shards = sum(weight.numel() * weight.element_size() for weight in weights)
             self.process = _process_bytes()
 
 

@@ -149,3 +149,26 @@ def test_wrapped_optimizers_are_those_that_manual_optimization_sees() -> None:
     strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]
     (wrapped,) = _lightning.wrapped_optimizers(strategy)
     assert wrapped.optimizer is strategy.optimizers[0]
+
+
+def _drawn_on_a_rank() -> list[str]:
+    rank, num_ranks = rank_and_num_ranks()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    tensor = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (num_ranks,)), [Shard(0)])
+    seen: list[str] = []
+
+    def draw(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        seen.append(operator.name().partition("::")[2])
+        return args[0]
+
+    undo = _fully_shard.draw_dtensors_with(draw)
+    tensor.normal_()
+    torch.randn_like(tensor)
+    tensor.uniform_()
+    undo()
+    tensor.normal_()
+    return seen
+
+
+def test_draw_dtensors_with_gets_random_operators_until_it_is_undone() -> None:
+    assert run_on_ranks(_drawn_on_a_rank, 2) == [["normal_", "randn_like", "uniform_"]] * 2

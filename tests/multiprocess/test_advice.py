@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication
 from lightning_distrec.advice.advise import Advice, advise
+from lightning_distrec.sharding.weights.shard_of import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate, Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from tests.support.advised_models import BATCH, KINDS, batches
@@ -34,6 +35,7 @@ class CountsBytes(pl.Callback):
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
 
+    @without_guards  # shards are plain tensors
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         parameters = list(pl_module.parameters())
         states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]

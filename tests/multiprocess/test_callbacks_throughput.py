@@ -162,7 +162,7 @@ def _sharded(cut: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]
 
     def look() -> None:
         shards = trainer.strategy.run_tables.shards  # type: ignore[attr-defined]
-        held["here"] = sorted(name.rpartition(".")[2] for name, of in shards.shards.items() if of[0].weight.numel())
+        held["here"] = sorted(name.rpartition(".")[2] for name, of in shards.shards.items() if of[0].weight.of.num_rows)
         held["updates"] = {update.kind for update in trainer.strategy.run_tables.updates.values()}  # type: ignore[attr-defined]
 
     model.on_train_start = look  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec import atomic_files as on_disk
+from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.checkpoint import atomic_folder
 from lightning_distrec.checkpoint.atomic_folder import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
@@ -100,7 +101,9 @@ class Counts(pl.Callback):
 def _held(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     shards = trainer.strategy.run_tables.shards
     for name, of_table in shards.shards.items():
-        yield from ((name, shard.weight.data) for shard in of_table)
+        with without_torch_function():
+            held = [shard.weight.data for shard in of_table]
+        yield from ((name, data) for data in held)
     yield from (("fused state", tensor) for tensors in shards.fused_state().values() for tensor in tensors)
     yield from ((name, p.data) for name, p in trainer.lightning_module.top.named_parameters())
     for state in trainer.optimizers[0].state.values():

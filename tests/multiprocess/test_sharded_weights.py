@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+from lightning_distrec import NormalizeRows
 from lightning_distrec.errors import ConfigError, ShardedWeightError
 from tests.support.click_model import seeded
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded, whole_state
@@ -263,3 +264,39 @@ def _fused_norms() -> None:
 def test_gradient_norms_of_fused_tables_are_refused() -> None:
     with pytest.raises(RankFailed, match="OptimizerError: gradient_norms: table 'user_embedding' has no gradient"):
         run_on_warm_ranks(_fused_norms, 2)
+
+
+def _normalized(types: list[str], max_norm: float | None) -> dict[str, Tensor]:
+    model = seeded(TwoTower)
+    rank, _ = rank_and_num_ranks()
+    names = ["item_embedding.weight", "user_tower.0.weight"]
+    trainer = make_trainer(
+        {"convert_embeddings": "all", "sharding_types": types}, callbacks=[NormalizeRows(names, max_norm)]
+    )
+    trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
+    return whole_state(model)
+
+
+@pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
+def test_rows_are_normalized_over_shards_as_in_one_process(types: list[str]) -> None:
+    found = run_each_on_ranks({str(norm): (_normalized, types, norm) for norm in (None, 0.3)}, 2)[0]
+    for norm in (None, 0.3):
+        model = copy.deepcopy(seeded(TwoTower))
+        optimizer = model.configure_optimizers()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
+            optimizer.step()
+            for weight in (model.item_embedding.weight.data, model.user_tower[0].weight.data):
+                norms = weight.norm(dim=1, keepdim=True)
+                weight.copy_(nn.functional.normalize(weight) if norm is None else weight * (norm / norms).clamp(max=1))
+        assert too_far(found[str(norm)], model.state_dict(), 1e-5) == {}
+
+
+def test_normalize_rows_refuses_what_it_cannot_scale() -> None:
+    with pytest.raises(ConfigError, match="a list of names of weights is needed"):
+        NormalizeRows("item_embedding.weight")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_norm=0 must be above 0"):
+        NormalizeRows(["item_embedding.weight"], max_norm=0)
+    with pytest.raises(ConfigError, match="no parameter 'items.weight'; it has user_embedding.weight"):
+        NormalizeRows(["items.weight"]).on_fit_start(None, TwoTower())  # type: ignore[arg-type]

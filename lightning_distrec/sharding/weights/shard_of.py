@@ -20,8 +20,9 @@ without_guard = without_torch_function
 WAYS = {
     "weight": (
         "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every rank, returns the full "
-        "weight as it is now; lightning_distrec.sharded_l2(table) is its sum of squares. A table whose weight is used "
-        "in the step otherwise, for tied output weights for example, is gathered there with "
+        "weight as it is now; lightning_distrec.sharded_l2(table) is its sum of squares, and the callback "
+        "NormalizeRows scales rows. A table whose weight is used in the step otherwise, for tied output weights for "
+        "example, is gathered there with "
         "tables={{'{table}': {{'gathered_weight': True}}}}, or stays on every rank with 'replicated': True."
     ),
     "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",

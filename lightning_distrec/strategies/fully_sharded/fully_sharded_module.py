@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.fully_shard import (
+    draw_dtensors_with,
     drop_unreduced_gradient,
     reset_after_failure,
     sharded_and_unsharded_parameters,
@@ -29,6 +30,7 @@ from lightning_distrec.optimizers.mixed_groups import uniform_groups
 from lightning_distrec.strategies.fully_sharded.activation_checkpointing import checkpoint_activations
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS, gather_in_steps
+from lightning_distrec.strategies.fully_sharded.draws import draw_full
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.refusals import (
     compute_dtype,
@@ -115,6 +117,8 @@ class FullyShardedModule:
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
         self._undo: list[Callable[[], None]] = []
+        if any(p.device.type == "cpu" for p in module.parameters() if isinstance(p, DTensor)):
+            self._undo.append(draw_dtensors_with(draw_full))
 
     def begin_training(self, optimizers: Iterable[Optimizer], consensus: Consensus) -> BroadcastSkipper:
         """Broadcast rank 0's buffers before steps from now on; let zero_grad reach unreduced gradients."""

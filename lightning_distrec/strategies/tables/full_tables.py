@@ -39,6 +39,37 @@ class FullTables(DistRecStrategy[AnyRun]):
         """
         return gradient_norms(self.module, self.run_tables, float(norm_type), group_separator)
 
+    def scale_rows(self, name: str, max_norm: float | None = None) -> bool:
+        """Collective. Scale a table's rows to norm 1, or to `max_norm` where they are above it; see NormalizeRows.
+
+        name: the weight's name in the module, or the table's. Returns whether it is a sharded table.
+        """
+        return scale_rows(self.module, name, max_norm)
+
+
+@without_guards
+@torch.no_grad()
+def scale_rows(module: nn.Module, name: str, max_norm: float | None) -> bool:
+    """Collective for tables with shards of columns. Scale a table's rows; return whether it is a sharded table."""
+    tables = sharded_tables_of(module)
+    name = name if tables is None else tables.keys_in_tree().get(name, name)
+    if tables is None or name not in tables.shards:
+        return False
+    shards = tables.shards[name]
+    of_rows = [(shard, torch.linalg.vector_norm(shard.weight, dim=1)) for shard in shards if shard.weight.numel()]
+    if "column" in tables.plan[name].sharding_type:
+        num_rows = next(table.config.num_embeddings for table in tables.tables if table.full_name == name)
+        squares = torch.zeros(num_rows, dtype=torch.float64, device=shards[0].weight.device)
+        for shard, norms in of_rows:
+            squares[shard.row : shard.row + len(norms)] += norms.double().square()
+        dist.all_reduce(squares)
+        full = squares.sqrt().to(shards[0].weight.dtype)
+        of_rows = [(shard, full[shard.row : shard.row + len(norms)]) for shard, norms in of_rows]
+    for shard, norms in of_rows:
+        norms = norms.unsqueeze(1).clamp_min(1e-12)
+        shard.weight.div_(norms) if max_norm is None else shard.weight.mul_((max_norm / norms).clamp(max=1.0))
+    return True
+
 
 @without_guards
 def full_table(module: nn.Module, name: str, rows: Rows, ranks_on_node: int, ranks: Ranks) -> Tensor | None:
