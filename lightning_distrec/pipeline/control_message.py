@@ -13,6 +13,8 @@ from lightning_distrec.ranks import MinReduction, Ranks
 NO_FAILURE = 2**31
 """No rank has failed; a rank that has sends rank * 2 + kind."""
 BROKEN_PROVENANCE, FAILED_STEP = 0, 1
+UNREADY, REFUSED = (-1, -1), (-2, -2)
+"""In place of a lookup's sizes: it cannot be sent ahead in this batch, or in no later one either."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class BatchStatus:
     form: int = 0
     """A number for the types that its lookups send. Of all ranks: that of each; else the batch is not ready."""
     sizes: tuple[tuple[int, int], ...] = ()
-    """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both are this rank's."""
+    """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both are this rank's.
+    A negative minimum: a rank has sent UNREADY or REFUSED."""
     failure: int = NO_FAILURE
 
 

@@ -1,14 +1,16 @@
 """One batch in flight: its lookups are prepared, their ids sent, their rows looked up, and user code takes them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from lightning_distrec.errors import ProvenanceError
-from lightning_distrec.pipeline.control_message import BatchStatus, ControlMessage
-from lightning_distrec.pipeline.learning import StepCalls
-from lightning_distrec.pipeline.provenance import BatchObjects
-from lightning_distrec.pipeline.same_input import are_unwritten, is_same_input, versions
-from lightning_distrec.pipeline.sources import BatchRoots, LookupCall
+from lightning_distrec.pipeline.computed.replaying import replaying
+from lightning_distrec.pipeline.computed.variants import ComputedCall
+from lightning_distrec.pipeline.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
+from lightning_distrec.pipeline.learning import PrefetchedCall, StepCalls
+from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
+from lightning_distrec.pipeline.provenance.same_input import are_unwritten, is_same_input, versions
+from lightning_distrec.pipeline.provenance.sources import BatchRoots
 
 
 class PreparedLookup(Protocol):
@@ -59,7 +61,7 @@ class Exchange(Protocol):
 class PrefetchedLookup:
     """One call that the step will make."""
 
-    def __init__(self, call: LookupCall, table: Prefetchable, roots: BatchRoots) -> None:
+    def __init__(self, call: PrefetchedCall, table: Prefetchable, roots: BatchRoots) -> None:
         self.call = call
         self._table = table
         self._arguments = call.get(roots)
@@ -114,32 +116,67 @@ class InFlightBatch:
         """None: nothing can be sent ahead, on some rank at least."""
         self.why_not_prepared = ""
         """Why nothing could be prepared on this rank."""
+        self.unready: list[ComputedCall] = []
+        """Calls whose input cannot be computed ahead of this batch's step on this rank."""
         self.exchange: Exchange | None = None
+        self._step: StepCalls | None = None
+        self._own: list[PrefetchedLookup | None] = []
+        """For each call of the step its lookup on this rank, None where it is unready."""
+        self.by_place: frozenset[str] = frozenset()
+        """Tables of which some calls are prefetched: a call is distinguished by how many come before it."""
+        self._places: dict[str, int] = {}
         self._message: ControlMessage | None = None
         self._is_read = False
 
     def prepare(self, step: StepCalls, tables: Mapping[str, Prefetchable]) -> None:
-        """Prepare the lookups of the step; a batch for which they cannot be is looked up as its step calls."""
+        """Prepare the lookups of the step; those that cannot be are looked up as the step calls."""
+        self._step, self.unready = step, []
         try:
             if difference := step.order.difference(self.roots):
                 raise ValueError(difference)
-            self.prefetched = [PrefetchedLookup(call, tables[call.path], self.roots) for call in step.calls]
+            with replaying():
+                self._own = [self._prepared(call, tables[call.path]) for call in step.calls]
+            self.prefetched = [lookup for lookup in self._own if lookup is not None]
         except Exception as error:  # the step itself will raise it, or do without what is missing
             self.prefetched = None
             self.why_not_prepared = f"{type(error).__name__}: {error}"
+        self.roots.memo.clear()
+
+    def _prepared(self, call: PrefetchedCall, table: Prefetchable) -> PrefetchedLookup | None:
+        try:
+            return PrefetchedLookup(call, table, self.roots)
+        except Exception:
+            if not isinstance(call, ComputedCall):
+                raise
+            self.unready.append(call)
+            return None
 
     @property
     def own_status(self) -> BatchStatus:
         """Its status on this rank, to be sent."""
         if self.prefetched is None:
             return BatchStatus(self.state, ready=False)
-        requests = [lookup.request for lookup in self.prefetched]
-        in_range = all(request.problem is None for request in requests)
-        sizes = tuple((request.num_examples, request.num_examples) for request in requests)
-        form = 0
-        for request in requests:
-            form = (form * 1_000_003 + request.form) % 2**61  # of all lookups in order
+        in_range = all(lookup.request.problem is None for lookup in self.prefetched)
+        sizes, form = tuple(self._sizes()), self._form()
         return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes)
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        assert self._step is not None
+        for call, lookup in zip(self._step.calls, self._own, strict=True):
+            if lookup is not None:
+                yield lookup.request.num_examples, lookup.request.num_examples
+            else:
+                yield REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY
+
+    def _form(self) -> int:
+        """Return a number for the types of all lookups in order; for an unready one, those of a batch before it."""
+        assert self._step is not None
+        form = 0
+        for i, lookup in enumerate(self._own):
+            if lookup is not None:
+                self._step.forms[i] = lookup.request.form
+            form = (form * 1_000_003 + self._step.forms[i]) % 2**61
+        return form
 
     @property
     def is_announced(self) -> bool:
@@ -159,14 +196,37 @@ class InFlightBatch:
             self._is_read = True
             if not status.ready:
                 self.prefetched = None
-            for lookup, sizes in zip(self.prefetched or [], status.sizes, strict=False):
-                lookup.request.sizes = sizes
+            elif self._step is not None:
+                self._take_sizes(self._step, status.sizes)
         return status
+
+    def _take_sizes(self, step: StepCalls, of_lookups: tuple[tuple[int, int], ...]) -> None:
+        # A negative size: some rank has sent UNREADY or REFUSED.
+        unready = {call.path for call, sizes in zip(step.calls, of_lookups, strict=False) if sizes[0] < 0}
+        self.prefetched, self.by_place = [], step.by_place | unready
+        for call, lookup, sizes in zip(step.calls, self._own, of_lookups, strict=False):
+            is_ready = sizes[0] >= 0 and (call.path in step.regular or call.path not in unready)
+            if lookup is not None and is_ready:
+                lookup.request.sizes = sizes
+                self.prefetched.append(lookup)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all lookups of its step are prefetched."""
+        all_calls = self._step is not None and self._step.is_complete
+        return all_calls and self.prefetched is not None and len(self.prefetched) == len(self._own)
+
+    def refused_calls(self) -> list[ComputedCall]:
+        """Return the calls that a rank cannot compute ahead, alike on all ranks, once its status is agreed."""
+        if self._step is None or not self.agreed_status().ready:
+            return []
+        pairs = zip(self._step.calls, self.agreed_status().sizes, strict=False)
+        return [call for call, sizes in pairs if sizes == REFUSED and isinstance(call, ComputedCall)]
 
     @property
     def problems(self) -> list[str]:
         """What is wrong with the ids on this rank."""
-        return [str(of.request.problem) for of in self.prefetched or [] if of.request.problem is not None]
+        return [str(of.request.problem) for of in self._own if of is not None and of.request.problem is not None]
 
     def start_exchange(self, start: Callable[[list[Any]], Exchange]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""
@@ -184,17 +244,16 @@ class InFlightBatch:
         Raises ProvenanceError: the module's calls were prefetched with other arguments.
         """
         waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.taken]
+        if path in self.by_place:  # another call may have the same input by chance, but not on all ranks
+            place = self._places.get(path, 0)
+            self._places[path] = place + 1
+            waiting = [lookup for lookup in waiting if getattr(lookup.call, "place", None) == place]
         for lookup in waiting:
             if lookup.is_called_with(arguments):
                 return lookup
         if not waiting:
             return None
-        raise ProvenanceError(
-            f"'{path}' is called with an input that is not the part of the batch it was called with in the first step, "
-            "or that was written to in place since the batch was fetched; its ids have already been sent. Make what "
-            "you look up in a method sparse_inputs(batch) of the module, or set pipeline={'depth': 1} to look tables "
-            "up as they are called."
-        )
+        raise ProvenanceError(_broken(waiting[0].call))
 
     @property
     def waiting(self) -> list[PrefetchedLookup]:
@@ -206,3 +265,19 @@ class InFlightBatch:
         if wait and self.exchange is not None:
             self.exchange.drop()
         self.exchange = self.prefetched = None
+
+
+def _broken(call: PrefetchedCall) -> str:
+    if isinstance(call, ComputedCall):
+        return (
+            f"'{call.path}' is called with another input than {call} computed from the batch ahead of the step; its "
+            "ids have already been sent. Something that it depends on has changed since the first steps. Make what you "
+            "look up in a method sparse_inputs(batch) of the module, or set pipeline={'computed_ids': False} to look "
+            "up what the step computes as it is called."
+        )
+    return (
+        f"'{call.path}' is called with an input that is not the part of the batch it was called with in the first "
+        "step, or that was written to in place since the batch was fetched; its ids have already been sent. Make what "
+        "you look up in a method sparse_inputs(batch) of the module, or set pipeline={'depth': 1} to look tables "
+        "up as they are called."
+    )

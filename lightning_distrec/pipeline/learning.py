@@ -1,42 +1,119 @@
-"""From the calls of the first step of a kind to the calls that are prefetched in later ones, alike on all ranks."""
+"""From the calls of the first steps of a kind to the calls that are prefetched in later ones, alike on all ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_distrec.pipeline.feature_order import FeatureOrder
-from lightning_distrec.pipeline.provenance import BatchObjects
-from lightning_distrec.pipeline.sources import JaggedSource, LookupCall, Source, paths_of
+from lightning_distrec.pipeline.computed.recorder import Recorder
+from lightning_distrec.pipeline.computed.slices import Guard, Slice, guards_of, slice_of
+from lightning_distrec.pipeline.computed.variants import ComputedCall, Variant
+from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
+from lightning_distrec.pipeline.provenance.feature_order import FeatureOrder
+from lightning_distrec.pipeline.provenance.sources import JaggedSource, LookupCall, Source, ViewSource, paths_of
 from lightning_distrec.ranks import Ranks
+
+PrefetchedCall = LookupCall | ComputedCall
 
 
 class RecordedCall:
-    """A call of the first step, and where its arguments came from.
+    """A call of a recorded step, and where its arguments came from.
 
-    objects: those of the batch before the step.
+    objects: those of the batch before the step. recorder: of the step's operations; None: they are not recorded.
+    place: how many calls of this table come before it in the step.
     """
 
-    def __init__(self, path: str, arguments: tuple[Any, ...], objects: BatchObjects) -> None:
+    def __init__(
+        self,
+        path: str,
+        arguments: tuple[Any, ...],
+        objects: BatchObjects,
+        recorder: Recorder | None = None,
+        place: int = 0,
+    ) -> None:
         self.path = path
-        sources: list[Source] = []
+        self.place = place
         self.reason = ""
         """Why it cannot be prefetched; "" if it can."""
+        self.needs_trial = False
+        """Whether later steps may call with something else: it is computed, or Python has read a value before."""
+        guards, refusal = ([], "") if recorder is None else guards_of(recorder)
+        sources: list[Source] = []
+
+        def compute(tensor: Any) -> Any:
+            assert recorder is not None
+            return refusal or slice_of(recorder, tensor, guards)
+
         for i, argument in enumerate(arguments):
-            source = objects.source_of(argument, arguments[0] if i else None)
+            source = objects.source_of(argument, arguments[0] if i else None, compute if recorder else None)
             if isinstance(source, str):
                 self.reason = self.reason or source
             else:
                 sources.append(source)
-        self.call = None if self.reason else LookupCall(path, tuple(sources))
+        found = LookupCall(path, tuple(sources))
+        self.call: PrefetchedCall | None = None if self.reason else found
+        """The call, where all of its arguments were found in the batch."""
+        self.variant = None if self.reason else Variant(found, None)
+        if recorder is None or self.reason:
+            return
+        self.needs_trial = any(isinstance(source, Slice) for source in parts_of(sources))
+        if not self.needs_trial:
+            # Other values that Python reads may decide too, but rarely do: a loss that is logged, a check for NaN.
+            condition = slice_of(recorder, None, guards)
+            if isinstance(condition, Slice) and condition.paths:
+                self.needs_trial = True
+                self.variant = Variant(found, condition)
+            self._look_behind_views(recorder, guards, arguments, found)
+
+    def _look_behind_views(
+        self, recorder: Recorder, guards: list[Guard], arguments: tuple[Any, ...], found: LookupCall
+    ) -> None:
+        """The end of x[:, :n] may depend on the batch: on its width, or on a number that Python has read."""
+        views = [source for source in found.arguments if isinstance(source, ViewSource)]
+        if not any(view.form == "narrow" or recorder.reads for view in views):
+            return
+        made = [
+            slice_of(recorder, argument, guards) if isinstance(source, ViewSource) else source
+            for argument, source in zip(arguments, found.arguments, strict=True)
+        ]
+        sources = tuple(source for source in made if not isinstance(source, str))
+        if len(sources) == len(made):
+            self.needs_trial |= any(isinstance(source, Slice) and source.reads for source in sources)
+            self.variant = Variant(LookupCall(found.path, sources), None)
+            call = ComputedCall(found.path, self.place, found)
+            call.learn(self.variant)
+            self.call = call
+
+
+def parts_of(sources: Iterable[Source]) -> Iterator[Source]:
+    """Yield sources, and those of the fields of KeyedJaggedTensors."""
+    for source in sources:
+        yield source
+        if isinstance(source, JaggedSource):
+            yield from (field for _, field in source.fields)
 
 
 class StepCalls:
     """The calls of one kind of step that are prefetched, alike on all ranks.
 
-    objects: of the batch of the first step.
+    objects: of the batch of the first step. by_place: tables of which some calls are not prefetched: a call is
+    distinguished by how many come before it. regular: tables of which each step makes as many calls.
+    is_complete: whether the step makes no other calls.
     """
 
-    def __init__(self, calls: list[LookupCall], objects: BatchObjects) -> None:
+    def __init__(
+        self,
+        calls: list[PrefetchedCall],
+        objects: BatchObjects,
+        by_place: frozenset[str] = frozenset(),
+        regular: frozenset[str] = frozenset(),
+        is_complete: bool = False,
+    ) -> None:
         self.calls = calls
+        self.forms = [0] * len(calls)
+        """Of each call the types of its last lookup on this rank."""
+        self.regular = regular
+        self.by_place = by_place
+        self.is_complete = is_complete
         sources = [source for call in calls for source in call.arguments]
         names = {name for call in calls for name in call.path.split(".")}
         names |= {key for source in sources if isinstance(source, JaggedSource) for key in source.keys}
@@ -45,33 +122,51 @@ class StepCalls:
 
 @dataclass(frozen=True)
 class _RankCalls:
-    """What one rank has recorded."""
+    """What one rank has recorded in the first step."""
 
-    calls: tuple[tuple[str, str, str], ...]
-    """Path, description of the call, reason; in the order of the calls."""
+    calls: tuple[tuple[str, str, str, bool], ...]
+    """Path, description of the call, reason, whether it needs a trial; in the order of the calls."""
 
-    def of(self, path: str) -> list[tuple[str, str, str]]:
+    def of(self, path: str) -> list[tuple[str, str, str, bool]]:
         return [call for call in self.calls if call[0] == path]
 
 
-def agree_on_calls(recorded: list[RecordedCall], ranks: Ranks) -> tuple[list[LookupCall], dict[str, str]]:
-    """Collective. Return the calls that all ranks prefetch, in one order, and why others are not: path -> reason.
+@dataclass
+class FirstStep:
+    """What all ranks have learned from the first step of a kind."""
 
-    A module is prefetched in all of its calls, or in none.
+    calls: list[PrefetchedCall] = field(default_factory=list)
+    """Those that are prefetched from now on, in one order."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Table -> why it is not prefetched."""
+    order: list[str] = field(default_factory=list)
+    """The tables of the calls of rank 0, in their order."""
+    trial: list[str] = field(default_factory=list)
+    """Tables of which later steps show whether they are."""
+
+
+def agree_on_calls(recorded: list[RecordedCall], ranks: Ranks) -> FirstStep:
+    """Collective. Return what ranks agree on after the first step of a kind.
+
+    A table whose calls are all found in the batch is prefetched in all of them, or in none.
     """
-    own = _RankCalls(tuple((call.path, repr(call.call), call.reason) for call in recorded))
-    of_ranks: list[_RankCalls] = ranks.all_gather(own)
-    reasons: dict[str, str] = {}
-    for path in sorted({path for of_rank in of_ranks for path, _, _ in of_rank.calls}):
+    own = tuple((call.path, repr(call.call), call.reason, call.needs_trial) for call in recorded)
+    of_ranks: list[_RankCalls] = ranks.all_gather(_RankCalls(own))
+    found = FirstStep(order=[path for path, _, _, _ in of_ranks[0].calls])
+    for path in sorted({path for of_rank in of_ranks for path, _, _, _ in of_rank.calls}):
         lists = [of_rank.of(path) for of_rank in of_ranks]
-        refused = [reason for calls in lists for _, _, reason in calls if reason]
-        if refused:
-            reasons[path] = refused[0]
+        refused = [reason for calls in lists for _, _, reason, _ in calls if reason]
+        if any(needs_trial for calls in lists for _, _, _, needs_trial in calls):
+            found.trial.append(path)
+        elif refused:
+            found.reasons[path] = refused[0]
         elif any(calls != lists[0] for calls in lists):
-            reasons[path] = "the ranks call it with different parts of their batches"
-    left: dict[str, list[LookupCall]] = {}
+            found.reasons[path] = "the ranks call it with different parts of their batches"
+    left: dict[str, list[PrefetchedCall]] = {}
     for call in recorded:
         if call.call is not None:
             left.setdefault(call.path, []).append(call.call)
     # Every rank has as many calls of these paths, in rank 0's order.
-    return [left[path].pop(0) for path, _, _ in of_ranks[0].calls if path not in reasons], reasons
+    skipped = {*found.reasons, *found.trial}
+    found.calls = [left[path].pop(0) for path in found.order if path not in skipped]
+    return found

@@ -13,6 +13,9 @@ class PipelineOptions:
     """Batches in flight on this rank. 1: no prefetching; tables are looked up as they are called. 2: the next batch's
     ids are sent during this step. 3: the batch after it is on the device too, so that ranks have its status before its
     ids are due. Higher values hide a slower loader."""
+    computed_ids: bool = True
+    """Prefetch also what a step computes from its batch: its operations are recorded in its first steps, and repeated
+    ahead for later batches. Off, it is looked up as the step calls."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:

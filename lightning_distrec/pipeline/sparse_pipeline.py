@@ -11,12 +11,13 @@ backward        the control message is read
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_distrec import spans
 from lightning_distrec.errors import IdsError, ProvenanceError
+from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.control_message import (
     BROKEN_PROVENANCE,
     FAILED_STEP,
@@ -25,11 +26,13 @@ from lightning_distrec.pipeline.control_message import (
     ControlMessage,
 )
 from lightning_distrec.pipeline.in_flight_batch import Exchange, InFlightBatch, Prefetchable
-from lightning_distrec.pipeline.learning import RecordedCall, StepCalls, agree_on_calls
+from lightning_distrec.pipeline.learner import Learner, Record
 from lightning_distrec.ranks import Ranks
 
 FAILURE_NOTICE_SECONDS = 5.0
 """How long a rank whose step failed waits for the others to read its message."""
+
+NOT_RECORDED = nullcontext()
 
 
 @dataclass
@@ -60,6 +63,7 @@ class SparsePipeline:
         tables: Mapping[str, Prefetchable],
         start_exchange: Callable[[list[Any]], Exchange],
         warn: Callable[[str], None],
+        record: Record | None,
         ids_have_their_own_group: bool,
     ) -> None:
         self.depth = depth
@@ -68,14 +72,10 @@ class SparsePipeline:
         self._start_exchange = start_exchange
         self._warn = warn
         self._own_group = ids_have_their_own_group
-        self._calls: dict[str, StepCalls] = {}
-        """Kind of step -> its calls that are prefetched, alike on all ranks."""
-        self._complete: set[str] = set()
-        """Kinds of steps of which all calls are prefetched."""
+        self._learner = Learner(ranks, warn, record)
         self.current: InFlightBatch | None = None
         """The batch of the step that is running, or that has just ended."""
         self._following: list[InFlightBatch] = []
-        self._recorded: list[RecordedCall] | None = None
         self._in_step = False
         self._takes_prefetched = False
         self._message: ControlMessage | None = None
@@ -90,15 +90,15 @@ class SparsePipeline:
         self.counts: dict[str, LookupCounts] = {}
         """Kind of step -> its lookups so far."""
 
-    def has_learned(self, kind: str) -> bool:
-        """Whether the first step of this kind is over, and so its calls are known."""
-        return kind in self._calls
+    def needs_objects(self, kind: str) -> bool:
+        """Whether a batch that is drawn for this kind of step may be recorded."""
+        return self._learner.needs_objects(kind)
 
     # -- fetching
 
     def prepare(self, batch: InFlightBatch) -> None:
         """Prepare the lookups of a batch that was just drawn."""
-        calls = self._calls.get(batch.kind)
+        calls = self._learner.calls.get(batch.kind)
         if calls is not None:
             batch.prepare(calls, self._tables)
             if batch.why_not_prepared and batch.batch is not None and not self._has_warned:
@@ -119,7 +119,7 @@ class SparsePipeline:
     def _message_about(self, batch: InFlightBatch | None, failure: int = NO_FAILURE) -> ControlMessage:
         """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
         status = BatchStatus() if batch is None else batch.own_status
-        width = max((len(of.calls) for of in self._calls.values()), default=0)
+        width = max((len(of.calls) for of in self._learner.calls.values()), default=0)
         sizes = (*status.sizes, *((0, 0),) * (width - len(status.sizes)))
         return ControlMessage(self.ranks, replace(status, sizes=sizes, failure=failure))
 
@@ -139,13 +139,15 @@ class SparsePipeline:
         self._in_step = self._takes_prefetched = True
         self._message = None
         self._counts = self.counts.setdefault(current.kind, LookupCounts())
-        if current.kind not in self._calls:
-            self._recorded = []
+        if current.is_announced:
+            self._learner.report_refused(current)
+        self._learner.begin_step(current)
+        if current.kind not in self._learner.calls:
             return
         if current.prefetched is not None and not current.agreed_status().ids_in_range:
             problems = [problem for of_rank in self.ranks.all_gather(current.problems) for problem in of_rank]
             raise IdsError(problems[0])
-        if self._following and self._following[0].kind in self._calls:
+        if self._following and self._following[0].kind in self._learner.calls:
             self.agreed_status(self._following[0])
             self._following[0].start_exchange(self._start_exchange)
         if not current.prefetched:
@@ -156,22 +158,30 @@ class SparsePipeline:
         current.exchange.wait()
         self._pending_rows = {id(lookup.request) for lookup in current.prefetched}
         for i, lookup in enumerate(current.prefetched):
-            if self._tables[lookup.call.path].early and (current.kind, i) not in self._late:
+            # Lookups of one table are made in the order of the calls, in which their gradients are added up.
+            in_order = lookup.call.path not in current.by_place
+            if in_order and self._tables[lookup.call.path].early and (current.kind, i) not in self._late:
                 lookup.look_up()
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return the context in which the user's step runs."""
+        return self._learner.recording() if self._in_step and self._learner.records_operations else NOT_RECORDED
 
     def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
         """Collective. Return what was looked up for a call of the module at `path`, or None: it was not prefetched.
 
         Raises ProvenanceError: it was prefetched with other arguments.
         """
+        with OWN:
+            return self._take(path, arguments)
+
+    def _take(self, path: str, arguments: tuple[Any, ...]) -> Any:
         current = self.current
         if not self._takes_prefetched or current is None:
             return None
         self._counts.lookups += 1
-        if self._recorded is not None:
-            assert current.objects is not None  # kept for the first step of each kind
-            self._recorded.append(RecordedCall(path, arguments, current.objects))
-            return None
+        if self._learner.is_recording:
+            self._learner.note_call(path, arguments)
         lookup = current.find(path, arguments)
         if lookup is None:
             return None
@@ -210,8 +220,8 @@ class SparsePipeline:
             return
         # Calls after the step are those of hooks, or of a backward that recomputes: none was prefetched.
         self._takes_prefetched = False
-        if self._recorded is not None:
-            self._learn()
+        if self._learner.is_recording and self._learner.end_step():
+            self._prefetch_following()
         self._pending_rows = set()
         self._send_following()
         if self._message is None:
@@ -226,7 +236,7 @@ class SparsePipeline:
             return
         self._in_step = self._takes_prefetched = False
         self.failed = True
-        if self._message is not None or current.prefetched is None or current.kind not in self._complete:
+        if self._message is not None or not current.is_complete:
             return  # the others are, or will be, in a collective that this rank does not reach
         kind = BROKEN_PROVENANCE if isinstance(failure, ProvenanceError) else FAILED_STEP
         with suppress(Exception):  # the failure that is being raised is the one to see
@@ -263,26 +273,15 @@ class SparsePipeline:
         if self._following:
             self._following[0].send_ids()
 
-    def _learn(self) -> None:
-        """Collective. After the first step of a kind: agree on the calls to prefetch, and prepare the next batches."""
+    def _prefetch_following(self) -> None:
+        """Collective. After the first step of a kind: prepare the batches that were drawn before it."""
         assert self.current is not None
-        recorded, self._recorded = self._recorded or [], None
         kind = self.current.kind
-        assert self.current.objects is not None
-        calls, reasons = agree_on_calls(recorded, self.ranks)
-        self._calls[kind] = StepCalls(calls, self.current.objects)
-        self.current.objects = None
-        if not reasons:
-            self._complete.add(kind)
-        for path, reason in reasons.items():
-            self._warn(
-                f"{kind}: '{path}' is looked up as it is called, without prefetching: {reason}. To change that, make "
-                "its input in a method sparse_inputs(batch) of the module."
-            )
         for batch in self._following:
             if batch.kind == kind:
-                batch.objects = None
-                batch.prepare(self._calls[kind], self._tables)
+                if not self._learner.needs_objects(kind):
+                    batch.objects = None
+                batch.prepare(self._learner.calls[kind], self._tables)
         if self._following:  # only the first: ranks whose batches end have fewer, and announce one at each step
             self._following[0].announce(self._message_about(self._following[0]))
             self._following[0].agreed_status()
@@ -296,4 +295,5 @@ class SparsePipeline:
             batch.drop(wait=not self.failed)
         self.current, self._following = None, []
         self._in_step = self._takes_prefetched = False
-        self._recorded = self._message = None
+        self._learner.drop()
+        self._message = None

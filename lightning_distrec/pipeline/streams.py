@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_distrec._compat.torch import pin_memory
-from lightning_distrec.pipeline.provenance import tensors_in
+from lightning_distrec.pipeline.provenance.batch_objects import tensors_in
 
 
 class Streams:

@@ -70,7 +70,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or "error".
         pipeline: depth, the number of batches in flight. 1: lookups exchange ids when they are called; from 2 on the
-            next batch's ids are exchanged while this one computes. None: 3.
+            next batch's ids are exchanged while this one computes. computed_ids: whether also those that the step
+            computes. None: 3, and true.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent: "fp32", "fp16" or
             "bf16". 16 bits halve the bytes and give other numbers. None: float32.
         checkpoint: distributed, single_file_below, async_save, start_from, rename, grow_tables: see CheckpointOptions.
@@ -112,7 +113,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         tables: dict[str, TableOptions] | None = None,
         check_ids: CheckIds = "error",
         uneven_inputs: UnevenInputs = "stop",
-        pipeline: PipelineOptions | dict[str, int] | None = None,
+        pipeline: PipelineOptions | dict[str, Any] | None = None,
         quantized_comms: QuantizedComms | dict[str, str] | None = None,
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
@@ -216,7 +217,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run.session.checkpoints.begin(tables)
         if self._pipeline_options.depth > 1:
             end = EndPolicy(run.session.consensus, self._uneven_inputs, rank_zero_warn)
-            self._lookups_ahead = run.start_pipelining(self, tables, self._pipeline_options.depth, end)
+            self._lookups_ahead = run.start_pipelining(self, tables, self._pipeline_options, end)
 
     def _fsdp_on_mesh(self, ranks_on_node: list[int]) -> tuple[FSDPOptions, DeviceMesh] | None:
         """Collective. Return how layers without tables are sharded, and over which mesh; None for dense="ddp"."""

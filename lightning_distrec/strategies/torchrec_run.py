@@ -14,6 +14,7 @@ from lightning_distrec._compat.lightning import call_after_closure, move_optimiz
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import EndPolicy
+from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
@@ -152,14 +153,14 @@ class TorchRecRun(Run):
         self.buffers = BroadcastSkipper(ddp, self.session.consensus.flags)
 
     def start_pipelining(
-        self, strategy: DDPStrategy, tables: RunTables, depth: int, end: EndPolicy
+        self, strategy: DDPStrategy, tables: RunTables, options: PipelineOptions, end: EndPolicy
     ) -> dict[str, LookupCounts]:
         """Let lookups of the next batches exchange their ids ahead. Return the counts of lookups, by kind of step."""
         self.pipelining = pipelining = Pipelining(
             self.trainer,
             self.module,
             tables,
-            depth,
+            options,
             self.session.step_consensus,
             end,
             lambda batch, dataloader_idx: strategy.batch_to_device(batch, dataloader_idx=dataloader_idx),

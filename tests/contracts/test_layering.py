@@ -15,6 +15,8 @@ MAX_LINES = 310
 
 ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "units", "atomic_files", "_compat"}
+GROUND |= {"own_operations"}
+PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
 SHARDING = {
     "sharding",
     "sharding/calls",
@@ -26,7 +28,7 @@ SHARDING = {
 }
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
 CHECKPOINT = {"checkpoint", "checkpoint/tools"}
-BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | {"optimizers", "pipeline"}
+BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PIPELINE | {"optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
@@ -46,9 +48,12 @@ MAY_IMPORT = {
     "host_memory": set(),
     "units": {"errors"},
     "atomic_files": set(),
+    "own_operations": set(),
     "_compat": {"errors", "versions"},
     "optimizers": GROUND,
-    "pipeline": GROUND,
+    "pipeline/provenance": GROUND,
+    "pipeline/computed": GROUND | {"pipeline/provenance"},
+    "pipeline": GROUND | {"pipeline/provenance", "pipeline/computed"},
     "checkpoint": GROUND,
     "checkpoint/tools": GROUND | {"checkpoint"},
     "cluster/watchdog/process": set(),  # it runs without the package
@@ -162,7 +167,7 @@ def house(tmp_path):
     write("__init__.py", "")
     write("errors.py", "import torch\n")
     write("_compat/torch.py", "from ..errors import DistRecError\n")
-    for folder in SHARDING | CLUSTER | CHECKPOINT | STRATEGIES | {"optimizers", "pipeline", "cli"}:
+    for folder in SHARDING | CLUSTER | CHECKPOINT | PIPELINE | STRATEGIES | {"optimizers", "cli"}:
         write(f"{folder}/__init__.py", "")
     write("sharding/plan.py", "from lightning_distrec._compat import x\nfrom .tables import y\n")
     write("sharding/tables.py", "from lightning_distrec import errors\n")

@@ -22,6 +22,7 @@ from lightning_distrec._compat.fbgemm import fbgemm_kernels, preserve_fbgemm_ite
 from lightning_distrec._compat.torch import saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor
 from lightning_distrec.errors import IdsError, OptimizerError
+from lightning_distrec.own_operations import OWN
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
@@ -115,6 +116,10 @@ class ShardedLookup:
         IdsError where an id is out of its table's range, or lengths, weights or types do not fit; or what
         `make_features` raises.
         """
+        with OWN:
+            return self._exchange_and_look_up(make_features)
+
+    def _exchange_and_look_up(self, make_features: Callable[[], Any]) -> LookedUp:
         try:
             request = self.prepare(make_features())
         except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
@@ -199,7 +204,8 @@ class ShardedLookup:
     ) -> PooledEmbeddings | dict[str, JaggedTensor]:
         outputs: list[Tensor] = []
         with order.of(lambda: outputs):
-            rows = exchange.wait()
+            with OWN:
+                rows = exchange.wait()
             if self.on_rows_arrived is not None:
                 self.on_rows_arrived(request)
             if request.padding is not None:
@@ -212,6 +218,8 @@ class ShardedLookup:
         for output in outputs if arrived is not None else ():
             if output.requires_grad:
                 output.register_hook(arrived)
+        if OWN.note_rows is not None:
+            OWN.note_rows(self.path, outputs)
         self._refuse_second_gradient(outputs)
         if self._pooled:
             return self._outputs.pooled(rows, request.features, frozen, order)

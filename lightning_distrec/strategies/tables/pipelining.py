@@ -19,11 +19,14 @@ from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetc
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.own_operations import OWN
+from lightning_distrec.pipeline.computed.recorder import Recorder
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
-from lightning_distrec.pipeline.provenance import BatchObjects
-from lightning_distrec.pipeline.sources import BatchRoots
+from lightning_distrec.pipeline.options import PipelineOptions
+from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
+from lightning_distrec.pipeline.provenance.sources import BatchRoots
 from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 from lightning_distrec.pipeline.streams import Streams
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
@@ -110,7 +113,7 @@ class Pipelining:
         trainer: Trainer,
         module: LightningModule,
         tables: RunTables,
-        depth: int,
+        options: PipelineOptions,
         consensus: Consensus,
         end: EndPolicy,
         move: Callable[[Any, int], Any],
@@ -130,11 +133,12 @@ class Pipelining:
         }
         group = consensus.ids_group()
         self.pipeline = SparsePipeline(
-            depth,
+            options.depth,
             consensus,
             self._tables,
             lambda requests: IdsExchange(requests, stream=self._streams.ids, group=group),
             rank_zero_warn,
+            (lambda objects, roots: Recorder(objects, roots, module)) if options.computed_ids else None,
             ids_have_their_own_group=group is not None,
         )
         self._undo: list[Callable[[], None]] = [
@@ -193,7 +197,7 @@ class Pipelining:
             sparse_inputs = None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
         in_flight.copied = self._streams.copied(in_flight.roots)
-        if not self.pipeline.has_learned(in_flight.kind):
+        if self.pipeline.needs_objects(in_flight.kind):
             in_flight.objects = BatchObjects(in_flight.roots)
 
     def take(self, ready: ReadyBatch) -> Any:
@@ -210,7 +214,8 @@ class Pipelining:
             table.begin_step()
         self.pipeline.begin_step(batch)
         try:
-            yield
+            with self.pipeline.recording():
+                yield
         except BaseException as failure:
             self.pipeline.abandon(failure)
             raise
@@ -219,7 +224,8 @@ class Pipelining:
     def before_backward(self) -> None:
         """Collective. Prepare for a backward that begins now."""
         self._changes.count += 1
-        self.pipeline.before_backward()
+        with OWN:  # under manual optimization the step goes on
+            self.pipeline.before_backward()
 
     def release(self, failed: bool) -> None:
         """Disconnect the pipeline. What is in flight is waited for, unless a step failed."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec.pipeline.provenance import BatchObjects
-from lightning_distrec.pipeline.sources import BatchRoots, Path, object_at, path_text
+from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
+from lightning_distrec.pipeline.provenance.sources import BatchRoots, Path, object_at, path_text
 
 
 class FeatureOrder:

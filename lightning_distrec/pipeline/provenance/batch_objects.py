@@ -7,7 +7,7 @@ compares its argument with the one that was built.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,14 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, jagged_fields
-from lightning_distrec.pipeline.same_input import SCALARS, are_unwritten, same_geometry, same_memory, versions
-from lightning_distrec.pipeline.sources import (
+from lightning_distrec.pipeline.provenance.same_input import (
+    SCALARS,
+    are_unwritten,
+    same_geometry,
+    same_memory,
+    versions,
+)
+from lightning_distrec.pipeline.provenance.sources import (
     BatchRoots,
     ConstantSource,
     JaggedSource,
@@ -27,9 +33,11 @@ from lightning_distrec.pipeline.sources import (
     UniformSource,
     ViewSource,
     path_text,
+    paths_of,
     uniform_source_of,
 )
 
+Compute = Callable[[Tensor], Source | str]
 MAX_DEPTH = 8
 """Containers within containers that are looked into."""
 
@@ -64,14 +72,30 @@ class BatchObjects:
         return [found for found, _ in self._objects.values() if isinstance(found, Tensor)]
 
     @property
+    def tensors_with_paths(self) -> list[tuple[Tensor, Path]]:
+        """The same, and where they are."""
+        return [(found, path) for found, path in self._objects.values() if isinstance(found, Tensor)]
+
+    @property
+    def integers(self) -> Iterator[tuple[int, Path]]:
+        """The integers in its containers, and where they are."""
+        for container, path in self.containers:
+            yield from ((child, (*path, step)) for step, child in _children(container) if type(child) is int)
+
+    def is_unwritten(self, tensor: Tensor) -> bool:
+        """Whether one of its tensors was not written to since."""
+        return are_unwritten(self._versions[id(tensor)])
+
+    @property
     def containers(self) -> list[tuple[Any, Path]]:
         """Those of them that are not tensors, and where they are."""
         return [(found, path) for found, path in self._objects.values() if not isinstance(found, Tensor)]
 
-    def source_of(self, argument: Any, ids: Any = None) -> Source | str:
+    def source_of(self, argument: Any, ids: Any = None, compute: Compute | None = None) -> Source | str:
         """Return where an argument comes from, or why that is not known.
 
-        ids: those that the argument may be the lengths or offsets of.
+        ids: those that the argument may be the lengths or offsets of. compute: returns the operations that make a
+        tensor which is no part of the batch, or why they cannot be repeated; None: they are not known.
         """
         if argument is None or isinstance(argument, SCALARS):
             return ConstantSource(argument)
@@ -83,10 +107,19 @@ class BatchObjects:
                 return f"{path_text(path)} is changed in place before it is looked up"
             return self._path_source(argument, path)
         if isinstance(argument, KeyedJaggedTensor):
-            return self._jagged_source(argument)
+            return self._jagged_source(argument, compute)
         if isinstance(argument, Tensor):
-            return self._view_source(argument) or uniform_source_of(argument, ids) or _computed(argument)
+            view = self._view_source(argument)
+            return self._made_source(argument, ids, compute) if view is None else view
         return _computed(argument)
+
+    def _made_source(self, tensor: Tensor, ids: Any, compute: Compute | None) -> Source | str:
+        source = _computed(tensor) if compute is None else compute(tensor)
+        uniform = uniform_source_of(tensor, ids)
+        # Lengths that are computed from the batch are regular by chance.
+        if uniform is not None and (isinstance(source, str) or not paths_of(source)):
+            return uniform
+        return source
 
     def _path_source(self, found: Any, path: Path) -> PathSource:
         return PathSource(path, self._aliases.get(id(found), ()))
@@ -99,23 +132,24 @@ class BatchObjects:
                     return view
         return None
 
-    def _jagged_source(self, argument: KeyedJaggedTensor) -> JaggedSource | str:
+    def _jagged_source(self, argument: KeyedJaggedTensor, compute: Compute | None) -> JaggedSource | str:
         if argument.variable_stride_per_key() or argument.inverse_indices_or_none() is not None:
             return "a KeyedJaggedTensor with unequal batch sizes per key is made inside of the step"
         given = jagged_fields(argument)
-        values = self.source_of(given["values"])
+        values = self.source_of(given["values"], None, compute)
         if isinstance(values, str):
             return values
         fields: list[tuple[str, Source]] = [("values", values)]
         names = [name for name in ("lengths", "offsets") if given[name] is not None]
-        found = {name: self.source_of(given[name], given["values"]) for name in names}
+        found = {name: self.source_of(given[name], given["values"], compute) for name in names}
         known = [(name, source) for name, source in found.items() if not isinstance(source, str)]
         if not known:
-            return "the lengths of a KeyedJaggedTensor are computed inside of the step"
+            reason = f": {next(iter(found.values()))}" if compute is not None else ""
+            return f"the lengths of a KeyedJaggedTensor are computed inside of the step{reason}"
         # An object of the batch is better evidence than a tensor that happens to be uniform in the first batch.
-        fields.append(min(known, key=lambda pair: isinstance(pair[1], UniformSource)))
+        fields.append(min(known, key=lambda pair: (isinstance(pair[1], UniformSource), not paths_of(pair[1]))))
         if given["weights"] is not None:
-            weights = self.source_of(given["weights"])
+            weights = self.source_of(given["weights"], None, compute)
             if isinstance(weights, str):
                 return weights
             fields.append(("weights", weights))

@@ -1,7 +1,7 @@
 """Where an input of a lookup comes from in the batch, and how it is built from a later batch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ class BatchRoots:
 
     batch: Any
     sparse_inputs: Any = None
+
+    def __post_init__(self) -> None:
+        # No field: what is computed from the batch is not part of it.
+        object.__setattr__(self, "memo", {})
+
+    if TYPE_CHECKING:
+        memo: ClassVar[dict[Any, Any]]
+        """What was computed from the batch, until its lookups are prepared."""
 
 
 def object_at(roots: Any, path: Path) -> Any:
@@ -133,16 +141,28 @@ class JaggedSource:
         return KeyedJaggedTensor(keys=list(self.keys), **fields)
 
 
+class ComputedSource(Protocol):
+    """Operations of the step that make a tensor of the batch's: computed/slices.py has it."""
+
+    paths: list[Path]
+    """Of the batch's tensors that it is made of."""
+
+    def get(self, roots: BatchRoots) -> Tensor:
+        """Compute it from this batch. Raises NotReadyError, or as its operations do."""
+
+
 def paths_of(source: "Source") -> list[Path]:
     """Return the paths of the batch's objects that a source is made of."""
     if isinstance(source, PathSource):
         return [source.path]
     if isinstance(source, ViewSource):
         return paths_of(source.base)
-    return [path for _, field in source.fields for path in paths_of(field)] if isinstance(source, JaggedSource) else []
+    if isinstance(source, JaggedSource):
+        return [path for _, field in source.fields for path in paths_of(field)]
+    return [] if isinstance(source, (ConstantSource, UniformSource)) else source.paths
 
 
-Source = ConstantSource | PathSource | ViewSource | JaggedSource | UniformSource
+Source = ConstantSource | PathSource | ViewSource | JaggedSource | UniformSource | ComputedSource
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""Private names of torch's dispatcher: operations are watched, and their schemas read."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Note = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+def watch_operations(note: Note) -> AbstractContextManager[Any]:
+    """Call `note` after each operation that torch dispatches inside of the context, below autograd and autocast.
+
+    note: gets the operation, its arguments, and what it returned; what it runs itself is not watched.
+    What torch.compile has compiled runs without it: a mode that does not ignore compile's internals makes torch give
+    up for good on any function that is first called inside of it.
+    Source: torch/utils/_python_dispatch.py.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            note(func, args, kwargs or {}, output)
+            return output
+
+    return Watch()
+
+
+def is_watched() -> bool:
+    """Return whether a dispatch mode is active. Source: torch/utils/_python_dispatch.py."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def arguments_of(operation: Any) -> list[tuple[str, bool]]:
+    """Return the name of each argument of an operation, and whether it may be a size: an integer that is no dim.
+
+    Source: torch/_ops.py, OpOverload._schema.
+    """
+    found = _arguments.get(operation)
+    if found is None:
+        arguments = operation._schema.arguments
+        names = [(of.name, "int" in str(of.type).lower() and "dim" not in of.name) for of in arguments]
+        # The end of torch.arange is a Scalar, and a size all the same.
+        found = _arguments[operation] = [(name, is_size or name == "end") for name, is_size in names]
+    return found
+
+
+_arguments: dict[Any, list[tuple[str, bool]]] = {}
+
+
+def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operation writes to in place. Source: torch/_ops.py, OpOverload._schema."""
+    schema = operation._schema
+    if not schema.is_mutable:
+        return
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield given.get(argument.name)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what identifies a tensor's storage while that lives. Source: torch/storage.py."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)

@@ -1,0 +1,168 @@
+"""Learns from steps which calls of tables are prefetched: the first of each kind, a trial, and unlike batches later."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_distrec.own_operations import OWN
+from lightning_distrec.pipeline.computed.recorder import Recorder
+from lightning_distrec.pipeline.computed.trial import Trial
+from lightning_distrec.pipeline.computed.variants import Variant
+from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
+from lightning_distrec.pipeline.learning import RecordedCall, StepCalls, agree_on_calls
+from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
+from lightning_distrec.pipeline.provenance.sources import BatchRoots
+from lightning_distrec.ranks import Ranks
+
+Record = Callable[[BatchObjects, BatchRoots], Recorder]
+"""Begins to record the operations of a step: of the objects of its batch before it, and the batch."""
+
+
+class Learner:
+    """The calls of all kinds of steps.
+
+    warn: called with the reason why a table is looked up as it is called. record: None: no operations are recorded.
+    """
+
+    def __init__(self, ranks: Ranks, warn: Callable[[str], None], record: Record | None) -> None:
+        self.calls: dict[str, StepCalls] = {}
+        """Kind of step -> its calls that are prefetched, alike on all ranks."""
+        self.is_recording = False
+        """Whether calls of the step that is running are to be noted."""
+        self._ranks = ranks
+        self._warn = warn
+        self._record = record
+        self._trials: dict[str, tuple[Trial, list[str]]] = {}
+        """Kind of step -> what is known of its computed calls, and the tables of the first step's calls in order."""
+        self._recorder: Recorder | None = None
+        self._recorded: list[RecordedCall] = []
+        self._batch: InFlightBatch | None = None
+
+    def needs_objects(self, kind: str) -> bool:
+        """Whether a batch that is drawn now may be recorded."""
+        return kind not in self.calls or kind in self._trials and not self._trials[kind][0].is_over
+
+    # -- a step
+
+    def begin_step(self, batch: InFlightBatch) -> None:
+        """Decide whether the step of `batch` is recorded."""
+        is_first, in_trial = batch.kind not in self.calls, self._trial(batch.kind) is not None
+        self.is_recording = is_first or in_trial or any(call.can_learn for call in batch.unready)
+        if not self.is_recording:
+            return
+        self._batch, self._recorded = batch, []
+        if batch.objects is None:
+            batch.objects = BatchObjects(batch.roots)
+        if in_trial:
+            self._trials[batch.kind][0].begin_step(batch.roots)
+        self._recorder = None if self._record is None else self._record(batch.objects, batch.roots)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the operations of the step inside of the context."""
+        assert self._recorder is not None
+        OWN.note_rows = self._recorder.note_rows
+        try:
+            with self._recorder.recording():
+                yield
+        finally:
+            OWN.note_rows = None
+
+    @property
+    def records_operations(self) -> bool:
+        """Whether the operations of the step that is running are to be recorded."""
+        return self.is_recording and self._recorder is not None
+
+    def note_call(self, path: str, arguments: tuple[Any, ...]) -> None:
+        """Note a call that the step makes now."""
+        assert self._batch is not None
+        assert self._batch.objects is not None
+        trial = self._trial(self._batch.kind)
+        place = sum(call.path == path for call in self._recorded)
+        if trial is not None:
+            trial.compare(path, place, arguments)
+        self._recorded.append(RecordedCall(path, arguments, self._batch.objects, self._recorder, place))
+
+    def end_step(self) -> bool:
+        """Collective. Learn from the step, where it was recorded. Returns whether it was the first of its kind."""
+        batch, recorded = self._batch, self._recorded
+        if not self.is_recording or batch is None:
+            return False
+        self.is_recording, self._recorded, self._recorder = False, [], None
+        trial = self._trial(batch.kind)
+        if batch.kind not in self.calls:
+            self._learn_first(batch, recorded)
+        elif trial is not None:
+            trial.end_step(_by_path(recorded))
+            if trial.is_over:
+                self._learn_trial(batch, trial)
+        else:
+            by_path = _by_path(recorded)
+            for call in batch.unready:
+                for variant in by_path.get(call.path, [])[call.place : call.place + 1]:
+                    call.learn(variant)
+            batch.objects = None
+            return False
+        was_first = trial is None
+        batch.objects = self._batch = None
+        return was_first
+
+    def drop(self) -> None:
+        """Forget the step that is running."""
+        self.is_recording, self._recorded, self._recorder, self._batch = False, [], None, None
+
+    def _trial(self, kind: str) -> Trial | None:
+        trial, _ = self._trials.get(kind, (None, None))
+        return None if trial is None or trial.is_over else trial
+
+    def _learn_first(self, batch: InFlightBatch, recorded: list[RecordedCall]) -> None:
+        assert batch.objects is not None
+        found = agree_on_calls(recorded, self._ranks)
+        self._report(batch.kind, found.reasons)
+        self.calls[batch.kind] = StepCalls(
+            found.calls, batch.objects, is_complete=not found.reasons and not found.trial
+        )
+        if found.trial:
+            trial = Trial(found.trial)
+            trial.end_step(_by_path(recorded))
+            self._trials[batch.kind] = trial, found.order
+
+    def _learn_trial(self, batch: InFlightBatch, trial: Trial) -> None:
+        assert batch.objects is not None
+        usable, reasons = trial.agree(self._ranks)
+        self._report(batch.kind, reasons)
+        before = self.calls[batch.kind]
+        others = {path for path in self._trials[batch.kind][1] if path not in trial.calls}
+        was_complete = others <= {call.path for call in before.calls}
+        self.calls[batch.kind] = StepCalls(
+            [*before.calls, *usable],
+            batch.objects,
+            frozenset(reasons),
+            frozenset(trial.calls),
+            was_complete and not reasons,
+        )
+
+    def _report(self, kind: str, reasons: dict[str, str]) -> None:
+        for path, reason in reasons.items():
+            self._warn(
+                f"{kind}: '{path}' is looked up as it is called, without prefetching: {reason}. To change that, make "
+                "its input in a method sparse_inputs(batch) of the module."
+            )
+
+    def report_refused(self, batch: InFlightBatch) -> None:
+        """Collective where a rank has found out that it cannot compute a call ahead. Report it, once for each call."""
+        refused = [call for call in batch.refused_calls() if not call.is_reported]
+        if not refused:
+            return
+        of_ranks = self._ranks.all_gather([call.refused for call in refused])
+        for call, *reasons in zip(refused, *of_ranks, strict=True):
+            call.is_reported = True
+            call.refused = call.refused or next(filter(None, reasons))
+            self._report(batch.kind, {call.path: next(filter(None, reasons))})
+
+
+def _by_path(recorded: list[RecordedCall]) -> dict[str, list[Variant | str]]:
+    calls: dict[str, list[Variant | str]] = {}
+    for call in recorded:
+        calls.setdefault(call.path, []).append(call.reason if call.variant is None else call.variant)
+    return calls

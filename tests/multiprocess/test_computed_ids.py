@@ -1,0 +1,100 @@
+"""What a step computes from its batch is prefetched, or refused with a reason; no number changes.
+
+Each fit is compared, bit for bit, with the same one at pipeline={'depth': 1}.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import computed_models as models
+from tests.support.computed_models import SHAPES, Fitted
+from tests.support.parameters import slow_except
+from tests.support.ranks import run_on_warm_ranks
+
+STEPS = 11
+LAST = ("truncate_to_longest", "branch_never", "branch_both", "branch_between_inputs", "assert_range", "branch_on_item")
+"""Shapes that read a value of the batch: what follows them in a step may depend on it."""
+ALONE = ("numpy_negatives", "python_random", "branch_on_rows", "schedule_after")
+"""Shapes that no computed input may follow."""
+GROUPS = {
+    "quick": [
+        *("attribute_offsets", "from_floats", "batch_size_is_num_buckets", "write_to_clone", "item_to_category"),
+        *("positions", "truncate_shorter", "kjt_concat", "random_negatives_of_one_table", "from_rows"),
+        *("write_to_batch", "changing_buffer", "counter"),
+    ],
+    "all": [name for name in SHAPES if name not in (*LAST, *ALONE)],
+}
+
+
+def fit(names: Any, **options: Any) -> list[tuple[Fitted, Fitted]]:
+    """Return what each rank found; no number is another one than without look-ahead."""
+    of_ranks: list[tuple[Fitted, Fitted]] = run_on_warm_ranks(models.fit_at_both_depths, 2, names, options)
+    for plain, ahead in of_ranks:
+        assert (plain.error, ahead.error) == ("", "")
+        assert ahead.losses == plain.losses
+        assert ahead.weights.keys() == plain.weights.keys()
+        for name, weight in plain.weights.items():
+            assert torch.equal(weight, ahead.weights[name]), name
+    assert of_ranks[0][0].weights
+    return of_ranks
+
+
+def ahead_in_last_epoch(found: Fitted) -> int:
+    """Return how many lookups of the second epoch were sent ahead."""
+    (_, before), (_, after) = found.ahead
+    return after - before
+
+
+@pytest.mark.parametrize("group", slow_except(["quick"], GROUPS))
+def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason(group: str) -> None:
+    names = GROUPS[group]
+    of_ranks = fit(names)
+    for _, ahead in of_ranks:
+        # The first step of each epoch is looked up as it is called.
+        assert ahead_in_last_epoch(ahead) == sum(SHAPES[name].calls for name in names) * (STEPS - 1)
+    warnings = of_ranks[0][1].warnings
+    refused = [name for name in names if SHAPES[name].reason is not None]
+    assert len(warnings) == len(refused), warnings
+    for name in refused:
+        of_shape = [warning for warning in warnings if f"'tables.{name}." in warning]
+        assert len(of_shape) == 1, (name, warnings)
+        assert str(SHAPES[name].reason) in of_shape[0]
+        assert "sparse_inputs(batch)" in of_shape[0]
+    assert of_ranks[1][1].warnings == []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in ALONE])
+def test_each_shape_alone_trains_with_the_numbers_of_lookups_as_they_are_called(name: str) -> None:
+    fit([name])
+
+
+def test_values_that_python_reads_decide_what_is_computed_ahead() -> None:
+    of_ranks = fit(LAST[:-1])
+    for _, ahead in of_ranks:
+        assert ahead.warnings == []
+        assert ahead_in_last_epoch(ahead) > 0
+
+
+@pytest.mark.parametrize("name", ["numpy_negatives", "branch_on_rows", "python_random", "branch_on_item"])
+def test_what_cannot_be_known_ahead_is_looked_up_as_it_is_called(name: str) -> None:
+    of_ranks = fit([name])
+    if (reason := SHAPES[name].reason) is not None:
+        assert any(reason in warning for warning in of_ranks[0][1].warnings)
+    for _, ahead in of_ranks:
+        assert ahead_in_last_epoch(ahead) <= SHAPES[name].calls * (STEPS - 1)
+
+
+def test_a_call_that_differs_after_the_trial_is_an_error_on_all_ranks_that_names_the_switch() -> None:
+    for rank, found in enumerate(run_on_warm_ranks(models.fit, 2, ["schedule_after"])):
+        assert found.error.startswith("ProvenanceError"), (rank, found.error)
+        assert "aten.add.Tensor" in found.error
+        assert "pipeline={'computed_ids': False}" in found.error
+        assert len(found.losses) == 7
+
+
+def test_the_switch_looks_up_what_is_computed_as_it_is_called() -> None:
+    names = ["schedule_after", "attribute_offsets", "truncate_shorter_computed", "roll_negatives"]
+    for _, ahead in fit(names, computed_ids=False):
+        assert ahead.ahead[-1][1] == 2 * (STEPS - 1)  # the input of roll_negatives that is in the batch
