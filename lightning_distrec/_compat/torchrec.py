@@ -40,6 +40,13 @@ def free_weights(collection: Any) -> None:
     collection._device = torch.device("meta")
 
 
+def fill_weight(collection: Any, key: str, weight: Any, learns: bool) -> None:
+    """Give an unsharded collection a weight again, after `free_weights`. key: the weight's name in its state_dict."""
+    path, _, name = key.rpartition(".")
+    setattr(collection.get_submodule(path), name, nn.Parameter(weight, learns))
+    collection._device = weight.device
+
+
 def free_unsharded_tables(sharded: Any) -> None:
     """Free the unsharded tables that a sharded collection still refers to.
 

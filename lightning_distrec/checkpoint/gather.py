@@ -1,5 +1,7 @@
 """Full tensors on rank 0, for one plain file instead of a folder."""
 
+import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +14,31 @@ from lightning_distrec.chunks import Box, ChunkedTensor, narrowed, row_ranges
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
+
+
+def gather_everywhere(state: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Collective. Return the state with full tensors, on the host of every rank, in place of sharded ones.
+
+    Raises CheckpointError on every rank: a host has not enough free memory for those of all of its ranks.
+    """
+    found = {key: chunked for key, value in state.items() if (chunked := as_chunked(value)) is not None}
+    hosts = ranks.all_gather(platform.node())
+    needed = sum(map(num_bytes, found.values())) * hosts.count(hosts[ranks.rank])
+
+    def check() -> None:
+        if needed > (free := free_host_bytes()):
+            raise CheckpointError(
+                f"full tensors on every rank need {needed:,} bytes on the host {hosts[ranks.rank]}, which has {free:,} "
+                "free. Set rank_0_only=True, or load a checkpoint into a new module in one process."
+            )
+
+    ranks.all_or_none("gathering the tables", check)
+    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in found.values()])
+    full = {
+        key: _send(chunked, [of_rank[i] for of_rank in boxes], ranks, None, to_all=True)
+        for i, (key, chunked) in enumerate(found.items())
+    }
+    return {**state, **full}
 
 
 def gather_on_rank_0(state: Any, ranks: Ranks, group: Any = None) -> Any:
@@ -35,7 +62,7 @@ def gather_on_rank_0(state: Any, ranks: Ranks, group: Any = None) -> Any:
     ranks.all_or_none("gathering the tables", lambda: _check_memory(found, ranks.rank))
     boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in found])
     full = {
-        id(chunked): _send_to_rank_0(chunked, [of_rank[i] for of_rank in boxes], ranks, group)
+        id(chunked): _send(chunked, [of_rank[i] for of_rank in boxes], ranks, group, to_all=False)
         for i, chunked in enumerate(found)
     }
 
@@ -45,10 +72,11 @@ def gather_on_rank_0(state: Any, ranks: Ranks, group: Any = None) -> Any:
     return put(state, "")
 
 
-def _send_to_rank_0(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: Any) -> Tensor:
-    """Collective. Return the full tensor on rank 0, on the host; an empty one on the others. boxes: each rank's."""
+def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: Any, to_all: bool) -> Tensor:
+    """Collective. Return the full tensor, on rank 0's host or on all; an empty one on others. boxes: each rank's."""
     rank = ranks.rank
-    full = torch.empty(chunked.shape if rank == 0 else 0, dtype=chunked.dtype)
+    receives = rank == 0 or to_all
+    full = torch.empty(chunked.shape if receives else 0, dtype=chunked.dtype)
     zero = (0,) * len(chunked.shape)
     mine = {chunk.box: chunk.tensor for chunk in chunked.chunks}
     device = torch.device("cpu") if ranks.num_ranks == 1 or group is not None else _device()
@@ -57,14 +85,18 @@ def _send_to_rank_0(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks
             for first, count in row_ranges(shape, chunked.dtype.itemsize):
                 box = (offsets[0] + first, *offsets[1:]), (count, *shape[1:])
                 block = mine[offsets, shape][first : first + count] if source == rank else None
+                if block is None and not receives:
+                    continue
                 # NCCL sends no tensors on the host.
-                rows = None if block is None else block.to(device).contiguous()
-                if rank == 0 and rows is None:
-                    rows = torch.empty(box[1], dtype=chunked.dtype, device=device)
+                rows = torch.empty(box[1], dtype=chunked.dtype, device=device) if block is None else block.to(device)
+                rows = rows.contiguous()
+                if to_all and ranks.num_ranks > 1:
+                    dist.broadcast(rows, src=source, group=group)
+                elif rank == 0 and source:
                     dist.recv(rows, src=source, group=group)
-                elif rank and rows is not None:
+                elif rank:
                     dist.send(rows, dst=0, group=group)
-                if rank == 0 and rows is not None:
+                if receives:
                     narrowed(full, zero, box).copy_(rows)
     return full
 

@@ -92,7 +92,9 @@ class FileSnapshot:
             return {}
         content = insert_tensors(self.content, lambda reference: full[reference[STORED]])
         named = content.get("optimizer_states", [])
-        optimizers = [{"optimizer": each["optimizer"], "names": numbered_names(each)} for each in named]
+        # What torch does not keep of an optimizer: its class, its parameters' names, and marks.
+        kept = [{key: value for key, value in each.items() if key not in ("state", "param_groups")} for each in named]
+        optimizers = [{**of_one, "names": numbered_names(each)} for of_one, each in zip(kept, named, strict=True)]
         if named:
             content["optimizer_states"] = [plain_optimizer_state(each) for each in named]
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
@@ -192,7 +194,8 @@ def split_extra(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any], di
             )
         if extra["optimizers"]:
             checkpoint["optimizer_states"] = [
-                {"optimizer": named["optimizer"], **named_optimizer_state(state, named["names"])}
+                {key: value for key, value in named.items() if key != "names"}
+                | named_optimizer_state(state, named["names"])
                 for state, named in zip(checkpoint["optimizer_states"], extra["optimizers"], strict=True)
             ]
         if fit_loop := checkpoint.get("loops", {}).get("fit_loop"):

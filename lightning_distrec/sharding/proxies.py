@@ -6,10 +6,12 @@ unsharded, and leaves that are this rank's shards. torchrec's sharded modules, w
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
+from torch.jit import is_tracing
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -19,6 +21,7 @@ from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.sharding.calls.plain_calls import FEATURE, bags_call, rows_call
 from lightning_distrec.sharding.weights.shard_of import refusal
 from lightning_distrec.sharding.weights.shard_weight import ShardWeight
+from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 
 class Lookup(Protocol):
@@ -79,6 +82,8 @@ class ShardedProxy(nn.Module):
         return looked_up
 
     def _call(self, *args: Any) -> Any:
+        if is_exporting() or is_tracing():
+            refuse_module("exported or traced", self.path)
         looked_up = None if self.prefetched is None else self.prefetched.take(self.path, args)
         if looked_up is None:
             looked_up = self.lookup(partial(self.features, *args))
@@ -88,8 +93,16 @@ class ShardedProxy(nn.Module):
         """Return the tables as ShardedTensors, under the names that they have unsharded."""
         destination = {} if destination is None else destination
         state = self.sharded_state_dict()
-        destination.update({f"{prefix}{key}": state[name] for key, name in self.keys.items()})
+        for key, name in self.keys.items():
+            destination[f"{prefix}{key}"] = refuse_pickling(state[name], f"{self.path}.{key}")
         return destination
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_module("pickled", self.path)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, and Lightning's to_torchscript."""
+        refuse_module("scripted", self.path)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
@@ -111,8 +124,9 @@ class _WithoutRows(nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         raise ShardingError(
-            "a copy of a module with sharded tables was called; its tables hold no rows. To get a copy, save a "
-            "checkpoint with trainer.save_checkpoint on every rank and load it into a new module."
+            "a copy of a module with sharded tables was called; its tables hold no rows. To get a copy, call "
+            "trainer.strategy.unshard() on every rank after the run, and copy the module then; or save a checkpoint "
+            "and load it into a new module."
         )
 
 

@@ -35,6 +35,7 @@ from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.gathered import Gathering
 from lightning_distrec.sharding.weights.shard_weight import guard
+from lightning_distrec.unpicklable import refuse_pickling
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
 """Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group; tables
@@ -75,6 +76,9 @@ def shard_tables(
     for name, shards in result.table_shards().items():
         _set_offsets(result.shards[name], shards)
         _guard(result, name, shapes[name], shards, name in gathered)
+        for shard in result.shards[name]:
+            if not shard.replicated:
+                refuse_pickling(shard.weight, name)
     for module in sharded.values():
         free_unsharded_tables(module)
     for table in tables:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
+from lightning_distrec._compat.torchrec import fill_weight
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
@@ -225,6 +226,22 @@ class ShardedTables:
             self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
             _by_module.pop(self._module(), None)
         return rows
+
+    def unshard(self, rows: Mapping[str, Tensor]) -> None:
+        """Put the unsharded collections back into the module for good. The shards are freed.
+
+        rows: the unsharded weights by their key in the root's state_dict; others have none, and are on meta.
+        """
+        self.put_originals_back()
+        for table in self.tables:
+            if table.key in rows:
+                weight = rows[table.key].to(table.parameter.dtype)
+                fill_weight(table.module, table.local_key, weight, table.parameter.requires_grad)
+            if table.plain is not None:
+                table.plain.weight = table.parameter
+            table.original.train(self.proxies[table.collection].training)
+        _by_module.pop(self._module(), None)
+        self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
 
     def register(self) -> None:
         """Put the proxies into the module tree, and let `sharded_tables_of` find these tables."""

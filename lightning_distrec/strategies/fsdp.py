@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -27,6 +28,7 @@ from lightning_distrec.strategies.fully_sharded.fully_sharded_module import (
 from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizers
 from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
+from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
@@ -196,7 +198,11 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         reshard(self.module)
         return super().lightning_module_state_dict()
 
+    @override
+    def put_weights_back(self, full: dict[str, Tensor]) -> None:
+        unshard_module(self.module, full)
+
     @property
     @override
     def module_stays(self) -> bool:
-        return True  # sharded, for the next run
+        return any(isinstance(parameter, DTensor) for parameter in self.module.parameters())  # for the next run

@@ -40,7 +40,7 @@ from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
-from lightning_distrec.strategies.torchrec_run import TorchRecRun, fsdp_options_of_dense, holds_shards
+from lightning_distrec.strategies.torchrec_run import TorchRecRun, fsdp_options_of_dense, holds_shards, unshard
 
 
 class TorchRecShardedStrategy(FullTables[TorchRecRun]):
@@ -75,15 +75,11 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         quantized_comms: forward and backward, the types in which rows and their gradients are sent: "fp32", "fp16" or
             "bf16". 16 bits halve the bytes and give other numbers. None: float32.
         checkpoint: distributed, single_file_below, async_save, start_from, rename, grow_tables: see CheckpointOptions.
-            By default a small checkpoint is one file, and every rank writes its shards of a large one into a folder;
-            any number of ranks and any plan can load both.
-        stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions. By default the signal that Slurm
-            sends before the time limit saves a checkpoint and requeues the job, which resumes from it.
+        stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
             ranks are weighted by their number of examples, where lookups show it (those of nn.Embedding do not);
             "sum" over the batch; "rank_mean": all ranks count alike, as in DDP.
-        memory_bytes_per_rank: memory of one rank in bytes, of which tables get what planning.reserve leaves. None:
-            measure it.
+        memory_bytes_per_rank: memory of a rank, of which tables get what planning.reserve leaves. None: measure it.
         batch_size_per_rank: examples per rank and step, for the planner's estimates.
         planning: bandwidths, reserve, plan_file, save_plan: how plans are made, and what is assumed of the machines;
             see PlanningOptions.
@@ -303,6 +299,10 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         reshard(self.module)
         return super().lightning_module_state_dict()
+
+    @override
+    def put_weights_back(self, full: dict[str, Tensor]) -> None:
+        unshard(self.module, full)
 
     @property
     @override

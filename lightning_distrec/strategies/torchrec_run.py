@@ -1,12 +1,12 @@
 """What torchrec_sharded has during one run, and how `setup` sets up the layers around the sharded tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -24,6 +24,7 @@ from lightning_distrec.strategies.fully_sharded.dense_layers import replace_para
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule, shard_module
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_inexact_optimizers
+from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
 from lightning_distrec.strategies.run.given_options import as_options
@@ -184,3 +185,10 @@ def holds_shards(module: nn.Module | None) -> bool:
     if module is None:
         return False
     return sharded_tables_of(module) is not None or any(parameter.is_meta for parameter in module.parameters())
+
+
+def unshard(module: nn.Module, full: Mapping[str, Tensor]) -> None:
+    """Replace all shards of a module by full weights. full: by key; those that are missing stay on meta."""
+    if (tables := sharded_tables_of(module)) is not None:
+        tables.unshard(full)
+    unshard_module(module, full)

@@ -172,6 +172,17 @@ def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:
     assert not hasattr(parameter, "_optimizer_kwargs")
 
 
+def test_fill_weight_gives_a_freed_collection_a_weight_again() -> None:
+    collection = EmbeddingBagCollection(tables=bag_configs())
+    _torchrec.free_weights(collection)
+    for config in bag_configs():
+        weight = torch.rand(config.num_embeddings, config.embedding_dim)
+        _torchrec.fill_weight(collection, f"embedding_bags.{config.name}.weight", weight, learns=False)
+        assert collection.embedding_bags[config.name].weight.data_ptr() == weight.data_ptr()
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in collection.parameters())
+    assert collection.device == torch.device("cpu")
+
+
 def test_free_weights_leaves_a_collection_of_the_same_shape_on_meta() -> None:
     collection = EmbeddingBagCollection(tables=bag_configs())
     shapes = {name: p.shape for name, p in collection.named_parameters()}

@@ -172,3 +172,37 @@ def _drawn_on_a_rank() -> list[str]:
 
 def test_draw_dtensors_with_gets_random_operators_until_it_is_undone() -> None:
     assert run_on_ranks(_drawn_on_a_rank, 2) == [["normal_", "randn_like", "uniform_"]] * 2
+
+
+def _undone() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (rank_and_num_ranks()[1],))
+    inner = nn.Linear(3, 4)
+    module = nn.Sequential(inner, nn.Linear(4, 5))
+    before = {name: set(vars(part)) for name, part in module.named_modules()}
+    kept = module.register_forward_hook(_hook_of_the_users)
+    fully_shard(module, mesh=mesh)
+    module(torch.ones(2, 3))
+    module.reshard()
+    full = {name: parameter.full_tensor() for name, parameter in module.named_parameters()}
+    for name, value in full.items():
+        path, _, own = name.rpartition(".")
+        setattr(module.get_submodule(path), own, nn.Parameter(value))
+    for part in list(module.modules()):
+        _fully_shard.undo_fully_shard(part, "no.package", ())
+    same = {name: set(vars(part)) ^ before[name] for name, part in module.named_modules()}
+    memory = io.BytesIO()
+    torch.save(module, memory)
+    assert list(module._forward_hooks) == [kept.id]
+    fully_shard(module, mesh=mesh)  # as if for the first time
+    return {"same": same, "class": type(module).__name__, "size": memory.tell()}
+
+
+def _hook_of_the_users(*_: Any) -> None:
+    pass
+
+
+def test_undo_fully_shard_leaves_a_module_that_is_pickled_and_sharded_again() -> None:
+    for of_rank in run_on_ranks(_undone, 2):
+        assert not any(of_rank["same"].values()), of_rank
+        assert of_rank["class"] == "FSDPSequential"
+        assert of_rank["size"]

@@ -22,8 +22,8 @@ WAYS = {
         "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every rank, returns the full "
         "weight as it is now; lightning_distrec.sharded_l2(table) is its sum of squares, and the callback "
         "NormalizeRows scales rows. A table whose weight is used in the step otherwise, for tied output weights for "
-        "example, is gathered there with "
-        "tables={{'{table}': {{'gathered_weight': True}}}}, or stays on every rank with 'replicated': True."
+        "example, is gathered there with tables={{'{table}': {{'gathered_weight': True}}}}, or stays on every rank "
+        "with 'replicated': True. To export the module, call trainer.strategy.unshard() on every rank after the run."
     ),
     "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",
 }

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.chunking import as_chunked
-from lightning_distrec.checkpoint.gather import gather_on_rank_0
+from lightning_distrec.checkpoint.gather import gather_everywhere, gather_on_rank_0
 from lightning_distrec.checkpoint.load import Loaded, load
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.checkpoint.save import STATE_FILE, Saver, Writable, rank_file, take_snapshot
@@ -127,6 +127,10 @@ class Checkpointing:
         if self._ranks.rank == 0:
             return gathered
         return {key: value for key, value in gathered.items() if as_chunked(state[key]) is None}
+
+    def full_state_everywhere(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Collective. Return a state with full tables on the host of every rank."""
+        return gather_everywhere(state, self._ranks)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
-from lightning_distrec.strategies.data_parallel.sparse_gradients import Hook, SparseGrads, averaging
+from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, averaging, picklable_hook
 
 CommDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +43,7 @@ class GradientExchange:
             init_sync=send_weights,
         )
         if self.comm_dtype != "fp32":
-            ddp.register_comm_hook(None, _compressing(DTYPES[self.comm_dtype]))
+            ddp.register_comm_hook(None, picklable_hook(_compress, DTYPES[self.comm_dtype]))
         elif sparse_weights(ddp.module):
             ddp.register_comm_hook(None, averaging(self.max_dense_bytes))
         return ddp
@@ -79,12 +79,12 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
         )
 
 
-def _compressing(dtype: torch.dtype) -> Hook:
-    # torch's own hooks do the same, but DDP refuses bf16_compress_hook by its name where there is no NCCL.
-    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        gradients = bucket.buffer()
-        small = gradients.to(dtype).div_(dist.get_world_size())  # first, so that sums do not overflow
-        sent: Any = dist.all_reduce(small, async_op=True)
-        return sent.get_future().then(lambda future: gradients.copy_(future.value()[0]))
+def _compress(dtype: torch.dtype, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket in a type of 16 bits.
 
-    return hook
+    torch's own hooks do the same, but DDP refuses bf16_compress_hook by its name where there is no NCCL.
+    """
+    gradients = bucket.buffer()
+    small = gradients.to(dtype).div_(dist.get_world_size())  # first, so that sums do not overflow
+    sent: Any = dist.all_reduce(small, async_op=True)
+    return sent.get_future().then(lambda future: gradients.copy_(future.value()[0]))

@@ -7,6 +7,7 @@ detected", or a segmentation fault), so that no sparse tensor reaches it from he
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,17 +29,27 @@ def max_dense_bytes(sparse_grads: SparseGrads) -> int:
 
 def averaging(dense_bytes: float) -> Hook:
     """Return a hook that averages a bucket over ranks: sparse gradients of up to `dense_bytes` as dense tensors."""
+    return picklable_hook(_average, dense_bytes)
 
-    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        gradients = bucket.buffer()
-        if not gradients.is_sparse:  # as torch does, whose place a hook takes
-            sent: Any = dist.all_reduce(gradients.div_(dist.get_world_size()), async_op=True)
-            return sent.get_future().then(lambda future: future.value()[0])
-        if gradients.numel() * gradients.element_size() > dense_bytes:
-            return _average_of_rows(gradients)
-        return _average_of_dense(gradients)
 
-    return hook
+def picklable_hook(function: Callable[..., Any], argument: Any) -> Hook:
+    """Return a hook for DDP that calls `function` with this argument first; torch.save(trainer.model) pickles it.
+
+    A local function cannot be pickled, and DDP asks hooks for their names, which a partial has none of.
+    """
+    hook: Any = partial(function, argument)
+    hook.__name__ = hook.__qualname__ = function.__name__
+    return hook  # type: ignore[no-any-return]
+
+
+def _average(dense_bytes: float, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    gradients = bucket.buffer()
+    if not gradients.is_sparse:  # as torch does, whose place a hook takes
+        sent: Any = dist.all_reduce(gradients.div_(dist.get_world_size()), async_op=True)
+        return sent.get_future().then(lambda future: future.value()[0])
+    if gradients.numel() * gradients.element_size() > dense_bytes:
+        return _average_of_rows(gradients)
+    return _average_of_dense(gradients)
 
 
 def _average_of_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:

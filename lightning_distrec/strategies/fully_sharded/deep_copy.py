@@ -50,7 +50,8 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     users_class = class_before_fully_shard(original)
     copied: nn.Module = users_class.__new__(users_class)
     memo[id(original)] = copied
-    reduced: Any = original.__reduce_ex__(4)
+    kind: Any = type(original)
+    reduced: Any = kind.__reduce_ex__(original, 4)  # the instance's own refuses, see guards.py
     state = without_fully_shard(reduced[2])
     steps = [name for name in STEPS if name in state]
     for name in ("__deepcopy__", *steps):  # they are bound to the original; the copy gets its own below

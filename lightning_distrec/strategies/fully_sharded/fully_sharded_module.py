@@ -32,6 +32,7 @@ from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS, gather_in_steps
 from lightning_distrec.strategies.fully_sharded.draws import draw_full
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.guards import guard
 from lightning_distrec.strategies.fully_sharded.refusals import (
     compute_dtype,
     explained_errors,
@@ -84,6 +85,7 @@ def shard_module(
         sharding = Sharding(mesh, device, options.reshard_after_forward, wanted[1], options.cpu_offload)
         sharding.shard(module, blocks, set(replicated.values()))
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
+        guard(module)
         _sharded_as[module] = wanted
     set_device_and_mesh(module, device, mesh)
     return FullyShardedModule(module)

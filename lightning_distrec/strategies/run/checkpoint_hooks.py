@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -61,6 +62,31 @@ class CheckpointHooks(DDPStrategy):
         Other ranks get it without the tables. Raises CheckpointError on every rank: rank 0 has not enough memory.
         """
         return self.session.checkpoints.full_state(super().lightning_module_state_dict())
+
+    def unshard(self, rank_0_only: bool = False) -> LightningModule | None:
+        """Collective, after a run. Turn the module back into an ordinary one with full weights, on the host; return it.
+
+        torch.save, copy.deepcopy, torch.export, a call outside of the Trainer and any later Trainer then work as with a
+        module that was never sharded. The optimizers of the run, which hold shards, are dropped.
+        rank_0_only: whether the other ranks get None, and their module has no weights left (on the meta device).
+        Raises ShardingError: a run is in progress. CheckpointError on every rank: a host has not enough memory.
+        """
+        self.refuse_during_run("unshard")
+        state = self.lightning_module_state_dict()
+        checkpoints, keeps = self.session.checkpoints, self.is_global_zero or not rank_0_only
+        full = checkpoints.full_state(state) if rank_0_only else checkpoints.full_state_everywhere(state)
+        module, self.model, self.optimizers, self.lr_scheduler_configs = self.module, self.module, [], []
+        self.put_weights_back(full if keeps else {})
+        checkpoints.start_run(module)
+        if keeps:
+            module.cpu()
+        return module if keeps else None
+
+    def put_weights_back(self, full: dict[str, Tensor]) -> None:
+        """Replace the shards of the module by full weights. full: by key; those that are missing stay on meta."""
+
+    def refuse_during_run(self, what: str) -> None:
+        """Raise ShardingError: a run is in progress."""
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lightning_distrec.cluster.environment import publish_local_world_size
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.cluster.threads import VARIABLE
-from lightning_distrec.errors import ConfigError, DistRecError
+from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint, next_fit
@@ -207,6 +207,14 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         ShardingError: a host has not enough memory. Both on every rank.
         """
         return full_parameter(self.module, name, rows, self.num_local_ranks, self.session.consensus)
+
+    @override
+    def refuse_during_run(self, what: str) -> None:
+        if self._run is not None:
+            raise ShardingError(
+                f"trainer.strategy.{what}() was called while trainer.{self._run.trainer.state.fn} runs, which needs "
+                "the shards. Call it on every rank after that."
+            )
 
     # -- the end of a run
 
