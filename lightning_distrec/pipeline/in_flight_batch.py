@@ -9,7 +9,7 @@ from lightning_distrec.pipeline.computed.variants import ComputedCall
 from lightning_distrec.pipeline.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
 from lightning_distrec.pipeline.learning import PrefetchedCall, StepCalls
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
-from lightning_distrec.pipeline.provenance.same_input import are_unwritten, is_same_input, versions
+from lightning_distrec.pipeline.provenance.same_input import Compare, are_unwritten, is_same_input, versions
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
 
 
@@ -76,9 +76,12 @@ class PrefetchedLookup:
         self._state = self._table.state()
         self._looked_up = self._table.look_up(self.request)
 
-    def is_called_with(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether these are the prefetched arguments, not written to since."""
-        same = len(arguments) == len(self._arguments) and all(map(is_same_input, arguments, self._arguments))
+    def is_called_with(self, arguments: tuple[Any, ...], compare: Compare | None) -> bool:
+        """Whether these are the prefetched arguments, not written to since. compare: as of `is_same_input`."""
+        if len(arguments) != len(self._arguments):
+            return False
+        compare = compare if isinstance(self.call, ComputedCall) else None
+        same = all(is_same_input(given, ours, compare) for given, ours in zip(arguments, self._arguments, strict=True))
         return same and are_unwritten(self._versions)
 
     def take(self) -> tuple[Any, bool]:
@@ -238,8 +241,10 @@ class InFlightBatch:
         if self.exchange is not None:
             self.exchange.send_ids()
 
-    def find(self, path: str, arguments: tuple[Any, ...]) -> PrefetchedLookup | None:
+    def find(self, path: str, arguments: tuple[Any, ...], compare: Compare | None = None) -> PrefetchedLookup | None:
         """Return the prefetched lookup of this call, or None: it must be looked up as it is called.
+
+        compare: compares computed inputs where the host cannot without waiting.
 
         Raises ProvenanceError: the module's calls were prefetched with other arguments.
         """
@@ -249,7 +254,7 @@ class InFlightBatch:
             self._places[path] = place + 1
             waiting = [lookup for lookup in waiting if getattr(lookup.call, "place", None) == place]
         for lookup in waiting:
-            if lookup.is_called_with(arguments):
+            if lookup.is_called_with(arguments, compare):
                 return lookup
         if not waiting:
             return None

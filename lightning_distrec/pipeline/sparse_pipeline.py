@@ -18,6 +18,7 @@ from typing import Any
 from lightning_distrec import spans
 from lightning_distrec.errors import IdsError, ProvenanceError
 from lightning_distrec.own_operations import OWN
+from lightning_distrec.pipeline.computed.late_comparison import LateComparison
 from lightning_distrec.pipeline.control_message import (
     BROKEN_PROVENANCE,
     FAILED_STEP,
@@ -84,6 +85,7 @@ class SparsePipeline:
         self._pending_rows: set[int] = set()
         self._counts = LookupCounts()
         self._was_sent = False
+        self._differences = LateComparison()
         self._has_warned = False
         self.failed = False
         """Whether a step has failed on this rank: what is in flight must not be waited for."""
@@ -182,7 +184,9 @@ class SparsePipeline:
         self._counts.lookups += 1
         if self._learner.is_recording:
             self._learner.note_call(path, arguments)
-        lookup = current.find(path, arguments)
+        if not self._differences.is_empty:
+            self._differences.check()
+        lookup = current.find(path, arguments, self._differences.add)
         if lookup is None:
             return None
         looked_up, was_early = lookup.take()
@@ -190,6 +194,8 @@ class SparsePipeline:
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
         if not current.waiting:
+            if not self._following and not self._differences.is_empty:
+                self._differences.check(wait=True)
             if not self._own_group:
                 self._send_following()
             self._send_message()
@@ -222,6 +228,7 @@ class SparsePipeline:
         self._takes_prefetched = False
         if self._learner.is_recording and self._learner.end_step():
             self._prefetch_following()
+        self._differences.end_step()
         self._pending_rows = set()
         self._send_following()
         if self._message is None:

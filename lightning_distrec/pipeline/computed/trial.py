@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_distrec.pipeline.computed.replaying import replaying
 from lightning_distrec.pipeline.computed.variants import ComputedCall, Variant
 from lightning_distrec.pipeline.provenance.same_input import is_same_input
@@ -49,7 +51,9 @@ class Trial:
     def compare(self, path: str, place: int, arguments: tuple[Any, ...]) -> None:
         """Compare a call that the step makes now with what was computed ahead of it."""
         ahead = self._ahead.get(path, [])[place : place + 1]
-        if ahead and ahead[0] is not None and not all(map(is_same_input, arguments, ahead[0])):
+        if not ahead or ahead[0] is None:
+            return
+        if not all(is_same_input(given, found, torch.equal) for given, found in zip(arguments, ahead[0], strict=True)):
             self.calls[path][place].learn("its input is not what its operations compute ahead of the step")
 
     def end_step(self, recorded: Mapping[str, Sequence[Variant | str]]) -> None:

@@ -1,5 +1,6 @@
 """Whether the input of a lookup is the one that was prefetched: the same memory, not written to since."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,32 +10,40 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torchrec import jagged_fields
 
+Compare = Callable[[Tensor, Tensor], bool]
 SCALARS = (bool, int, float, str)
 
 
-def is_same_input(given: Any, prefetched: Any) -> bool:
-    """Whether the argument of a call is the prefetched one: the same memory, or on a CPU the same numbers."""
+def is_same_input(given: Any, prefetched: Any, compare: Compare | None = None) -> bool:
+    """Whether the argument of a call is the prefetched one: the same memory, or on a CPU the same numbers.
+
+    compare: compares the numbers of two tensors of one shape on another device; None: they are not the same.
+    """
     if given is prefetched:
         return True
     if isinstance(given, Tensor) and isinstance(prefetched, Tensor):
-        return same_memory(given, prefetched) or _equal_on_cpu(given, prefetched)
+        return same_memory(given, prefetched) or _are_equal(given, prefetched, compare)
     if isinstance(given, KeyedJaggedTensor) and isinstance(prefetched, KeyedJaggedTensor):
-        return _is_same_jagged(given, prefetched)
+        return _is_same_jagged(given, prefetched, compare)
     return type(given) is type(prefetched) and isinstance(given, SCALARS) and given == prefetched
 
 
-def _is_same_jagged(given: KeyedJaggedTensor, prefetched: KeyedJaggedTensor) -> bool:
+def _is_same_jagged(given: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, compare: Compare | None) -> bool:
     if given.keys() != prefetched.keys() or given.variable_stride_per_key():
         return False
     ours, theirs = jagged_fields(prefetched), jagged_fields(given)
-    if not is_same_input(theirs["values"], ours["values"]) or not is_same_input(theirs["weights"], ours["weights"]):
+    if not all(is_same_input(theirs[name], ours[name], compare) for name in ("values", "weights")):
         return False
     names = [name for name in ("lengths", "offsets") if ours[name] is not None and theirs[name] is not None]
-    return any(is_same_input(theirs[name], ours[name]) for name in names)
+    return any(is_same_input(theirs[name], ours[name], compare) for name in names)
 
 
-def _equal_on_cpu(one: Tensor, other: Tensor) -> bool:
-    return one.device.type == "cpu" and one.dtype == other.dtype and torch.equal(one, other)
+def _are_equal(one: Tensor, other: Tensor, compare: Compare | None) -> bool:
+    if one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.device.type == "cpu":
+        return torch.equal(one, other)
+    return compare is not None and one.shape == other.shape and compare(one, other)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
