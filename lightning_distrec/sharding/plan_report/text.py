@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table as TextTable
 
 from lightning_distrec.sharding.plan.planned_table import PlannedTable
 from lightning_distrec.sharding.plan.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.plan.traffic import Traffic
+from lightning_distrec.sharding.plan_report.names import TableName, narrowest_width
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.units import format_bytes, format_ranks, quantity
 
@@ -48,10 +49,13 @@ def print_plan(
         caption_justify="left",
     )
     for heading in ("table", "rows x dim", "sharding type", "ranks", "largest shard", "update", "why"):
-        text.add_column(heading, justify="right" if heading in ("rows x dim", "largest shard") else "left")
-    for table in _printed(tables):
+        justify: JustifyMethod = "right" if heading in ("rows x dim", "largest shard") else "left"
+        text.add_column(heading, justify=justify, overflow="fold")
+    printed = _printed(tables)
+    narrowest = narrowest_width(table.name for table in printed)
+    for table in printed:
         text.add_row(
-            table.name,
+            TableName(table.name, narrowest),
             f"{table.num_rows:,} x {table.dim}",
             table.sharding_type,
             some_ranks_in_words(np.unique(table.ranks).tolist()),
