@@ -2,36 +2,11 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_distrec._compat.deprecations import hide_upstream_deprecations
-from lightning_distrec.advice.dry_job import DryJob
-from lightning_distrec.advice.dry_module import dry_module, place_of
-from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.advice.dry_run_report import as_json, print_dry_run
 from lightning_distrec.cli.output import EXIT_NEGATIVE, EXIT_OK, console
-from lightning_distrec.cli.recipes import (
-    MetaRecipeBuilder,
-    build_recipe,
-    count_devices,
-    full_precision_name,
-    is_on_gpu,
-)
-from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.sharding.meta_tables import tables_on_meta
-from lightning_distrec.sharding.plan.plan_file import save_plan
-from lightning_distrec.sharding.plan_report.page import write_page
-from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
-from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
-from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
-from lightning_distrec.units import parse_bandwidth, parse_bytes
 
 
 def parser() -> ArgumentParser:
@@ -63,6 +38,10 @@ def parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Run the command and return its exit code."""
+    # Here, so that --help does not load torchrec.
+    from lightning_distrec.advice.dry_run_report import as_json, print_dry_run
+    from lightning_distrec.cli.plan_recipe import plan_ahead
+
     found = plan_ahead(options)
     if options.json:
         print(json.dumps(as_json(found), indent=1))
@@ -71,136 +50,3 @@ def run(options: Namespace) -> int:
     if found.plan is None and (options.html or options.save_plan):
         print("lightning-distrec: there is no plan, so no file was written.", file=sys.stderr)
     return EXIT_OK if found.fits else EXIT_NEGATIVE
-
-
-class PlanRecipeBuilder(MetaRecipeBuilder):
-    """Builds the strategy too, if the YAML gives it options, and no data."""
-
-    def before_instantiate_classes(self) -> None:
-        super().before_instantiate_classes()
-        config = self.config.fit
-        config.data = None
-        if isinstance(self.settings.strategy, Namespace) and self.settings.strategy.get("class_path"):
-            config.trainer.strategy = self.settings.strategy
-
-    def instantiate_classes(self) -> None:
-        with tables_on_meta():
-            super().instantiate_classes()
-
-    def instantiate_trainer(self, **given: Any) -> Any:
-        self.settings.strategy_built = self.config_init.fit.trainer.strategy
-        return super().instantiate_trainer(**given)
-
-
-def plan_ahead(given: Namespace) -> DryRun:
-    """Return the dry run that the command line asks for, and write the files that it names.
-
-    Raises ConfigError, and the strategy's own errors.
-    """
-    bandwidths = _bandwidths(given.bandwidth or [])
-    _check(given)
-    host_bytes = (
-        0 if given.host_memory is None else parse_bytes(given.host_memory, f"--host-memory {given.host_memory!r}")
-    )
-    memory = None
-    if given.device_memory is not None:
-        memory = parse_bytes(given.device_memory, f"--device-memory {given.device_memory!r}")
-    hide_upstream_deprecations()
-    built = _built(given.config)
-    trainer, assumed = built.settings, []
-    trainer.precision = full_precision_name(trainer.precision)
-    device = given.accelerator or ("cuda" if is_on_gpu(trainer.accelerator) else "cpu")
-    if given.accelerator is None and trainer.accelerator == "auto":
-        assumed.append(f"accelerator: auto is {device}, which this machine has; set --accelerator for another")
-    if trainer.precision == "16-mixed" and device == "cpu":
-        trainer.precision = "bf16-mixed"  # as Lightning does
-    strategy, of_strategy = _strategy(trainer)
-    settings = _overridden(strategy.table_settings, given)
-    num_nodes = given.nodes or int(trainer.num_nodes)
-    on_node = given.devices or count_devices(trainer.devices, device)
-    origin = "--device-memory" if memory is not None else "memory_bytes_per_rank"
-    if memory is None and settings.memory_bytes_per_rank is None:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("plan: this machine has no GPU to ask for its memory. Give it: --device-memory 80GB.")
-        origin = "this machine's"
-    job = DryJob(
-        num_nodes=num_nodes,
-        ranks_on_node=on_node,
-        device=torch.device(device),
-        memory_bytes=memory or memory_bytes_per_rank(torch.device(device), on_node, settings.memory_bytes_per_rank),
-        memory_origin=origin,
-        host_bytes=host_bytes,
-        bandwidths=bandwidths,
-        shards_dense=strategy.shards_dense,
-    )
-    found = dry_run(dry_module(built.model, trainer, settings, job.device), job, quick=given.quick)
-    found = replace(found, assumed=[*of_strategy, *assumed, *found.assumed])
-    if found.plan is not None and given.html is not None:
-        write_page(given.html, found.plan)
-    if found.plan is not None and given.save_plan is not None:
-        Path(given.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
-        save_plan(given.save_plan, found.plan)
-    return found
-
-
-def _check(given: Namespace) -> None:
-    if not given.config:
-        raise ConfigError("plan: no --config is given. Name the YAML that `fit` would be given.")
-    for name in ("nodes", "devices", "batch_size"):
-        if given[name] is not None and given[name] < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1.")
-
-
-def _bandwidths(given: Sequence[str]) -> dict[str, Bandwidth]:
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--bandwidth {text}: a name and a value are needed, such as cross_node=25GB/s.")
-        if name not in NAMES:
-            near = did_you_mean(name, NAMES)
-            raise ConfigError(
-                f"--bandwidth {text}: there is no bandwidth {name!r}{near} Use one of {', '.join(NAMES)}."
-            )
-        number = parse_bandwidth(value, f"--bandwidth {text}")
-        found[name] = Bandwidth(bytes_per_second=number, origin="--bandwidth")
-    return found
-
-
-def _built(configs: Sequence[str]) -> Any:
-    try:
-        return build_recipe(configs, PlanRecipeBuilder)
-    except Exception as error:
-        cause = error  # below jsonargparse's own error, which lists all types that a value might have had
-        while isinstance(cause.__cause__, Exception) and not place_of(cause):
-            cause = cause.__cause__
-        if not (place := place_of(cause)):
-            raise
-        raise ConfigError(
-            f"plan: the module cannot be built on the meta device, where it takes no memory: {place}"
-            f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}. Give tensors whose values are read there "
-            "device='cpu', or build them in a hook that runs later."
-        ) from error
-
-
-def _strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
-    """Return the YAML's strategy, or torchrec_sharded with its defaults and a line about that."""
-    built = trainer.strategy_built
-    if isinstance(built, TorchRecShardedStrategy):
-        return built, []
-    name = TorchRecShardedStrategy.strategy_name
-    if trainer.strategy == name:
-        return TorchRecShardedStrategy(), []
-    kind = trainer.strategy if isinstance(trainer.strategy, str) else type(built).__name__
-    return TorchRecShardedStrategy(), [f"the strategy is {kind}: the plan is for {name} with its defaults"]
-
-
-def _overridden(settings: TableSettings, given: Namespace) -> TableSettings:
-    """Return the strategy's settings, overridden by the command line."""
-    planning = settings.planning
-    if given.reserve is not None:
-        planning = replace(planning, reserve=given.reserve)
-    if given.plan_file is not None:
-        planning = replace(planning, plan_file=given.plan_file)
-    batch_size = given.batch_size or settings.batch_size_per_rank
-    return replace(settings, planning=planning, batch_size_per_rank=batch_size)

@@ -38,11 +38,11 @@ class BatchJob:
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cpus_per_rank", "signal_seconds"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, and must be at least 1.")
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
-            raise ConfigError(f"time is '{self.time}', which Slurm does not know: 90, 24:00:00 or 7-0, for example.")
+            raise ConfigError(f"--time {self.time}: Slurm does not know it. Use 90, 24:00:00 or 7-0, for example.")
         if not Path(self.config).is_file():
-            raise ConfigError(f"there is no file {self.config}: config is a recipe's YAML.")
+            raise ConfigError(f"--config {self.config}: there is no such file. Give it a recipe's YAML.")
 
 
 def batch_script(job: BatchJob) -> str:

@@ -24,7 +24,7 @@ from lightning_distrec.cluster.job_key import SET_IT, JobKey, key_by_offer, key_
 from lightning_distrec.errors import RendezvousError
 from lightning_distrec.units import shortened
 
-LOG_AFTER_SECONDS = 10.0
+LOG_AFTER_SECONDS = 30.0
 """What a rank waits for is logged after this time, and again each time that it has doubled."""
 PAUSE_SECONDS = 0.1
 CHALLENGE, ARRIVED, COMPLETE, MISSING, FAILED = "challenge", "arrived", "complete", "missing", "failed"

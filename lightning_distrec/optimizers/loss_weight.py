@@ -7,6 +7,8 @@ run on one device has one mean over all examples. Weighting each rank's loss by 
 from collections.abc import Callable
 from typing import Literal
 
+import torch
+
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.ranks import Ranks
 
@@ -50,6 +52,16 @@ class LossWeight:
         if smallest != largest:
             self._unequal.append(num_examples)
             self._factor = None
+
+    def add_ids(self, num_ids: int, smallest: int, largest: int) -> None:
+        """Note once where ranks look up unequal numbers of ids, from which those of examples do not follow."""
+        if smallest != largest and not self._has_notified and torch.is_grad_enabled():
+            self._has_notified = True
+            self._notify(
+                f"torchrec_sharded: ranks look up unequal numbers of ids ({smallest:,} to {largest:,}) in one step. "
+                "Lookups of nn.Embedding do not show how many examples these are. If ranks have batches of unequal "
+                "size, gradients are the mean of the ranks' means, as under DDP. This is reported once."
+            )
 
     def factor(self) -> float:
         """Collective where batches are unequal, which all ranks know. Return what to multiply the loss by."""

@@ -42,8 +42,9 @@ class ReplicaCheck:
                         f"'{name}' is no longer the same on all ranks after {steps} steps: its sum is {ours:.7g} on "
                         f"rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each rank has its own shards of the "
                         "tables' gradients, so that a norm over them (torch.nn.utils.clip_grad_norm_) differs too: "
-                        "clip with gradient_clip_val or self.clip_gradients. Other causes: updates that depend on the "
-                        "rank, or loss.backward() in place of self.manual_backward."
+                        "clip with gradient_clip_val or self.clip_gradients. Other causes: layers that the loss of a "
+                        "step does not use (set find_unused_parameters=True of the strategy), updates that depend on "
+                        "the rank, or loss.backward() in place of self.manual_backward."
                     )
 
 

@@ -65,7 +65,7 @@ def _bytes(points: Points) -> Any:
     _line(right, ranks, across, "to other nodes", 3)
     for axes in (left, right):
         _ranks_axis(axes, ranks)
-    _finish(left, "MiB a rank and step, mean", "Rows that a rank sends jump where cuts change ...")
+    _finish(left, "MiB a rank and step, mean", "Rows that a rank sends jump where sharding types change ...")
     _finish(right, "MiB a rank and step, mean", "... on the node; what leaves it levels off")
     return figure
 
@@ -90,7 +90,7 @@ def _time(points: Points) -> Any:
     right.set_xlabel("ranks", color=TEXT)
     _ranks_axis(left, ranks)
     _finish(left, "estimated ms a step for tables", "The second node costs most, then the heaviest shard", log=True)
-    _finish(right, "% of the tables", "How the planner cuts the same tables", below=True)
+    _finish(right, "% of the tables", "How the planner shards the same tables", below=True)
     return figure
 
 
@@ -126,7 +126,7 @@ def _tables_and_rows(points: Points) -> Any:
         axes.set_xlabel(name, color=TEXT)
     where = f"{points.rows[0].job.num_ranks:,} ranks"
     _finish(left, "ms, MiB", f"Time and bytes of more tables ({where})", log=True)
-    _finish(right, "ms, MiB, GB", f"Rows cost memory, and larger cuts ({where})", log=True)
+    _finish(right, "ms, MiB, GB", f"Rows cost memory, and larger shards ({where})", log=True)
     return figure
 
 

@@ -152,7 +152,7 @@ def _of_checkpoints(measured: Checkpoints) -> dict[str, str]:
 
 
 def _cuts(point: Point) -> str:
-    """Return how many tables are cut how, in words."""
+    """Return how many tables have which sharding type, in words."""
     cuts = sorted(point.planned.facts["sharding_types"].items(), key=lambda pair: -pair[1])
     return ", ".join(f"{number:,} `{cut}`" for cut, number in cuts)
 

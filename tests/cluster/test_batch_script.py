@@ -51,9 +51,9 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nodes=0", "--ranks-per-node=1"], "nodes is 0, and must be at least 1"),
-        (["--nodes=1", "--ranks-per-node=1", "--time=tomorrow"], "time is 'tomorrow', which Slurm does not know"),
-        (["--nodes=1", "--ranks-per-node=1", "--config=none.yaml"], "there is no file none.yaml"),
+        (["--nodes=0", "--ranks-per-node=1"], "--nodes 0: must be at least 1."),
+        (["--nodes=1", "--ranks-per-node=1", "--time=tomorrow"], "--time tomorrow: Slurm does not know it"),
+        (["--nodes=1", "--ranks-per-node=1", "--config=none.yaml"], "--config none.yaml: there is no such file"),
     ],
 )
 def test_what_slurm_would_not_take_is_reported(

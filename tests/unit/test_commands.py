@@ -264,3 +264,14 @@ def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch:
     assert leaving.value.code == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("command", ["advise", "plan", "slurm", "export", "checkpoint", "doctor"])
+def test_help_of_a_command_does_not_load_torchrec(command: str) -> None:
+    code = (
+        "import sys\nfrom importlib import import_module\n"
+        f"import_module('lightning_distrec.cli.{command}').parser().format_help()\n"
+        "print([name for name in ('torchrec', 'fbgemm_gpu') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

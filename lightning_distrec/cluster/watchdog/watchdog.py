@@ -37,6 +37,13 @@ NETWORK_ERRORS = (
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
 NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))
 
+RULE = (
+    "All ranks must make the same calls: lookups of sharded tables are collective, as all_gather and "
+    "self.log(sync_dist=True) are, and must not be under a condition that differs between ranks, such as "
+    "trainer.is_global_zero."
+)
+"""What a user may not know whose ranks have parted ways."""
+
 
 class Watchdog:
     """Watches over all ranks, by a small process for each of them; see process/monitor.py.
@@ -100,7 +107,7 @@ class Watchdog:
             self._send(questions=self._questions)
             if self._has_answer.wait(ANSWER_SECONDS):
                 verdict, locations = self._answer["verdict"], self._answer["locations"]
-                reason = f"{verdict}." if verdict else f"a collective failed. Where the ranks are: {locations}."
+                reason = f"{verdict}." if verdict else f"a collective failed. Where the ranks are: {locations}. {RULE}"
             self._has_answer.clear()
         is_repeated = reason is not None or isinstance(failure, RankError)
         text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:MAX_FAILURE_LENGTH]

@@ -27,7 +27,9 @@ class LookupRequest:
         self.form = form
         """What must be alike on all ranks; see lookup_consensus.py."""
         self.num_examples = 0 if features.variable_stride_per_key() else features.stride()
-        """This rank's number of examples; 0 where features have unequal batch sizes."""
+        """This rank's number of examples, or of ids for an nn.Embedding; 0 where features have unequal batch sizes."""
+        if lookup.counts_ids:
+            self.num_examples = features.values().numel()
         self.sizes: tuple[int, int] | None = None
         """The minimum and maximum number of examples over ranks, where they are compared."""
         self.padding: Padding | None = None

@@ -60,8 +60,8 @@ class ShardedLookup:
     before_forward: called before every forward that may be followed by a backward.
     device: of this rank.
     output_dtype: the type of what is returned; None for the kernels' own.
-    compare_examples: called with this rank's number of examples, and the minimum and maximum over ranks; None: ranks
-    are not compared.
+    compare_examples: called with this rank's number of examples, of ids for an nn.Embedding, and the minimum and
+    maximum over ranks; None: ranks are not compared.
     note_used_tables: called before a lookup of an EmbeddingCollection with the set that its backward fills with the
     names of the tables that get gradients.
     """
@@ -85,6 +85,8 @@ class ShardedLookup:
         """Called when the rows of a lookup have arrived; the sparse pipeline sets it for the time of its run."""
         self.update_watch: UpdateWatch | None = None
         """Watches steps of tables that are updated inside of backward, under manual optimization."""
+        self.counts_ids = isinstance(tables[0].plain, torch.nn.Embedding)
+        """Whether a call does not show its number of examples, so that ids are counted."""
         self._pooled = tables[0].pooled
         self._uses = uses
         self._outputs = LookupOutputs(tables, uses, output_dtype)
@@ -93,8 +95,7 @@ class ShardedLookup:
         # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
         by_rows = any(use.sharding_type in ROW_TYPES for use in uses.values())
         self._needs_equal_batches = self._pooled and by_rows and dist.get_backend() == "gloo"
-        # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
-        self._compare_examples = None if isinstance(tables[0].plain, torch.nn.Embedding) else compare_examples
+        self._compare_examples = compare_examples
         self._note_used_tables = None if self._pooled else note_used_tables
         self._updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
         self._lookups_with_gradient: set[object] = set()

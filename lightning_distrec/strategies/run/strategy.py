@@ -35,6 +35,7 @@ from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matm
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.session import start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
+from lightning_distrec.strategies.run.unused_parameters import name_unused_option
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 
@@ -225,6 +226,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             self._run.has_failed = True
             if isinstance(exception, SystemExit) and exception.code is None:  # Lightning's, out of an evaluation
                 exception.code, exception.args = STOPPED, (STOPPED,)
+        name_unused_option(exception, type(self).__name__)
         super().on_exception(exception)
 
     @property

@@ -9,7 +9,7 @@ look up          the proxies get their lookups
 connect          optimizers and the shards
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -177,13 +177,8 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
         replicas=replicas,
         automatic=run.module.automatic_optimization,
     )
-    compare_examples = weight.add_lookup if weight.counts_examples else None
     learning = any(update.kind != "frozen" for update in updates.values())
-    if learning and weight.counts_examples and all(isinstance(t.plain, nn.Embedding) for t in shards.tables):
-        rank_zero_info(
-            "torchrec_sharded: lookups of nn.Embedding do not show how many examples a batch has. Where ranks have "
-            "batches of unequal size, gradients are the mean of the ranks' means, as under DDP."
-        )
+    only_rows = all(isinstance(table.plain, nn.Embedding) for table in shards.tables)
     fused_optimizers = shards.fused_optimizers()
     for path, sharded in shards.sharded.items():
         tables = shards.tables_of(path)
@@ -198,6 +193,10 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
         }
         check = IdsCheck(tables, settings.check_ids, consensus)
         push = partial(setup.learning_rates.push, kernels)
+        compare: Callable[[int, int, int], None] | None = weight.add_lookup if weight.counts_examples else None
+        if compare is not None and isinstance(tables[0].plain, nn.Embedding):
+            # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
+            compare = weight.add_ids if only_rows and learning else None
         lookup = ShardedLookup(
             sharded,
             tables,
@@ -207,7 +206,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
             push,
             run.device,
             run.output_dtype,
-            compare_examples,
+            compare,
             partial(shards.note_used_tables, path),
         )
         shards.proxies[path].lookup = lookup

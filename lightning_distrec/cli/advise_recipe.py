@@ -1,0 +1,75 @@
+"""Which strategy suits the module of a recipe's YAML, which is built, and runs one batch; nothing is trained."""
+
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_distrec._compat.deprecations import hide_upstream_deprecations
+from lightning_distrec.advice.advise import Advice, advise
+from lightning_distrec.callbacks.throughput import count_samples
+from lightning_distrec.cli.recipes import (
+    MetaRecipeBuilder,
+    RecipeBuilder,
+    build_recipe,
+    count_devices,
+    full_precision_name,
+    is_on_gpu,
+)
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
+from lightning_distrec.strategies.estimates.estimate import Job
+from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
+from lightning_distrec.units import parse_bytes
+
+
+def advise_on(options: Namespace) -> Advice:
+    """Return the advice for the job that the options describe. Raises ConfigError."""
+    for name in ("nodes", "devices"):
+        if options[name] is not None and options[name] < 1:
+            raise ConfigError(f"--{name} {options[name]}: must be at least 1.")
+    if not options.config:
+        raise ConfigError("advise: --config is missing. Give it the YAML file that fit would get.")
+    memory = options.device_memory
+    if memory is not None:
+        memory = parse_bytes(memory, f"--device-memory {memory!r}")
+    hide_upstream_deprecations()
+    built = build_recipe(options.config, MetaRecipeBuilder if options.meta else RecipeBuilder)
+    settings, precision = built.settings, full_precision_name(built.settings.precision)
+    device = "cuda" if is_on_gpu(settings.accelerator) else "cpu"
+    num_nodes = options.nodes or int(settings.num_nodes)
+    ranks_per_node = options.devices or count_devices(settings.devices, device)
+    if memory is None and device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("advise: this machine has no GPU to read the memory from. Set --device-memory 80GB.")
+    memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
+    job = Job(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
+    if options.no_batch:
+        profile = StepProfile(notes=("no batch was read (--no-batch)",))
+    else:
+        profile = _profile_first_batch(built, precision)
+    return advise(built.model, job, settings, device, profile)
+
+
+def _profile_first_batch(built: RecipeBuilder, precision: str) -> StepProfile:
+    """Run a step with the first training batch on the CPU. Where that fails, the profile has the reason."""
+    module = built.model
+    try:
+        batch = _first_batch(module, built.datamodule)
+        if not built.on_meta:
+            module.configure_model()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
+    return profile_step(module, batch, count_samples(batch), precision)
+
+
+def _first_batch(module: LightningModule, data: LightningDataModule | None) -> Any:
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))
+    if not is_overridden("train_dataloader", module):
+        raise ConfigError("there is neither a data module nor a train_dataloader in the module")
+    return next(iter(module.train_dataloader()))

@@ -1,0 +1,95 @@
+"""What is said of lookups and layers names our options, and only where it matters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_distrec import TunedDDPStrategy
+from tests.support.dense_runs import fit
+from tests.support.embedding_models import KeepsState, loader, train_unsharded
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import make_trainer
+
+
+class Scores(KeepsState):
+    """One nn.Embedding. skips: whether every other step returns no loss."""
+
+    def __init__(self, skips: bool = False, optimizer: str = "SGD") -> None:
+        super().__init__()
+        self.skips, self.optimizer = skips, optimizer
+        self.item = nn.Embedding(40, 8)
+        self.out = nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        loss = self.out(self.item(batch)).pow(2).mean()
+        return None if self.skips and batch_idx % 2 == 0 else loss
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
+
+
+def _ids(step: int, size: int = 4) -> Tensor:
+    return torch.randint(0, 40, (size,), generator=torch.Generator().manual_seed(step))
+
+
+def _notes(unequal: bool) -> list[str]:
+    """Return what is said of unequal numbers of ids."""
+    from lightning_distrec.optimizers.loss_weight import LossWeight
+
+    said: list[str] = []
+    made = LossWeight.__init__
+
+    def listen(self: LossWeight, reduction: Any, ranks: Any, notify: Any) -> None:
+        made(self, reduction, ranks, said.append)
+
+    LossWeight.__init__ = listen  # type: ignore[method-assign]
+    try:
+        batches = [_ids(step, 4 + 2 * (unequal and step == 3 and rank_and_num_ranks()[0])) for step in range(5)]
+        make_trainer({"convert_embeddings": "all"}).fit(Scores(), loader(batches))
+    finally:
+        LossWeight.__init__ = made  # type: ignore[method-assign]
+    return said
+
+
+def test_unequal_numbers_of_ids_are_noted_once_and_equal_ones_never() -> None:
+    for found in run_each_on_ranks({"equal": (_notes, False), "unequal": (_notes, True)}, 2):
+        assert found["equal"] == []
+        (note,) = found["unequal"]
+        assert "ranks look up unequal numbers of ids (4 to 6)" in note
+
+
+def _unused() -> str:
+    try:
+        fit("Unused", TunedDDPStrategy())
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_the_error_about_unused_layers_names_our_strategy() -> None:
+    for said in run_on_warm_ranks(_unused, 2):
+        assert "TunedDDPStrategy(find_unused_parameters=True)" in said
+        assert "Parameter indices which did not receive grad" in said
+        assert " DDPStrategy" not in said
+
+
+def _skip(optimizer: str, depth: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = Scores(True, optimizer)
+    make_trainer({"convert_embeddings": "all", "pipeline": {"depth": depth}}).fit(model, loader(STEPS))
+    return model.final_state
+
+
+STEPS = [_ids(step) for step in range(6)]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_steps_that_return_no_loss_change_nothing_on_one_rank(optimizer: str) -> None:
+    torch.manual_seed(3)
+    plain = train_unsharded(Scores(False, optimizer), [[batch] for batch in STEPS[1::2]])
+    (found,) = run_each_on_ranks({str(depth): (_skip, optimizer, depth) for depth in (1, 2, 3)}, 1)
+    for state in found.values():
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5, msg=name)
