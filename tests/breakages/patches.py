@@ -92,6 +92,22 @@ BREAKAGES = (
     ),
     # ---- checkpoint
     Breakage(
+        "file-without-states",
+        "lightning_distrec/checkpoint/single_file.py",
+        r"states = ranks\.all_gather\(self\.rank_state\)",
+        "states = [self.rank_state] * ranks.num_ranks",
+        "A checkpoint in one file gives every rank the random generators and loaders of rank 0 on resuming.",
+        ("multiprocess/test_single_files.py",),
+    ),
+    Breakage(
+        "pickled-shards",
+        "lightning_distrec/sharding/proxies.py",
+        r"= refuse_pickling\(state\[name\], [^\n]*\)",
+        "= state[name]",
+        "torch.save(model.state_dict()) on one rank loses the rows of the others without a word.",
+        ("multiprocess/test_unsharding.py",),
+    ),
+    Breakage(
         "truncated-checkpoint",
         "lightning_distrec/checkpoint",
         r"if found != size:",

@@ -3,6 +3,7 @@
 import functools
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +23,7 @@ from lightning_distrec.cluster.job_key import VARIABLE
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.cluster.threads import cpus_of_this_process, num_threads, use_threads
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.run.watchdog import start_watchdog, watched
 from lightning_distrec.units import quantity
 
@@ -40,6 +42,21 @@ def check_launch(strategy: DDPStrategy, num_nodes: int) -> None:
         devices: Any = strategy.parallel_devices
         available = strategy.accelerator.auto_device_count()  # type: ignore[union-attr]
         check_numbers(launched, len(devices), available, num_nodes)
+
+
+def check_script(environment: Any, num_ranks: int) -> None:
+    """Raise ConfigError where Lightning would start the other ranks by running this script again, and there is none."""
+    if num_ranks == 1 or environment is None or environment.creates_processes_externally:
+        return
+    is_notebook = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if is_notebook or sys.argv[0] in ("-", "-c", ""):
+        where = "a notebook or an interactive session" if is_notebook else f"python {sys.argv[0] or '-'}"
+        raise ConfigError(
+            f"{num_ranks} ranks: the others are started by running the script again, and {where} has no script. Write "
+            "the code into a file (%%writefile train.py in a notebook) and start it with python train.py or torchrun "
+            "(!python train.py); load what it has trained with MyModule.load_from_checkpoint. Or set devices=1 here. "
+            "Lightning's ddp_notebook trains without sharding."
+        )
 
 
 def wrap_launch(strategy: DDPStrategy, before_fit: Callable[[Trainer], None], timeout_seconds: float) -> None:

@@ -30,7 +30,13 @@ from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoin
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.full_parameters import full_parameter
 from lightning_distrec.strategies.run.given_options import as_options
-from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
+from lightning_distrec.strategies.run.launched_ranks import (
+    check_launch,
+    check_script,
+    connect_ranks,
+    launched_of,
+    wrap_launch,
+)
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.session import start_session
@@ -120,6 +126,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def _configure_launcher(self) -> None:
         self._sets_threads = self.launched is not None and VARIABLE not in os.environ  # Lightning's launcher sets it
         check_launch(self, self._num_nodes)
+        check_script(self.cluster_environment, self.num_processes)
         super()._configure_launcher()
         wrap_launch(self, self._find_job_checkpoint, self._wait.total_seconds())
 
