@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_exporting
 from torch.jit import is_tracing
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import ShardedModule, ShardedTensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -94,7 +94,9 @@ class ShardedProxy(nn.Module):
         destination = {} if destination is None else destination
         state = self.sharded_state_dict()
         for key, name in self.keys.items():
-            destination[f"{prefix}{key}"] = refuse_pickling(state[name], f"{self.path}.{key}")
+            value = state[name]  # of a data-parallel table, a plain tensor with all of it
+            is_full = not isinstance(value, ShardedTensor)
+            destination[f"{prefix}{key}"] = value if is_full else refuse_pickling(value, f"{self.path}.{key}")
         return destination
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
