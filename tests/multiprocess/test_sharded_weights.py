@@ -203,7 +203,10 @@ REFUSED: dict[str, tuple[Hook, str]] = {
     "row": (lambda model: model.item_embedding.weight.data[0].zero_(), r"\(__getitem__\)"),
     "grad_norm": (lambda model: grad_norm(model, 2), r"the gradient of the sharded table .*gradient_norms\(\)"),
     "other data": (lambda model: setattr(model.item_embedding.weight, "data", torch.zeros(70, 16)), r"\(data =\)"),
-    "pickled": (lambda model: torch.save(list(model.parameters()), io.BytesIO()), "to pickle it, which full_parameter"),
+    "pickled": (
+        lambda model: torch.save([p.data for p in model.parameters()], io.BytesIO()),
+        "to pickle it, which full_parameter",
+    ),
     "averaged": (lambda model: torch.zeros(70, 16).lerp_(model.item_embedding.weight.data, 0.1), "none of its shards"),
 }
 
