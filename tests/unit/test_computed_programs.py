@@ -1,0 +1,89 @@
+"""Random programs: what is computed ahead is what the program computes, or it is not computed ahead."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_distrec.pipeline.computed.recorder import Recorder
+from lightning_distrec.pipeline.computed.replaying import replaying
+from lightning_distrec.pipeline.computed.variants import ComputedCall
+from lightning_distrec.pipeline.learning import RecordedCall
+from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
+from lightning_distrec.pipeline.provenance.sources import BatchRoots
+
+WIDTHS = (4, 7, 12)
+Step = Callable[[Tensor, dict[str, Tensor]], Tensor]
+STEPS: list[Step] = [
+    lambda x, b: x + 3,
+    lambda x, b: x % 8,
+    lambda x, b: x * 5 % x.shape[0],
+    lambda x, b: x.flip(0),
+    lambda x, b: x[: x.shape[0] // 2 + 1],
+    lambda x, b: x[:, : int(b["len"].max())],
+    lambda x, b: x[:, :-1] if x.shape[1] > 1 else x,
+    lambda x, b: x.clamp(max=int(b["len"].sum()) % 9),
+    lambda x, b: x + x.numel(),
+    lambda x, b: x + torch.arange(x.shape[1]),
+    lambda x, b: torch.cat([x, x]),
+    lambda x, b: x.masked_fill(x > 5, 0),
+    lambda x, b: x + 1 if b["len"].sum() % 2 == 0 else x * 2,
+    lambda x, b: x.clone().index_fill_(0, torch.tensor([0]), 1),
+    lambda x, b: torch.where(x > b["len"].max(), x, 0),
+    lambda x, b: x.reshape(-1, 1).expand(-1, 2),
+    lambda x, b: x + torch.tensor([len(b["len"])]),
+]
+
+
+def run(program: list[int], seed: int) -> tuple[int, int]:
+    """Return in how many steps the program's result was computed ahead, and in how many it was another one."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    call, module, ahead, wrong = ComputedCall("t", 0), nn.Module(), 0, 0
+    width = draw.choice(WIDTHS)
+    for step in range(14):
+        size = draw.choice((8, 8, 8, 5))
+        batch = {"x": torch.randint(0, 50, (size, width)), "len": torch.randint(1, width + 1, (size,))}
+        roots, found = BatchRoots(batch), None
+        if step >= 3:
+            with replaying():
+                try:
+                    found = call.get(roots)[0]
+                except Exception:
+                    found = None
+        roots.memo.clear()
+        recorder: Any = Recorder(BatchObjects(roots), roots, module)
+        with recorder.recording():
+            x = batch["x"]
+            for index in program:
+                x = STEPS[index](x, batch)
+        if found is not None:
+            ahead += 1
+            wrong += not (found.dtype == x.dtype and torch.equal(found, x))
+        if step < 3 or found is None:
+            recorded = RecordedCall("t", (x,), recorder._objects, recorder)
+            call.learn(recorded.reason or recorded.variant)  # type: ignore[arg-type]
+    return ahead, wrong
+
+
+programs = st.lists(st.integers(0, len(STEPS) - 1), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(program=programs, seed=st.integers(0, 10_000))
+def test_what_a_random_program_computes_is_computed_ahead_or_not_at_all(program: list[int], seed: int) -> None:
+    assert run(program, seed)[1] == 0
+
+
+@pytest.mark.slow
+def test_of_many_random_programs_hardly_any_is_computed_wrongly_ahead() -> None:
+    """What is wrong is an error at the call, which compares by value."""
+    draw = random.Random(1)
+    found = [run([draw.randrange(len(STEPS)) for _ in range(draw.randint(1, 5))], seed) for seed in range(1500)]
+    assert sum(ahead > 0 for ahead, _ in found) > 500
+    assert sum(wrong > 0 for _, wrong in found) <= 15
