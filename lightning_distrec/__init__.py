@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_distrec._compat.lightning import override_environment_choice
+from lightning_distrec._compat.lightning_namespaces import refuse_in_other_trainers, refuse_other_objects
 from lightning_distrec._compat.lightning_saving import read_folders_too
+from lightning_distrec.namespaces import refuse_in_other_trainer, refuse_other_namespace
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
@@ -104,6 +106,8 @@ def _is_ours(strategy: Any) -> bool:
 
 
 override_environment_choice(_is_ours, _choose_environment)
+refuse_in_other_trainers(lambda strategy: refuse_in_other_trainer(strategy) if _is_ours(strategy) else None)
+refuse_other_objects(refuse_other_namespace)
 
 
 def _is_folder(path: Any) -> bool:

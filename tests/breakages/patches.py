@@ -578,4 +578,20 @@ BREAKAGES = (
         "Two backwards before a step update fused tables twice, under manual optimization.",
         ("multiprocess/test_fused_by_hand.py",),
     ),
+    Breakage(
+        "callbacks-of-pytorch-lightning",
+        "lightning_distrec/strategies/run",
+        r"refuse_other_callbacks\(trainer\.callbacks\)",
+        "refuse_other_callbacks([])",
+        "A ModelCheckpoint or an average of pytorch_lightning is none to lightning.pytorch, and no one is warned.",
+        ("contracts/test_compat_namespaces.py",),
+    ),
+    Breakage(
+        "subclasses-of-pytorch-lightning",
+        "lightning_distrec/namespaces.py",
+        r"for kind in type\(instance\)\.__mro__",
+        "for kind in (type(instance),)",
+        "A user's module of the other namespace is refused as if it were no LightningModule.",
+        ("contracts/test_compat_namespaces.py",),
+    ),
 )

@@ -15,7 +15,7 @@ MAX_LINES = 310
 
 ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "units", "atomic_files", "_compat"}
-GROUND |= {"own_operations", "unpicklable"}
+GROUND |= {"namespaces", "own_operations", "unpicklable"}
 PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
 SHARDING = {
     "sharding",
@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "host_memory": set(),
     "units": {"errors"},
     "unpicklable": {"errors"},
+    "namespaces": {"errors"},
     "atomic_files": set(),
     "own_operations": set(),
     "_compat": {"errors", "versions"},

@@ -24,6 +24,7 @@ from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.cluster.threads import VARIABLE
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
+from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint, next_fit
@@ -165,9 +166,10 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def begin_run(self, trainer: Trainer, kind: type[AnyRun]) -> AnyRun:
         """Begin `setup`: from now on signals are recorded, and what is put into `run.undo` is undone by teardown.
 
-        Raises ConfigError: a CheckpointIO plugin would be ignored.
+        Raises ConfigError: a CheckpointIO plugin would be ignored, or a callback is one of pytorch_lightning's.
         """
         session, module = self.session, trainer.lightning_module
+        refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
         session.checkpoints.start_run(module)
         consensus, checkpoints = session.step_consensus, session.checkpoints
