@@ -1,5 +1,6 @@
 """What torchrec_sharded has during one run, and how `setup` sets up the layers around the sharded tables."""
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,8 @@ class TorchRecRun(Run):
         self, strategy: DDPStrategy, settings: TableSettings, nodes: NodeLayout, shards_dense: bool
     ) -> RunTables | None:
         """Collective. Plan and shard the module's tables, and connect their optimizers; None where it has none."""
+        # Shards of a module that is no longer used are in reference cycles, which Python would collect much later.
+        gc.collect()
         tables = set_up_tables(
             SetUpInputs(
                 trainer=self.trainer,

@@ -1,5 +1,7 @@
 """Optimizers that outlive a fit, gradient code that is not the Trainer's, and what a review found."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -102,6 +104,24 @@ def _fits(kind: type, optimizer: Any, fits: int, options: dict[str, Any] | None 
     for _ in range(fits):
         train_sharded(model, STEPS)
     return model.final_state
+
+
+def _fits_of_new_modules(fits: int) -> list[bool]:
+    gc.disable()  # so that only the product collects
+    try:
+        earlier: list[weakref.ref[ClickModel]] = []
+        for _ in range(fits):
+            model, trainer = train_sharded(seeded(ClickModel, *SGD), 2)
+            earlier.append(weakref.ref(model))
+            del model, trainer
+    finally:
+        gc.enable()
+    return [model() is not None for model in earlier]
+
+
+def test_tables_of_earlier_fits_are_gone_when_the_next_fit_shards() -> None:
+    for left in run_on_warm_ranks(_fits_of_new_modules, 2, 4):
+        assert not any(left[:-1]), left
 
 
 @pytest.mark.parametrize("optimizer", [SGD, (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.05})])
