@@ -106,7 +106,7 @@ class Consensus:
         return result  # type: ignore[return-value]
 
 
-FIRST_BYTES = 1024
+FIRST_BYTES = 64
 """What one message holds; a rank whose value is larger makes all send a second one."""
 LENGTH_BYTES = 8
 

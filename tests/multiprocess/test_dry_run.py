@@ -18,7 +18,7 @@ from lightning_distrec.cli import main as cli
 from lightning_distrec.sharding.plan.plan_differences import differences
 from lightning_distrec.sharding.plan.plan_file import load_plan
 from lightning_distrec.sharding.plan.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
-from tests.multiprocess.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, _batch
+from tests.multiprocess.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, UNUSED, _batch
 from tests.support.advised_models import NUM_USERS, Advised
 from tests.support.movielens_folder import write_movielens_folder
 from tests.support.ranks import run_each_on_ranks
@@ -167,7 +167,8 @@ def test_bytes_of_a_step_are_those_that_ranks_send(fitted: dict[str, Path], caps
     sent = torch.load(file.parent / "run" / "version_0" / "sent.pt")
     assert told[ROWS][0] == pytest.approx(sent[ROWS], abs=1)
     assert told[ROW_GRADIENTS][0] == pytest.approx(sent[ROW_GRADIENTS], abs=1)
-    assert told[IDS][0] + AGREED == pytest.approx(sent[IDS], abs=1)
+    # One exchange has no weights: that of the rows, both row-wise.
+    assert told[IDS][0] + AGREED + UNUSED == pytest.approx(sent[IDS], abs=1)
     assert DENSE_GRADIENTS in sent
     assert set(told) == set(TRAFFIC_KINDS)
 

@@ -224,5 +224,5 @@ def test_fused_tables_rest_while_another_optimizer_is_toggled_or_are_refused(tog
         states, refused = of_rank["fused"]
         if refused:
             assert re.search("table 'ebc.wide' .*embedding_update='(auto|sparse)'", refused)
-        else:
+        elif of_rank is toggled[0]:  # the other ranks have no full tables
             assert_equal(states, lambda name: train_toggling(Toggles, name))

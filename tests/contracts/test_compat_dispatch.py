@@ -1,0 +1,57 @@
+"""What we use of torch's dispatcher."""
+
+import torch
+
+from lightning_distrec._compat import dispatch
+
+ATEN = torch.ops.aten
+
+
+def test_operations_are_watched_inside_of_the_context_only() -> None:
+    seen: list[object] = []
+    x = torch.arange(3)
+    assert not dispatch.is_watched()
+    with dispatch.watch_operations(lambda operation, args, kwargs, output: seen.append((operation, args[0], output))):
+        assert dispatch.is_watched()
+        y = x + 1
+    x + 2
+    assert [operation for operation, _, _ in seen] == [ATEN.add.Tensor]
+    assert seen[0][1] is x
+    assert seen[0][2] is y
+
+
+def test_a_function_that_is_first_called_while_watched_is_compiled_afterwards() -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with dispatch.watch_operations(lambda *_: None):
+        double(torch.ones(2))
+    double(torch.ones(2))
+    assert compiled
+
+
+def test_arguments_are_named_and_sizes_marked() -> None:
+    assert dispatch.arguments_of(ATEN.narrow.default) == [
+        ("self", False),
+        ("dim", False),
+        ("start", True),
+        ("length", True),
+    ]
+    assert ("end", True) in dispatch.arguments_of(ATEN.arange.default)
+
+
+def test_what_is_written_in_place_is_known() -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    assert [one is x for one in dispatch.written_by(ATEN.add_.Tensor, (x, y), {})] == [True]
+    assert list(dispatch.written_by(ATEN.add.Tensor, (x, y), {})) == []
+    assert [one is y for one in dispatch.written_by(ATEN.add.out, (x, x), {"out": y})] == [True]
+
+
+def test_views_have_one_storage() -> None:
+    x = torch.zeros(4)
+    assert dispatch.storage_key(x[1:]) == dispatch.storage_key(x)
+    assert dispatch.storage_key(x.clone()) != dispatch.storage_key(x)
