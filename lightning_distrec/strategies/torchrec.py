@@ -102,7 +102,6 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def __init__(
         self,
         embedding_update: EmbeddingUpdate = "auto",
-        table_optimizer: dict[str, Any] | None = None,
         convert_embeddings: Convert | list[str] = "auto",
         min_rows: int = 100_000,
         sharding_types: list[str] | None = None,
@@ -126,6 +125,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         float32_matmul_precision: MatmulPrecision | None = None,
         timeout_seconds: float = 1800.0,
         watchdog_seconds: float = 30.0,
+        table_optimizer: dict[str, Any] | None = None,
     ) -> None:
         self._settings = TableSettings(
             everywhere=TableOptions(
