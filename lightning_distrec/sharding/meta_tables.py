@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from lightning_distrec.sharding.tables import odd_dim
+
 
 @contextlib.contextmanager
 def tables_on_meta() -> Iterator[None]:
@@ -35,9 +37,9 @@ def _with_meta_default(original: Any) -> Any:
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
-        # A subclass is left alone by the strategy, so it needs its rows now.
+        # A subclass is left alone by the strategy, and so are odd dims; they need their rows now.
         exact = type(args[0]) in (EmbeddingBagCollection, EmbeddingCollection)
-        if exact and given.arguments.get("device") is None:
+        if exact and not odd_dim(given.arguments["tables"]) and given.arguments.get("device") is None:
             given.arguments["device"] = torch.device("meta")
         original(*given.args, **given.kwargs)
 

@@ -1,7 +1,7 @@
 """Finds the embedding tables of a module."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -75,6 +75,8 @@ class FoundTables:
     tables: list[Table]
     left_alone: dict[str, str]
     """Path -> reason, for modules that hold tables and are not sharded."""
+    of_odd_dims: list[Table] = field(default_factory=list)
+    """The tables of collections in `left_alone` that FBGEMM has no rows for; see `odd_dim`."""
 
 
 def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> FoundTables:
@@ -83,11 +85,12 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     conversion: which nn.Embedding and nn.EmbeddingBag are taken too; see plain_embeddings.py.
     EmbeddingBagCollection and EmbeddingCollection are taken by exact type: a subclass may compute something else.
     Modules of torchrec.modules that wrap such collections are left alone, because they do more than look up:
-    a feature processor learns weights through the ids' weights, which do not get gradients across ranks.
-    Raises ShardingError: two tables that share one weight; a table whose dim is no multiple of 4, or whose data type
-    FBGEMM cannot train.
+    a feature processor learns weights through the ids' weights, which do not get gradients across ranks. So are those
+    with a dim that is no multiple of 4.
+    Raises ShardingError: two tables that share one weight; a table whose data type FBGEMM cannot train.
     """
     tables: list[Table] = []
+    of_odd_dims: list[Table] = []
     left_alone: dict[str, str] = {}
     skipped: list[str] = []
     plain = PlainEmbeddings(module, conversion)
@@ -103,14 +106,31 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
             elif taken is not None:
                 tables.append(Table(path, _configs(taken)[0], taken, child))
         elif type(child) in (EmbeddingBagCollection, EmbeddingCollection):
-            tables += [Table(path, config, child) for config in _configs(child)]
+            of_collection = [Table(path, config, child) for config in _configs(child)]
             skipped.append(f"{path}.")
+            if odd := odd_dim(_configs(child)):
+                left_alone[path] = odd
+                of_odd_dims += of_collection
+            else:
+                tables += of_collection
         elif reason := _why_left_alone(child):
             left_alone[path] = reason
             skipped.append(f"{path}.")
     plain.check_names()
+    _refuse_shared_weights(tables, of_odd_dims)
     _check(tables)
-    return FoundTables(tables, left_alone)
+    return FoundTables(tables, left_alone, of_odd_dims)
+
+
+def odd_dim(configs: Iterable[BaseEmbeddingConfig]) -> str | None:
+    """Return why a collection of these tables cannot be sharded: which dim is no multiple of 4; None where all are."""
+    for config in configs:
+        if dim := config.embedding_dim % 4 and config.embedding_dim:
+            return (
+                f"table '{config.name}' has embedding_dim={dim}, but FBGEMM's rows come in multiples of 4 columns, so "
+                f"that only embedding_dim={dim + 4 - dim % 4} would be sharded"
+            )
+    return None
 
 
 def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
@@ -131,8 +151,9 @@ def _why_left_alone(module: nn.Module) -> str | None:
     return None
 
 
-def _check(tables: list[Table]) -> None:
-    first_with: dict[int, str] = {}
+def _refuse_shared_weights(tables: list[Table], of_odd_dims: list[Table]) -> None:
+    """Refuse a weight that is in a sharded table and in another table, sharded or not."""
+    first_with = {id(table.parameter): table.full_name for table in of_odd_dims}
     for table in tables:
         other = first_with.setdefault(id(table.parameter), table.full_name)
         if other != table.full_name:
@@ -140,16 +161,14 @@ def _check(tables: list[Table]) -> None:
                 f"tables '{other}' and '{table.full_name}' share one weight, which cannot live in two sharded tables. "
                 "Use one table and list both features in its feature_names."
             )
+
+
+def _check(tables: list[Table]) -> None:
+    for table in tables:
         if has_gradient_hooks(table.parameter):
             raise ShardingError(
                 f"the weight of table '{table.full_name}' has gradient hooks, which would see only this rank's shard "
                 "of the gradient. Register them on the looked up vectors instead."
-            )
-        dim = table.config.embedding_dim
-        if dim % 4:
-            raise ShardingError(
-                f"table '{table.full_name}': embedding_dim={dim}, but FBGEMM's rows come in multiples of 4 columns. "
-                f"Set embedding_dim={dim + 4 - dim % 4}."
             )
         if table.parameter.dtype not in (torch.float32, torch.float16):
             raise ShardingError(

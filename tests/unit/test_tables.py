@@ -1,11 +1,13 @@
 """Finding tables."""
 
 import pytest
+import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.tables import find_tables, output_names
 from tests.support.click_model import bag_configs
 
@@ -49,11 +51,40 @@ def test_output_names_are_those_of_the_unsharded_collection() -> None:
     assert output_names(find_tables(root).tables) == root.ebc._embedding_names == ["a", "b@wide", "c", "b@shared", "d"]
 
 
-def test_a_dim_that_is_no_multiple_of_four_is_reported_with_the_next_that_is() -> None:
+def test_a_collection_with_a_dim_that_is_no_multiple_of_four_is_left_alone_with_the_next_that_is() -> None:
     root = nn.Module()
-    root.ebc = bags(embedding_dim=10)
-    with pytest.raises(ShardingError, match="table 'ebc.t': embedding_dim=10.*Set embedding_dim=12"):
+    root.even, root.odd = bags(), bags(embedding_dim=10)
+    both = [EmbeddingConfig(name=f"t{dim}", embedding_dim=dim, num_embeddings=5) for dim in (16, 10)]
+    root.mixed = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(**vars(c) | {"feature_names": [c.name]}) for c in both]
+    )
+    found = find_tables(root)
+    assert [table.full_name for table in found.tables] == ["even.t"]
+    assert [table.full_name for table in found.of_odd_dims] == ["odd.t", "mixed.t16", "mixed.t10"]
+    said = "table '{}' has embedding_dim=10, but FBGEMM's rows come in multiples of 4 columns, so that only "
+    said += "embedding_dim=12 would be sharded"
+    assert found.left_alone == {"odd": said.format("t"), "mixed": said.format("t10")}
+
+
+def test_a_weight_of_a_sharded_table_and_of_a_collection_that_is_left_alone_is_reported() -> None:
+    root = nn.Module()
+    odd = EmbeddingBagConfig(name="o", embedding_dim=10, num_embeddings=5, feature_names=["g"])
+    same = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=10, feature_names=["f"])
+    root.first, root.second = bags(), EmbeddingBagCollection(tables=[odd, same])
+    root.first.embedding_bags["t"].weight = root.second.embedding_bags["t"].weight
+    with pytest.raises(ShardingError, match="tables 'second.t' and 'first.t' share one weight"):
         find_tables(root)
+    root.first, root.second = bags(embedding_dim=10), bags(embedding_dim=10)
+    root.second.embedding_bags["t"].weight = root.first.embedding_bags["t"].weight
+    assert find_tables(root).left_alone.keys() == {"first", "second"}, "both stay, with one weight"
+
+
+def test_only_tables_that_can_be_sharded_are_built_on_meta() -> None:
+    with tables_on_meta():
+        assert bags().embedding_bags["t"].weight.is_meta
+        assert not bags(embedding_dim=10).embedding_bags["t"].weight.is_meta
+        with torch.device("meta"):
+            assert bags(embedding_dim=10).embedding_bags["t"].weight.is_meta, "a dry run takes no memory"
 
 
 def test_a_data_type_that_cannot_be_trained_is_reported() -> None:

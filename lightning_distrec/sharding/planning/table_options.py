@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table
 
@@ -163,6 +163,26 @@ def options_by_table(tables: list[Table], everywhere: TableOptions, given: Given
             f"The tables are {', '.join(table.full_name for table in tables) or 'none'}."
         )
     return {table.full_name: _of_table(table, everywhere, parsed) for table in tables}
+
+
+def refuse_named_odd_dims(tables: list[Table], of_odd_dims: list[Table], why: Mapping[str, str], given: Given) -> None:
+    """Raise ShardingError where a name or pattern fits only tables of odd dims, and is not about replicating them.
+
+    of_odd_dims: see FoundTables. why: path of a collection -> the reason why it is not sharded.
+    """
+    for name, options in _parsed(given).items():
+        if options.replicated or any(_fits(table, name) for table in tables):
+            continue
+        odd = next((table for table in of_odd_dims if _fits(table, name)), None)
+        if odd is not None:
+            raise ShardingError(
+                f"tables[{name!r}]: '{odd.full_name}' cannot be sharded: {why[odd.collection]}. Change the dim, give "
+                "tables of other dims a collection of their own, or set replicated=True alone."
+            )
+
+
+def _fits(table: Table, name: str) -> bool:
+    return any(known == name or fnmatchcase(known, name) for known in (table.name, table.full_name))
 
 
 def replicated_collections(tables: list[Table], given: Given) -> set[str]:

@@ -27,7 +27,12 @@ from lightning_distrec.sharding.planning.constraints import (
     allowed_types,
     check_storage,
 )
-from lightning_distrec.sharding.planning.table_options import TableOptions, options_by_table, replicated_collections
+from lightning_distrec.sharding.planning.table_options import (
+    TableOptions,
+    options_by_table,
+    refuse_named_odd_dims,
+    replicated_collections,
+)
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.strategies.tables.weight_reads import weight_reads
@@ -81,7 +86,8 @@ class WantedTables:
 def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
     """Return the tables to shard in an unsharded module. Raises ConfigError, ShardingError."""
     found = find_tables(module, settings.conversion)
-    options = options_by_table(found.tables, settings.everywhere, settings.by_table)
+    refuse_named_odd_dims(found.tables, found.of_odd_dims, found.left_alone, settings.by_table)
+    options = options_by_table([*found.tables, *found.of_odd_dims], settings.everywhere, settings.by_table)
     replicated = replicated_collections(found.tables, settings.by_table)
     tables = [table for table in found.tables if table.collection not in replicated]
     read = _read_tables(module, tables, options)
