@@ -35,11 +35,6 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
     return Watch()
 
 
-def is_watched() -> bool:
-    """Return whether a dispatch mode is active. Source: torch/utils/_python_dispatch.py."""
-    return bool(torch._C._len_torch_dispatch_stack())
-
-
 def arguments_of(operation: Any) -> list[tuple[str, bool]]:
     """Return the name of each argument of an operation, and whether it may be a size: an integer that is no dim.
 

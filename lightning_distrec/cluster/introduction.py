@@ -90,7 +90,7 @@ class _Answer(socketserver.StreamRequestHandler):
             key, identity, nonce = self.server.key, self.server.identity, secrets.token_hex(16)
             self._send({"nonce": nonce, "job": _digest(nonce, identity), "offer": key.offer})
             if (answer := self.rfile.readline(MAX_LINE_BYTES)).strip():
-                theirs = _fields(answer)
+                theirs = fields_of(answer)
                 if key.is_signed(theirs.get("proof"), "a rank", identity, nonce, theirs.get("nonce")):
                     port = self.server.store_port
                     self._send({"port": port, "proof": key.sign("rank 0", identity, theirs["nonce"], port)})
@@ -109,13 +109,13 @@ def find_introduction(host: str, port: int, identity: str, given: Mapping[str, s
     """
     with suppress(OSError, ValueError), socket.create_connection((host, port), TRY_SECONDS) as connection:
         lines = connection.makefile("rb")
-        first, nonce = _fields(lines.readline(MAX_LINE_BYTES)), secrets.token_hex(16)
+        first, nonce = fields_of(lines.readline(MAX_LINE_BYTES)), secrets.token_hex(16)
         if first.get("job") != _digest(str(first.get("nonce")), identity):
             return None
         key = key_by_offer(str(first.get("offer")), given)
         proof = key.sign("a rank", identity, first["nonce"], nonce)
         connection.sendall(json.dumps({"nonce": nonce, "proof": proof}).encode() + b"\n")
-        second = _fields(lines.readline(MAX_LINE_BYTES))
+        second = fields_of(lines.readline(MAX_LINE_BYTES))
         if not key.is_signed(second.get("proof"), "rank 0", identity, nonce, second.get("port")):
             raise RendezvousError(
                 f"rank 0 at {host} does not have the key that this rank has from {key.origin}. {SET_IT}."
@@ -129,7 +129,7 @@ def _digest(nonce: str, identity: str) -> str:
     return hashlib.sha256(f"{nonce}\n{identity}".encode()).hexdigest()
 
 
-def _fields(line: bytes) -> dict[str, Any]:
-    """Return a line's fields. Raises ValueError: it is no line of ours."""
+def fields_of(line: bytes) -> dict[str, Any]:
+    """Return the fields of a line of JSON. Raises ValueError: it is none."""
     found = json.loads(line)
     return found if isinstance(found, dict) else {}

@@ -19,7 +19,14 @@ from typing import Any, Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_distrec.cluster.introduction import LOOPBACK, TRY_SECONDS, find_introduction, introduce, listen_at
+from lightning_distrec.cluster.introduction import (
+    LOOPBACK,
+    TRY_SECONDS,
+    fields_of,
+    find_introduction,
+    introduce,
+    listen_at,
+)
 from lightning_distrec.cluster.job_key import SET_IT, JobKey, key_by_offer, key_of_rank_0
 from lightning_distrec.errors import RendezvousError
 from lightning_distrec.units import shortened
@@ -252,11 +259,10 @@ def _wait_for_the_others(store: Store, waiting: _Waiting) -> None:
 
 
 def _fields(text: bytes) -> Mapping[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
+    """Return what a rank has written into the store; nothing, where it is not of ours."""
+    with suppress(ValueError):
+        return fields_of(text)
+    return {}
 
 
 def _ports_in_words(ports: tuple[int, ...]) -> str:

@@ -10,9 +10,9 @@ ATEN = torch.ops.aten
 def test_operations_are_watched_inside_of_the_context_only() -> None:
     seen: list[object] = []
     x = torch.arange(3)
-    assert not dispatch.is_watched()
+    assert torch._C._len_torch_dispatch_stack() == 0
     with dispatch.watch_operations(lambda operation, args, kwargs, output: seen.append((operation, args[0], output))):
-        assert dispatch.is_watched()
+        assert torch._C._len_torch_dispatch_stack() == 1
         y = x + 1
     x + 2
     assert [operation for operation, _, _ in seen] == [ATEN.add.Tensor]

@@ -82,11 +82,6 @@ class Number:
         """The operations whose value it may be."""
         return [origin[1] for origin in self.origins if origin[0] == "read"]
 
-    @property
-    def is_fixed_size(self) -> bool:
-        """Whether it is a size that comes from no size of the batch."""
-        return self.is_size and all(origin[0] == "const" for origin in self.origins)
-
 
 @dataclass
 class Operation:
