@@ -1,7 +1,8 @@
 """Trains an unchanged LightningModule with its embedding tables sharded over many ranks and nodes.
 
-Importing this package registers the strategies with Lightning, and lets it read checkpoints that are folders. torchrec
-and fbgemm load when a strategy that needs them is made, or when one of the names below that needs them is first used.
+Importing this package registers the strategies with Lightning, and lets it read and upload checkpoints that are
+folders. torchrec and fbgemm load when a strategy that needs them is made, or when one of the names below that needs
+them is first used.
 """
 
 from functools import partial
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_distrec._compat.lightning import override_environment_choice
+from lightning_distrec._compat.lightning_loggers import upload_folders_too
 from lightning_distrec._compat.lightning_namespaces import refuse_in_other_trainers, refuse_other_objects
 from lightning_distrec._compat.lightning_saving import read_folders_too
+from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
 from lightning_distrec.namespaces import refuse_in_other_trainer, refuse_other_namespace
 
 if TYPE_CHECKING:
@@ -119,6 +122,7 @@ def _read_folder(path: Any, with_optimizers: bool) -> Any:
 
 
 read_folders_too(_is_folder, _read_folder)
+upload_folders_too(wait_for_checkpoint)
 
 
 def _make(class_name: str, **arguments: Any) -> Any:

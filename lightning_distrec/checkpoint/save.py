@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_distrec.atomic_files import write_file
 from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, clean_up, remove
+from lightning_distrec.checkpoint.in_flight import writing
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
 from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors
@@ -194,6 +195,7 @@ class Saver:
         on_host = snapshot.on_host()
         self.in_flight = snapshot.path
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
+        writing[snapshot.path] = self._thread
         self._thread.start()
 
     def _write(self, snapshot: Writable) -> None:
@@ -232,6 +234,8 @@ class Saver:
                 f"giving up on a checkpoint that is still being written after {time.monotonic() - began:.0f} s. "
                 "Earlier checkpoints are unchanged: resume from one of them."
             )
+        if self.in_flight is not None:
+            writing.pop(self.in_flight, None)
         self._thread = self.in_flight = None
         failure, self._failure = self._failure, None
         to_remove, self._to_remove = self._to_remove, []

@@ -594,4 +594,12 @@ BREAKAGES = (
         "A user's module of the other namespace is refused as if it were no LightningModule.",
         ("contracts/test_compat_namespaces.py",),
     ),
+    Breakage(
+        "upload-in-flight",
+        "lightning_distrec/checkpoint/in_flight.py",
+        r"thread\.join\(\)",
+        "pass",
+        "A logger looks for a checkpoint that a thread is still writing, and never uploads it.",
+        ("unit/test_in_flight.py",),
+    ),
 )

@@ -2,7 +2,6 @@
 
 import importlib.abc
 import importlib.machinery
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.support import installing
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
@@ -26,14 +26,8 @@ Published = tuple[str, nn.Module, Callable[[Any], Tensor], Callable[[int], Any]]
 
 def install(folder: Path) -> str:
     """Install the packages, without what they depend on, into a folder; returns why that failed, or ""."""
-    for package in PACKAGES:
-        place = folder / package.partition("==")[0]
-        if not place.exists():
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), package]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            if done.returncode:
-                return done.stderr[-500:]
-    return ""
+    each = (installing.install(folder / name.partition("==")[0], [name], "--no-deps") for name in PACKAGES)
+    return next(filter(None, each), "")
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
