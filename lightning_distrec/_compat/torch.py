@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,8 +24,17 @@ def share_hooks(original: nn.Module, module: nn.Module) -> None:
 
 def has_gradient_hooks(parameter: nn.Parameter, but: int = 0) -> bool:
     """Return whether a parameter has hooks of `register_hook`, or more than `but` post-accumulate-grad hooks."""
-    after: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-    return bool(parameter._backward_hooks) or len(after) > but
+    return have_gradient_hooks([parameter], but)
+
+
+def have_gradient_hooks(parameters: list[nn.Parameter], but: int = 0) -> bool:
+    """Return whether one of these parameters has such hooks, at no Python call for each."""
+    after = map(len, filter(None, map(_HOOKS_AFTER, parameters)))
+    return any(map(_HOOKS, parameters)) or max(after, default=0) > but
+
+
+_HOOKS = attrgetter("_backward_hooks")
+_HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")
 
 
 def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Callable[[], None]:
@@ -165,6 +175,14 @@ FIRST_ORDERED = 2**60
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return a tensor's version, which each write in place increments; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the versions of tensors that are no inference tensors, at no Python call for each."""
+    return list(map(_VERSION, tensors))
+
+
+_VERSION = attrgetter("_version")
 
 
 def register_container(

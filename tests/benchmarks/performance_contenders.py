@@ -27,7 +27,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import lightning_distrec
 from lightning_distrec import TorchRecShardedStrategy
-from tests.benchmarks.performance_model import LEARNING_RATE, NAMES, Batches, LitDLRM, NetWithLoss, as_dict, make_net
+from tests.benchmarks.performance_model import LEARNING_RATE, Batches, LitDLRM, NetWithLoss, as_dict, make_net
 from tests.support.click_model import NO_OUTPUT
 
 CUT = "table_wise"
@@ -58,6 +58,11 @@ class Turn:
 class Contender(Protocol):
     """One way to train the model. `losses`: those of all steps so far, on this rank."""
 
+    clock: Callable[[], float]
+    """Called when a step begins; returns seconds."""
+    steps: Turn
+    """Of each turn."""
+
     @property
     def losses(self) -> list[Tensor]: ...
 
@@ -68,13 +73,18 @@ class Contender(Protocol):
 class ByHand:
     """The model in torchrec's DistributedModelParallel, planned by its planner, its loop written out."""
 
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
+
     def __init__(self, num_rows: int, batches: Batches, turn: Turn) -> None:
-        net = make_net(num_rows)
+        net = make_net(num_rows, len(batches.names))
         weights = {name: weight.detach() for name, weight in net.state_dict().items()}
         module = NetWithLoss(net)
         apply_optimizer_in_backward(torch.optim.SGD, net.sparse_arch.parameters(), {"lr": LEARNING_RATE})
         self.model = DistributedModelParallel(
-            module, device=torch.device("cpu"), plan=_plan(module), sharders=[EmbeddingBagCollectionSharder()]
+            module,
+            device=torch.device("cpu"),
+            plan=_plan(module, batches.names),
+            sharders=[EmbeddingBagCollectionSharder()],
         )
         _copy_rows(self.model, weights)
         dense = KeyedOptimizerWrapper(
@@ -89,7 +99,7 @@ class ByHand:
         """Collective. Train over all batches once more, one after the other."""
         ticks = []
         for batch in self.batches.loader(Batch, self.steps.steps):
-            ticks.append(time.perf_counter())
+            ticks.append(self.clock())
             self.optimizer.zero_grad()
             loss, detached = self.model(batch)
             loss.backward()
@@ -109,7 +119,7 @@ class ByHandPipelined(ByHand):
         """Collective. Train over all batches once more, up to three of them in flight."""
         ticks, batches = [], iter(self.batches.loader(Batch, self.steps.steps))
         while True:
-            ticks.append(time.perf_counter())
+            ticks.append(self.clock())
             try:
                 self.losses.append(self.pipeline.progress(batches))
             except StopIteration:
@@ -120,8 +130,8 @@ def _ranks_on_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def _plan(module: nn.Module) -> ShardingPlan:
-    constraints = {f"t_{name}": ParameterConstraints(sharding_types=[CUT]) for name in NAMES}
+def _plan(module: nn.Module, names: list[str]) -> ShardingPlan:
+    constraints = {f"t_{name}": ParameterConstraints(sharding_types=[CUT]) for name in names}
     topology = Topology(world_size=dist.get_world_size(), local_world_size=_ranks_on_node(), compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     return planner.collective_plan(module, [EmbeddingBagCollectionSharder()], dist.group.WORLD)
@@ -141,10 +151,12 @@ class ByTrainer:
     strategy: makes the strategy of a fit.
     """
 
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
+
     def __init__(
         self, num_rows: int, batches: Batches, turn: Turn, strategy: Callable[[], Any], logged: bool = False
     ) -> None:
-        self.module = LitDLRM(num_rows, logged)
+        self.module = LitDLRM(num_rows, logged, len(batches.names))
         self.batches, self.steps, self.strategy = batches, turn, strategy
 
     @property
@@ -153,7 +165,7 @@ class ByTrainer:
 
     def turn(self, *callbacks: pl.Callback) -> list[float]:
         """Collective. Fit over all batches once more."""
-        clock = Clock()
+        clock = Clock(self.clock)
         trainer = pl.Trainer(
             strategy=self.strategy(),
             accelerator="cpu",
@@ -171,11 +183,12 @@ class ByTrainer:
 class Clock(pl.Callback):
     """Notes when each step begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.ticks: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.ticks.append(time.perf_counter())
+        self.ticks.append(self.clock())
 
 
 def our_strategy(depth: int = 1, **options: Any) -> TorchRecShardedStrategy:

@@ -13,7 +13,6 @@ from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRM
 
 NUM_TABLES, DIM, NUM_DENSE = 8, 64, 13
-NAMES = [f"f{i}" for i in range(NUM_TABLES)]
 HIDDEN = 128
 BATCH_SIZE = 512
 LARGEST_BAG = 20
@@ -26,12 +25,17 @@ def table_bytes(num_rows: int) -> int:
     return NUM_TABLES * num_rows * DIM * 4
 
 
-def make_net(num_rows: int) -> DLRM:
+def feature_names(num_tables: int = NUM_TABLES) -> list[str]:
+    """Return the name of each table's feature; the table's own is `t_` and that."""
+    return [f"f{i}" for i in range(num_tables)]
+
+
+def make_net(num_rows: int, num_tables: int = NUM_TABLES) -> DLRM:
     """Return torchrec's own DLRM with the weights from which every contender starts."""
     torch.manual_seed(7)
     tables = [
         EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=num_rows, feature_names=[name])
-        for name in NAMES
+        for name in feature_names(num_tables)
     ]
     return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [HIDDEN, DIM], [HIDDEN, 1])
 
@@ -39,9 +43,9 @@ def make_net(num_rows: int) -> DLRM:
 class LitDLRM(pl.LightningModule):
     """The net as one would train it on one device. logged: log the loss and update a metric at every step."""
 
-    def __init__(self, num_rows: int, logged: bool = False) -> None:
+    def __init__(self, num_rows: int, logged: bool = False, num_tables: int = NUM_TABLES) -> None:
         super().__init__()
-        self.net = make_net(num_rows)
+        self.net = make_net(num_rows, num_tables)
         self.auroc = torchmetrics.classification.BinaryAUROC() if logged else None
         self.losses: list[Tensor] = []
 
@@ -50,8 +54,8 @@ class LitDLRM(pl.LightningModule):
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
         if self.auroc is not None:
             self.auroc.update(logits.detach(), batch["label"].int())
-            self.log("loss", loss, batch_size=BATCH_SIZE)
-            self.log("auroc", self.auroc, on_step=False, on_epoch=True, batch_size=BATCH_SIZE)
+            self.log("loss", loss, batch_size=len(logits))
+            self.log("auroc", self.auroc, on_step=False, on_epoch=True, batch_size=len(logits))
         self.losses.append(loss.detach())
         return loss
 
@@ -83,30 +87,33 @@ def as_dict(dense: Tensor, ids: KeyedJaggedTensor, label: Tensor) -> dict[str, A
 class _Clicks(Dataset):
     """Batches that were drawn before. A KeyedJaggedTensor keeps what it computes of itself, so each one is new."""
 
-    def __init__(self, drawn: list[tuple[Tensor, ...]], form: Form) -> None:
-        self.drawn, self.form = drawn, form
+    def __init__(self, names: list[str], drawn: list[tuple[Tensor, ...]], form: Form) -> None:
+        self.names, self.drawn, self.form = names, drawn, form
 
     def __len__(self) -> int:
         return len(self.drawn)
 
     def __getitem__(self, i: int) -> Any:
         dense, values, lengths, label = self.drawn[i]
-        return self.form(dense, KeyedJaggedTensor(keys=NAMES, values=values, lengths=lengths), label)
+        return self.form(dense, KeyedJaggedTensor(keys=self.names, values=values, lengths=lengths), label)
 
 
 class Batches:
     """Some batches of one rank, in memory."""
 
-    def __init__(self, num_rows: int, number: int, rank: int) -> None:
+    def __init__(
+        self, num_rows: int, number: int, rank: int, num_tables: int = NUM_TABLES, batch_size: int = BATCH_SIZE
+    ) -> None:
+        self.names = feature_names(num_tables)
         draw = torch.Generator().manual_seed(1 + rank)
         self.drawn = []
         for _ in range(number):
-            lengths = torch.randint(0, LARGEST_BAG + 1, (NUM_TABLES * BATCH_SIZE,), generator=draw)
+            lengths = torch.randint(0, LARGEST_BAG + 1, (num_tables * batch_size,), generator=draw)
             values = torch.randint(0, num_rows, (int(lengths.sum()),), generator=draw)
-            dense = torch.randn(BATCH_SIZE, NUM_DENSE, generator=draw)
-            label = torch.randint(0, 2, (BATCH_SIZE,), generator=draw).float()
+            dense = torch.randn(batch_size, NUM_DENSE, generator=draw)
+            label = torch.randint(0, 2, (batch_size,), generator=draw).float()
             self.drawn.append((dense, values, lengths, label))
 
     def loader(self, form: Form, number: int) -> DataLoader:
         """Return a loader of the first `number` batches."""
-        return DataLoader(_Clicks(self.drawn[:number], form), batch_size=None)
+        return DataLoader(_Clicks(self.names, self.drawn[:number], form), batch_size=None)

@@ -145,6 +145,8 @@ def test_has_gradient_hooks_sees_both_kinds() -> None:
     weights[2].register_post_accumulate_grad_hook(lambda weight: None)
     assert [_torch.has_gradient_hooks(weight) for weight in weights] == [False, True, True]
     assert [_torch.has_gradient_hooks(weight, but=1) for weight in weights] == [False, True, False]
+    assert [_torch.have_gradient_hooks(weights[:n]) for n in range(4)] == [False, False, True, True]
+    assert not _torch.have_gradient_hooks([weights[0], weights[2]], but=1)
 
 
 def test_watch_total_norm_sees_what_clip_grad_norm_takes_and_can_be_undone() -> None:

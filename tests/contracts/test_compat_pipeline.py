@@ -190,6 +190,7 @@ def test_version_of_counts_writes_in_place() -> None:
     before = _torch.version_of(tensor)
     tensor[:1].add_(1)
     assert _torch.version_of(tensor) == before + 1
+    assert _torch.versions_of([tensor, torch.zeros(3)]) == [before + 1, 0]
     with torch.inference_mode():
         assert _torch.version_of(torch.zeros(3)) is None
 

@@ -18,8 +18,8 @@ class TableUse:
     """What a lookup needs to know of a table's sharding and update."""
 
     sharding_type: str
-    learns: Callable[[], bool]
-    """Whether the table's weight needs a gradient now."""
+    weight: torch.nn.Parameter
+    """This rank's first shard, which is frozen and unfrozen with the table."""
     adds_up: bool
     """Whether two updates inside of one backward are one with the sum of their gradients."""
 
@@ -72,7 +72,10 @@ class LookupOutputs:
             for name, feature in self.summed_means.items():
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
         # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
-        columns |= {name: self._frozen(name, columns[name]) for name in frozen}
+        if frozen:
+            columns |= {name: self._frozen(name, columns[name]) for name in frozen}
+        if self._output_dtype is None:
+            return {name: columns[name] for name in self.names}
         return {name: self._typed(columns[name]) for name in self.names}
 
     def _frozen(self, name: str, values: torch.Tensor) -> torch.Tensor:

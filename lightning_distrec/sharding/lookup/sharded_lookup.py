@@ -10,6 +10,7 @@ It does the work of torchrec's forward, and returns the types, keys and column o
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -35,6 +36,8 @@ from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_of import without_guards
+
+NEEDS_GRADIENT = attrgetter("requires_grad")
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
 
@@ -88,7 +91,7 @@ class ShardedLookup:
         self.counts_ids = isinstance(tables[0].plain, torch.nn.Embedding)
         """Whether a call does not show its number of examples, so that ids are counted."""
         self._pooled = tables[0].pooled
-        self._uses = uses
+        self._weights = {name: use.weight for name, use in uses.items()}
         self._outputs = LookupOutputs(tables, uses, output_dtype)
         replicated = [table.full_name for table in tables if uses[table.name].sharding_type == "data_parallel"]
         self._inputs = LookupInputs(tables, replicated, self._outputs.summed_means, known_keys)
@@ -252,9 +255,9 @@ class ShardedLookup:
     @without_guards
     def _frozen(self) -> set[str]:
         """Return the outputs of the tables that are frozen now."""
-        tables = {name for name, use in self._uses.items() if not use.learns()}
-        if not tables:
-            return tables
+        if all(map(NEEDS_GRADIENT, self._weights.values())):  # as nearly always, at no call for each table
+            return set()
+        tables = {name for name, weight in self._weights.items() if not weight.requires_grad}
         return {output for output, table in self._outputs.table_of.items() if table in tables}
 
     @contextmanager

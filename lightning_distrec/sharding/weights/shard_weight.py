@@ -56,8 +56,15 @@ DESCRIBES = frozenset([
 """Methods that read no values, or that copy and print all that this rank has."""
 
 
+READ_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
 def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
+    if func == READ_GRADIENT:  # zero_grad asks each weight at each step, and most have none
+        with without_guard():
+            if args[0].grad is None:
+                return None
     name, is_attribute = func.__name__, False
     if name in ("__get__", "__set__", "__delete__"):
         is_attribute = True

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetchers, skip_transfer_hook_when
-from lightning_distrec._compat.torch import version_of
+from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.own_operations import OWN
@@ -63,11 +63,13 @@ class PrefetchableTable:
         self._streams = streams
         self._changes = changes
         names = [table.full_name for table in tables.shards.tables_of(lookup.path)]
-        self._weights = [shard.weight for name in names for shard in tables.shards.shards[name]]
-        self._written: list[int | None] = []
+        weights = [shard.weight for name in names for shard in tables.shards.shards[name]]
+        self._weights = [weight for weight in weights if not weight.is_inference()]  # others have no version
+        self._written: list[int] = []
         self._changed = 0
         # Learning rates are read from the param groups, not from the kernels, which some ranks do not have.
-        self._param_groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
+        groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
+        self._param_groups = list({group.label: group for group in groups}.values())
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
         self.early = all(tables.updates[name].kind != "fused_lazy" for name in names)
 
@@ -90,7 +92,7 @@ class PrefetchableTable:
         Raises ShardingError: rows were written to otherwise, inside of the step.
         """
         with without_guard():
-            written = [version_of(weight) for weight in self._weights]
+            written = versions_of(self._weights)
         changed = self._changes.count
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(

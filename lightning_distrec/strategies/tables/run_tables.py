@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
-from lightning_distrec._compat.torch import has_gradient_hooks
+from lightning_distrec._compat.torch import has_gradient_hooks, have_gradient_hooks
 from lightning_distrec.errors import OptimizerError
 from lightning_distrec.optimizers.backward_watch import BackwardWatch, CollectionWatch, ManualWatch
 from lightning_distrec.optimizers.joint_steps import AddedTables, before_zero_grad, parameters_of, step_with, zero_with
@@ -55,6 +55,8 @@ class RunTables:
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
+        shards_of = self.shards.shards
+        self._fused_shards = [shard.weight for name in self.fused_tables for shard in shards_of[name]]
         self.backward_watch = BackwardWatch(self.fused_tables if self.automatic else [])
         self._manual_watch: ManualWatch | None = None
         self.unfreezing = Unfreezing(self.shards, self.updates)
@@ -164,6 +166,8 @@ class RunTables:
         return factor
 
     def _refuse_late_hooks(self) -> None:
+        if not have_gradient_hooks(self._fused_shards, but=1):
+            return
         for name in self.fused_tables:
             if any(has_gradient_hooks(shard.weight, but=1) for shard in self.shards.shards[name]):
                 raise OptimizerError(

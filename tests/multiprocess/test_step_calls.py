@@ -1,0 +1,41 @@
+"""How many Python functions a training step calls in the main thread, which does not vary as times do."""
+
+import io
+import warnings
+from collections import Counter
+from contextlib import redirect_stdout
+
+import torch
+import torch.distributed as dist
+
+from tests.benchmarks.host_time_steps import CONTENDERS, COUNTED_TURN, calls_of
+from tests.benchmarks.performance_model import Batches
+from tests.benchmarks.performance_rounds import join_ranks, silence
+from tests.support.ranks import run_on_ranks
+
+FEW, MANY = 8, 24
+LIMIT = 390
+"""Of functions of ours in a step with FEW tables; each takes 0.3 to 1 microseconds. Lower it when there are fewer."""
+LIMIT_OF_A_TABLE = 1.0
+"""Of functions of ours for each further table."""
+
+
+def test_a_step_calls_no_more_functions_than_before() -> None:
+    few, many = run_on_ranks(_calls, 2)[0]
+    assert 0 < few.total() <= LIMIT, few.most_common(40)
+    assert (many.total() - few.total()) / (MANY - FEW) <= LIMIT_OF_A_TABLE, (many - few).most_common(20)
+
+
+def _calls() -> list[Counter[str]]:
+    """Return how often a step with few and with many tables calls each function of lightning_distrec."""
+    torch.set_num_threads(1)
+    join_ranks()
+    silence()
+    found = []
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for num_tables in (FEW, MANY):
+            batches = Batches(1_000, COUNTED_TURN.steps, dist.get_rank(), num_tables, batch_size=8)
+            functions, _ = calls_of(CONTENDERS["ours"](1_000, batches, COUNTED_TURN))
+            found.append(Counter({n: k for n, k in functions.items() if n.startswith("lightning_distrec/")}))
+    return found
