@@ -15,6 +15,21 @@ from lightning_distrec.sharding.proxies import ShardedProxy
 
 Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 Convert = Literal["auto", "all", "none"]
+HARMLESS = frozenset({
+    "__init__",
+    "reset_parameters",
+    "_fill_padding_idx_with_zero",
+    "extra_repr",
+    "__repr__",
+    "__module__",
+    "__doc__",
+    "__dict__",
+    "__weakref__",
+    "__annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+})
+"""What a subclass may have of its own and still be looked up as nn.Embedding is."""
 POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 
 
@@ -87,12 +102,15 @@ class PlainEmbeddings:
                 )
 
     def _why_not(self, plain: Plain) -> str:
-        if type(plain) not in (nn.Embedding, nn.EmbeddingBag):
-            return f"{type(plain).__name__} is a subclass and may compute something else"
+        if changed := _overridden(type(plain)):
+            return f"{type(plain).__name__} is a subclass and may compute something else: it has its own {changed}"
         if not isinstance(plain.weight, nn.Parameter):
             return "its weight is computed, not a parameter (a parametrization)"
         if has_gradient_hooks(plain.weight):
             return "its weight has gradient hooks, which would see a part of the gradient only"
+        besides = [name for name, _ in [*plain.named_parameters(), *plain.named_buffers()] if name != "weight"]
+        if besides:
+            return f"it has a '{besides[0]}' besides its weight"
         if plain.max_norm is not None:
             return f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank by itself"
         if plain.scale_grad_by_freq:
@@ -107,6 +125,16 @@ class PlainEmbeddings:
         if others:
             return f"its weight is also '{min(others)}'"
         return ""
+
+
+def _overridden(kind: type[Plain]) -> str:
+    """Return the first name by which a subclass may compute something else than its lookup does, or ""."""
+    base: type[nn.Module] = nn.Embedding if issubclass(kind, nn.Embedding) else nn.EmbeddingBag
+    for subclass in kind.__mro__[: kind.__mro__.index(base)]:
+        for name in vars(subclass):
+            if hasattr(base, name) and name not in HARMLESS:
+                return name
+    return ""
 
 
 def _table_name(path: str) -> str:

@@ -224,6 +224,14 @@ KINDS: dict[type[nn.Module], type[ShardedProxy]] = {
 }
 
 
+def _kind_of(original: type[nn.Module]) -> type[ShardedProxy]:
+    """Return the class of a proxy; it inherits from a subclass of nn.Embedding, whose methods are then there."""
+    kind = next(KINDS[base] for base in original.__mro__ if base in KINDS)
+    if original in KINDS:
+        return kind
+    return type(original.__name__, (kind, original), {"__module__": original.__module__})
+
+
 def make_proxy(
     original: nn.Module,
     path: str,
@@ -241,7 +249,7 @@ def make_proxy(
     shards: name of a weight -> this rank's shards, which are registered as "weight", "weight_1", ...
     tables: name of a weight -> full name of its table.
     """
-    kind = KINDS[type(original)]
+    kind = _kind_of(type(original))
     module = kind.__new__(kind)
     module.replace(original, path, sharded, keys, load)
     if isinstance(module, _PlainProxy):

@@ -19,7 +19,10 @@ from tests.support.trainers import make_trainer
 
 
 class MyEmbedding(nn.Embedding):
-    """A subclass: it may compute anything."""
+    """A subclass that computes something else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
 
 
 WHOLE: dict[str, tuple[Callable[[], Embedding], str]] = {

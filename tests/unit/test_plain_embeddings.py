@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -15,7 +15,18 @@ from lightning_distrec.sharding.tables import FoundTables, find_tables
 
 
 class MyBag(nn.EmbeddingBag):
-    """A subclass: it may compute anything."""
+    """A subclass that computes something else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Offset(nn.Embedding):
+    """A subclass with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(9, 8)
+        self.bias = nn.Parameter(torch.zeros(9))
 
 
 def _root(**children: nn.Module) -> nn.Module:
@@ -66,10 +77,11 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "frequency": (lambda: nn.EmbeddingBag(9, 8, scale_grad_by_freq=True), "scale_grad_by_freq"),
     "max": (lambda: nn.EmbeddingBag(9, 8, mode="max"), "mode='max'"),
     "dim": (lambda: nn.Embedding(9, 10), "embedding_dim=10.*multiples of 4"),
-    "subclass": (lambda: MyBag(9, 8), "MyBag is a subclass"),
+    "subclass": (lambda: MyBag(9, 8), "MyBag is a subclass.*its own forward"),
+    "more": (Offset, "it has a 'bias' besides its weight"),
     "double": (lambda: nn.Embedding(9, 8).double(), r"torch\.float64"),
     "weight_norm": (lambda: nn.utils.weight_norm(nn.Embedding(9, 8)), "weight"),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 8)), "is a subclass"),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 8)), "is a subclass|computed"),
 }
 
 

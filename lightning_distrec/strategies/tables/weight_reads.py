@@ -23,6 +23,8 @@ HARMLESS = frozenset({
 })
 SUMS = frozenset(["pow", "square", "abs", "norm", "sum", "mean"])
 """What is exact on a shard, or over all ranks, without the full weight: see sharding/weights."""
+ANY = "*"
+"""In the place of a name: any child, of a ModuleDict or ModuleList."""
 BEFORE_SHARDING = frozenset({"setup", "configure_model", "configure_optimizers", "reset_parameters", "prepare_data"})
 
 
@@ -34,9 +36,9 @@ def weight_reads(root: nn.Module) -> dict[int, str]:
             if kind.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec"):
                 continue
             for method, chain in _reads_of(kind):
-                read = _resolve(module, chain)
-                if isinstance(read, (nn.Embedding, nn.EmbeddingBag)):
-                    found.setdefault(id(read), f"{kind.__name__}.{method}")
+                for read in _resolve(module, chain):
+                    if isinstance(read, (nn.Embedding, nn.EmbeddingBag)):
+                        found.setdefault(id(read), f"{kind.__name__}.{method}")
     return found
 
 
@@ -68,10 +70,10 @@ def _find(kind: type) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _chain(node: ast.AST) -> tuple[str, ...]:
-    """Return ("emb", "weight") for `self.emb.weight`, () for what is none."""
+    """Return ("tables", ANY, "weight") for `self.tables[i].weight`, () for what is none."""
     names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        names.append(node.attr if isinstance(node, ast.Attribute) else _key(node))
         node = node.value
     return tuple(reversed(names)) if isinstance(node, ast.Name) and node.id == "self" else ()
 
@@ -86,11 +88,13 @@ def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return False
 
 
-def _resolve(module: nn.Module, chain: tuple[str, ...]) -> Any:
-    found: Any = module
+def _key(node: ast.Subscript) -> str:
+    return str(node.slice.value) if isinstance(node.slice, ast.Constant) else ANY
+
+
+def _resolve(module: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
+    """Return the submodules that the names may stand for."""
+    found = [module]
     for name in chain:
-        children = dict(found.named_children()) if isinstance(found, nn.Module) else {}
-        if name not in children:
-            return None
-        found = children[name]
+        found = [child for parent in found for key, child in parent.named_children() if name in (key, ANY)]
     return found

@@ -1,0 +1,53 @@
+"""Which embeddings' weights a module reads, as far as its source shows."""
+
+from torch import Tensor, nn
+
+from lightning_distrec.strategies.tables.weight_reads import weight_reads
+
+
+class Codes(nn.Embedding):
+    """Reads its own weight."""
+
+    def similar(self, code: Tensor) -> Tensor:
+        return code @ self.weight.T
+
+
+class Features(nn.Module):
+    """Embeddings of features by name, in a list, and as attributes; some weights are read, some only looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = "item"
+        self.by_name = nn.ModuleDict({"item": nn.Embedding(9, 8), "user": nn.Embedding(9, 8)})
+        self.by_place = nn.ModuleList([nn.Embedding(9, 8), nn.Embedding(9, 8)])
+        self.mask, self.codes, self.looked_up = nn.Embedding(1, 8), Codes(9, 8), nn.Embedding(9, 8)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.looked_up.weight)
+
+    @property
+    def user_weight(self) -> Tensor:
+        return self.by_name["user"].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.looked_up(ids) + self.looked_up.weight.norm()
+        return rows @ self.by_place[len(self.item)].weight.T + self.mask.weight.expand(9, 8)
+
+
+class Chosen(Features):
+    """Reads the weight of an embedding that is known when it runs."""
+
+    def chosen(self) -> Tensor:
+        return self.by_name[self.item].weight
+
+
+def _reads(model: Features) -> dict[str, str]:
+    found = weight_reads(model)
+    return {name: found[id(child)] for name, child in model.named_modules() if id(child) in found}
+
+
+def test_weights_that_are_read_are_found_by_name_by_place_and_in_properties() -> None:
+    known = {"by_place.0": "Features.forward", "by_place.1": "Features.forward", "mask": "Features.forward"}
+    known |= {"codes": "Codes.similar", "by_name.user": "Features.user_weight"}
+    assert _reads(Features()) == known
+    assert _reads(Chosen()) == known | {"by_name.item": "Chosen.chosen", "by_name.user": "Chosen.chosen"}
