@@ -17,6 +17,7 @@ from lightning_distrec._compat.torchrec import (
     free_unsharded_tables,
     free_weights,
     silence_torchrec,
+    skip_idle_record_functions,
 )
 from lightning_distrec.sharding.data_parallel_tables import make_freezable
 from lightning_distrec.sharding.initial_weights import (
@@ -60,6 +61,7 @@ def shard_tables(
     would, or get new ones by `seed` where they were built on meta.
     comms: the types in which rows and gradients are sent. gathered: tables whose full weight user code may read.
     """
+    skip_idle_record_functions()
     env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed import comm_ops as torchrec_comm_ops
+from torchrec.distributed import types as torchrec_types
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat import lightning as _lightning
@@ -284,3 +286,15 @@ def test_fused_splits_send_the_ids_that_an_ordinary_call_sends_and_say_more() ->
     # Also the use of free_unsharded_tables, and the use of record_stream, which runs on a GPU only.
     for seen in run_on_ranks(exchanged, 2):
         assert seen == {"said": [[0, 7], [1, 7]], "equal": True, "meta": True, "streams": True}
+
+
+def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> None:
+    _torchrec.skip_idle_record_functions()
+    replaced = torchrec_types.record_function
+    assert torchrec_comm_ops.record_function is replaced
+    assert not isinstance(torchrec_types.record_function("idle"), torch.profiler.record_function)
+    with torch.profiler.profile() as profile, torchrec_types.record_function("an exchange"):
+        torch.zeros(1)
+    assert "an exchange" in {event.name for event in profile.events()}
+    _torchrec.skip_idle_record_functions()
+    assert torchrec_types.record_function is replaced
