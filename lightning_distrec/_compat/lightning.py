@@ -263,26 +263,28 @@ def stop_between_steps(
     return undo
 
 
-def resume_from(trainer: Any, find: Callable[[], str | None]) -> None:
-    """Let a fit without ckpt_path resume from the checkpoint that `find` returns; None: start from the beginning.
+def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> None:
+    """Let a fit resume from the checkpoint that `find` returns; None: do as `ckpt_path` says.
 
+    find: gets the ckpt_path, None if the user has given none.
     Upstream resumes from the newest `hpc_ckpt_*` in the folder, whichever job wrote it, where it detects Slurm. That is
     wrong for a new job in an old folder, and for jobs that restart without Slurm. `_hpc_resume_path` is a property,
     which an instance cannot override, so the connector's `__class__` is replaced by a subclass.
     Can go when Lightning asks the strategy or the environment for the checkpoint to resume from.
-    Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_parse_ckpt_path`.
+    Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_select_ckpt_path`, which fit calls once.
     """
     from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
     class Resumes(_CheckpointConnector):
         @property
         def _hpc_resume_path(self) -> str | None:
-            return find()
+            return None
 
-        def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
-            if ckpt_path is None and state_fn == "fit" and find() is not None:
-                ckpt_path = "hpc"
-            return super()._parse_ckpt_path(state_fn, ckpt_path, *args, **options)
+        def _select_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
+            given = ckpt_path or (self._ckpt_path if self._user_managed else None)
+            if state_fn == "fit" and (found := find(given)) is not None:
+                return found
+            return super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
 
     trainer._checkpoint_connector.__class__ = Resumes
 

@@ -93,10 +93,16 @@ class UnfinishedFolder:
         # It must be locked before it has a name that `clean_up` of another job may remove.
         new = final.parent / f"{NEW}{uuid.uuid4().hex}"
         new.mkdir()
-        self._lock: int | None = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR)
-        with contextlib.suppress(OSError):  # file systems without locks: see _has_writer
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(self.path)
+        self._lock: int | None = None
+        try:
+            self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR)
+            with contextlib.suppress(OSError):  # file systems without locks: see _has_writer
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(self.path)
+        except BaseException:  # no inode was left for the lock
+            shutil.rmtree(new, ignore_errors=True)
+            self._unlock()
+            raise
 
     def complete(self, marker: dict[str, Any]) -> None:
         """Write the marker, with the list of files, and rename the folder. A checkpoint of that name is replaced.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.atomic_folder import read_marker
+from lightning_distrec.checkpoint.atomic_folder import MARKER, read_marker
 from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, stored_tensor
 from lightning_distrec.checkpoint.plain_state import CHUNKED, from_bytes, insert_tensors, read_plain
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
-from lightning_distrec.checkpoint.single_file import split_extra
+from lightning_distrec.checkpoint.single_file import EXTRA, split_extra
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
 from lightning_distrec.errors import CheckpointError
 
@@ -34,6 +34,32 @@ class Loaded:
     """What rank 0 alone had saved; None for files of other programs."""
     marker: dict[str, Any] | None
     """The content of a folder's marker, or a file's `EXTRA`; None for files of other programs."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which run a checkpoint is of, and how far that was."""
+
+    job: str
+    """The label that it was saved with; "" where a run cannot resume from it by itself."""
+    step: int
+    written: float
+    """When it was complete, by the clock of the file system."""
+
+
+def read_origin(path: Path) -> Origin:
+    """Read where a checkpoint comes from, not its tensors. Raises CheckpointError: it is incomplete, or damaged."""
+    if path.is_dir():
+        written, content = (path / MARKER), read_marker(path)
+        marker: Any = content
+    else:
+        written, content = path, _load_file(path)
+        marker = content.get(EXTRA)
+    try:
+        job = marker.get("job", "") if isinstance(marker, Mapping) else ""
+        return Origin(str(job), int(content["global_step"]) if job else 0, written.stat().st_mtime)
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: its step is not known ({error!r}).") from error
 
 
 def load(path: Path, rank: int, num_ranks: int) -> Loaded:

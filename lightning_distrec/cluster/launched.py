@@ -34,6 +34,8 @@ class Launched:
     """Whether it is a task of a Slurm job, which can be requeued."""
     job: str = ""
     """Name that the job keeps over restarts and shares with no other, for names of files; "" if there is none."""
+    attempt: int = 0
+    """How often the launcher, or its scheduler, has started the job again."""
     nodes: tuple[str, ...] = ()
     """The node of each rank by name; empty where the launcher does not pass it."""
 
@@ -72,6 +74,7 @@ def by_torchrun(given: Mapping[str, str]) -> Launched | None:
             is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         ),
         job="" if run == "none" else "torchrun-" + re.sub(r"\W", "_", run),  # "none": torchrun's default
+        attempt=int(attempt) if attempt.isdecimal() else 0,
     )
 
 

@@ -34,6 +34,7 @@ from lightning_distrec.units import shortened
 LOG_AFTER_SECONDS = 30.0
 """What a rank waits for is logged after this time, and again each time that it has doubled."""
 PAUSE_SECONDS = 0.1
+NAME = "lightning_distrec/job"
 CHALLENGE, ARRIVED, COMPLETE, MISSING, FAILED = "challenge", "arrived", "complete", "missing", "failed"
 
 
@@ -99,6 +100,17 @@ def meet(
             f"rank 0 at {point.host} ended before all ranks had arrived. Its own output says why."
         ) from error
     return store
+
+
+def name_in_store(point: MeetingPoint, rank: int) -> str:
+    """Return a name that a job without an id keeps over the restarts of its launcher's store; "" on other ranks than 0.
+
+    torchrun on several nodes calls all jobs "none" that are started without --rdzv-id; its agent's store stays.
+    """
+    if rank:
+        return ""
+    store = PrefixStore(NAME, TCPStore(point.host, point.ports[0], is_master=False))
+    return store.compare_set(NAME, "", f"torchrun-{secrets.token_hex(8)}").decode()
 
 
 class _Waiting:

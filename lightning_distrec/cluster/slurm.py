@@ -48,7 +48,8 @@ def by_srun(given: Mapping[str, str]) -> Launched | None:
         num_nodes=len(per_node),
         point=_meeting_point(given, by_rank, nodes),
         is_step=True,
-        job=f"slurm-{given['SLURM_JOB_ID']}",
+        job=f"slurm-{_name_of_cluster(given)}{given['SLURM_JOB_ID']}",
+        attempt=int(given.get("SLURM_RESTART_COUNT", "0")),
         nodes=by_rank,
     )
 
@@ -113,6 +114,12 @@ def requeue() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"scontrol: {error}"
     return f"scontrol requeue {job}: {done.stderr.strip()}" if done.returncode else ""
+
+
+def _name_of_cluster(given: Mapping[str, str]) -> str:
+    """Return a part of a job's name: clusters that share a file system count their jobs alike."""
+    name = re.sub(r"\W", "_", given.get("SLURM_CLUSTER_NAME", ""))
+    return f"{name}-" if name else ""
 
 
 def _nodes_by_rank(given: Mapping[str, str], nodes: list[str], per_node: list[int]) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or "error".
         checkpoint: distributed, single_file_below, async_save, start_from, rename: see CheckpointOptions.
-        stopping: auto_requeue, requeue_signal, on_sigterm, resume: see StopOptions.
+        stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
             "highest" in float32. None: leave torch's setting as it is.

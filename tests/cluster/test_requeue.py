@@ -2,12 +2,16 @@
 
 import json
 import os
+import sys
+import time
 from typing import Any
 
 import pytest
 
+from tests.support.kills import check_trained, read_trained
 from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD, SHELL, Result, on_one_machine, results_of
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
@@ -68,3 +72,25 @@ def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_ag
     assert f"code {code}" in printed
     assert said in printed
     _went_on(results_of(printed), code)
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_goes_down_is_requeued_and_trains_what_one_trains_that_never_stops(slurm: Slurm) -> None:
+    folder = slurm.folder / "node down"
+    folder.mkdir()
+    options = ONE_THREAD | {"KILLED_OPTIONS": json.dumps({"pause": 0.1})}
+    script = f"srun {sys.executable} -m tests.support.killed_script '{folder}'"
+    job = slurm.sbatch(script, ["-N2", "--ntasks-per-node=1", "--requeue"], env=options)
+    slurm.wait_for_output(job, "started by Slurm")
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while max(read_trained(folder).last_steps.values(), default=0) < 17:
+        assert time.monotonic() < deadline, slurm.output(job)
+        time.sleep(0.05)
+    slurm.scontrol("update", "nodename=node2", "state=down", "reason=test")  # its slurmd soon returns it to service
+    slurm.wait(job, ["PENDING"])
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
+    trained = read_trained(folder, slurm.output(job))
+    check_trained(trained, folder, allowed=1e-6)
+    assert trained.first_steps.keys() == {0, 1}
+    assert 15 <= trained.first_steps[1] <= trained.last_steps[0] + 1
+    assert "Restarted (Slurm, step" in trained.printed

@@ -59,7 +59,7 @@ print(type(Trainer(strategy="ddp", **{QUIET}).strategy.cluster_environment).__na
     assert done.stdout.split() == ["5", "5", "LightningEnvironment"]
 
 
-def test_resume_from_decides_the_checkpoint_of_a_fit_without_ckpt_path(tmp_path: Path, monkeypatch: Any) -> None:
+def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     (tmp_path / "hpc_ckpt_3.ckpt").write_text("another job's")
@@ -67,10 +67,16 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_without_ckpt_path(tmp_path:
     select = trainer._checkpoint_connector._select_ckpt_path
     model = {"model_provided": True, "model_connected": True}
     assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
-    for found in ("mine.ckpt", None):
-        _lightning.resume_from(trainer, lambda found=found: found)
-        assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == found
-        assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, "given.ckpt", **model) == "given.ckpt"
+    asked = []
+    for found, of_given in (("mine.ckpt", "mine.ckpt"), (None, "given.ckpt")):
+        _lightning.resume_from(trainer, lambda given, found=found: asked.append(given) or found)
+        select = trainer._checkpoint_connector._select_ckpt_path
+        assert select(TrainerFn.FITTING, None, **model) == found
+        assert select(TrainerFn.FITTING, "given.ckpt", **model) == of_given
+        assert select(TrainerFn.TESTING, "given.ckpt", **model) == "given.ckpt"
+    trainer.ckpt_path = "set.ckpt"
+    assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == "set.ckpt"
+    assert asked == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
 
 
 def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:

@@ -60,6 +60,7 @@ def test_torchrun_gives_all_and_hosts_the_meeting() -> None:
         num_nodes=2,
         point=MeetingPoint("node1", (29500,), "torchrun abc/1 attempt 2", is_hosted=True),
         job="torchrun-abc_1",
+        attempt=2,
     )
     assert by_torchrun(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).job == "", "all that have no name are called so"
     assert by_torchrun({}) is None

@@ -24,6 +24,7 @@ from lightning_distrec.checkpoint.single_file import FileSnapshot, fits_in_one_f
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, refuse_folder
+from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters, refuse_callbacks
@@ -53,14 +54,15 @@ class Checkpointing:
         self._saver = Saver(of_writer, options.async_save)
         self._module = module
         self._tables: SavedTables | None = None
+        self._job: JobFit | None = None
         self._zero_rank_of: RankOf | None = None
         self._positions = Positions(consensus)
         self._has_started = False
         self._warned: set[str] = set()
 
-    def start_run(self, module: LightningModule) -> None:
-        """Drop what belongs to the run before; called when a run's set-up starts."""
-        self._module, self._tables, self._zero_rank_of = module, None, None
+    def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
+        """Drop what belongs to the run before; called when a run's set-up starts. job: what its checkpoints are of."""
+        self._module, self._tables, self._zero_rank_of, self._job = module, None, None, job
         self._positions = Positions(self._ranks)
 
     def begin(self, tables: SavedTables | None) -> None:
@@ -150,6 +152,7 @@ class Checkpointing:
         where: str = self._ranks.all_gather(str(path))[0]
         rank_state = self._positions.take_out(checkpoint)
         facts = {
+            "job": self._label_of(checkpoint, where),
             "versions": str(find_installed()),
             "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
         }
@@ -171,6 +174,18 @@ class Checkpointing:
         self._saver.save(snapshot)
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
+
+    def _label_of(self, checkpoint: Mapping[str, Any], path: str) -> str:
+        """Return what a checkpoint says of its job; "" where a restart is not to go on from it.
+
+        One that is saved after an exception may be of the middle of a step, which some parameters have made already.
+        """
+        trainer = self._module.trainer
+        is_of_fit = trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
+        if self._job is None or not is_of_fit or trainer.interrupted:
+            return ""
+        self._job.note_saving(path)
+        return self._job.label
 
     def _write_with(self, io: CheckpointIO, snapshot: FileSnapshot, path: str, storage_options: Any) -> None:
         """Collective. Let rank 0 write a file, at once."""

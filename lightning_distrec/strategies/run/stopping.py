@@ -16,7 +16,7 @@ from lightning_distrec.cluster.environment import SlurmRanks
 from lightning_distrec.cluster.slurm import requeue
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
-from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint
+from lightning_distrec.strategies.checkpoints.job_fit import JobFit, run_name
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code after SIGTERM: that of any program which the signal ends."""
@@ -35,7 +35,10 @@ class StopOptions:
     on_sigterm: Literal["stop", "checkpoint"] = "stop"
     """What SIGTERM to any rank does: "stop" all ranks, or save a "checkpoint" before."""
     resume: Literal["auto", "never"] = "auto"
-    """Whether a fit without ckpt_path resumes from what the same job has saved before it was requeued or restarted."""
+    """Whether a fit resumes from the furthest complete checkpoint that the same job has saved before a restart."""
+    run_name: str | None = None
+    """Name of the run: a script that is started again with it is the same job. None: LIGHTNING_DISTREC_RUN_NAME, or the
+    id of torchrun's or Slurm's job."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("SIG[A-Z0-9]+", self.requeue_signal) or not hasattr(signal, self.requeue_signal):
@@ -45,6 +48,7 @@ class StopOptions:
         for name, allowed in (("on_sigterm", ("stop", "checkpoint")), ("resume", ("auto", "never"))):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"stopping: {name}={value!r} is not known. Use {' or '.join(map(repr, allowed))}.")
+        run_name(self.run_name)
 
     def apply(self, environment: object) -> None:
         """Let Lightning handle the signal, which it does under Slurm only; a user's plugin stays as it is."""
@@ -56,7 +60,7 @@ class StopOptions:
 class StopHandler:
     """Replaces Lightning's signal handlers, and its broadcast of a stop flag in every step, until `undo`.
 
-    step_consensus: for what is exchanged once in every step. job_checkpoint: what is saved before the ranks leave.
+    step_consensus: for what is exchanged once in every step. job: what the fit is called in its job.
     """
 
     def __init__(
@@ -65,13 +69,13 @@ class StopHandler:
         step_consensus: Consensus,
         checkpoints: Checkpointing,
         options: StopOptions,
-        job_checkpoint: JobCheckpoint,
+        job: JobFit,
     ) -> None:
         self._trainer = trainer
         self._consensus = step_consensus
         self._checkpoints = checkpoints
         self._options = options
-        self._job_checkpoint = job_checkpoint
+        self._job = job
         self._flags = step_consensus.flags
         self._flags.reset()
         self._message: PendingMin | None = None
@@ -82,9 +86,19 @@ class StopHandler:
     def undo(self, has_failed: bool) -> None:
         """Restore Lightning's handlers. has_failed: the run has, or was stopped, so that its job's checkpoint stays."""
         if self._trainer.is_global_zero and self._trainer.state.fn == TrainerFn.FITTING and not has_failed:
-            self._job_checkpoint.remove()
+            self._job.end()
         self._undo()
         self._flags.watch(None)
+
+    def note_failure(self, exception: BaseException) -> None:
+        """Note how far a fit has come that fails now. On this rank: others may be gone."""
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return
+        if isinstance(exception, KeyboardInterrupt):  # its user's will: started again, it begins again
+            if self._trainer.is_global_zero:
+                self._job.end()
+        else:
+            self._job.note_failure(self._trainer.global_step)
 
     def _record(self, is_requeue: bool) -> None:
         self._flags.request(REQUEUE if is_requeue else STOP)
@@ -118,7 +132,7 @@ class StopHandler:
         if agreed == CONTINUE:
             return None
         if agreed == REQUEUE or self._options.on_sigterm == "checkpoint":
-            path = self._job_checkpoint.path
+            path = self._job.path
             rank_zero_info(f"Asked to stop: saving {path} after step {self._trainer.global_step}.")
             self._trainer.save_checkpoint(path)
             self._checkpoints.finish(has_failed=False)

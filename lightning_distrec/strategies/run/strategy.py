@@ -1,6 +1,5 @@
 """The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at the same points."""
 
-import functools
 import os
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -22,12 +21,14 @@ from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.cluster.environment import publish_local_world_size
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
+from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.cluster.threads import VARIABLE
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
-from lightning_distrec.strategies.checkpoints.job_checkpoint import JobCheckpoint, next_fit
+from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
+from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.full_parameters import full_parameter
 from lightning_distrec.strategies.run.given_options import as_options
@@ -59,8 +60,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
     num_local_ranks = 1
     """Ranks on this node, once the ranks have met."""
-    job_checkpoint = JobCheckpoint(".", "")
-    """What this job saves when it is asked to stop, and resumes from when it is restarted."""
+    resuming: Resuming | None = None
+    """Where the fit begins, and what its checkpoints are called; None before the first fit."""
     _run: AnyRun | None = None
 
     def __init__(
@@ -129,19 +130,29 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         check_launch(self, self._num_nodes)
         check_script(self.cluster_environment, self.num_processes)
         super()._configure_launcher()
-        wrap_launch(self, self._find_job_checkpoint, self._wait.total_seconds())
+        wrap_launch(self, self._prepare_fit, self._wait.total_seconds())
 
-    def _find_job_checkpoint(self, trainer: Trainer) -> None:
-        """Let a fit resume from what the same job has saved before it was requeued or restarted."""
-        job = self.launched.job if self.launched else ""
-        self.job_checkpoint = JobCheckpoint(trainer.default_root_dir, job, next_fit())
+    def _prepare_fit(self, trainer: Trainer) -> None:
+        """Let a fit resume from what the same job has saved before it was restarted."""
+        options, launched, fit = self._stop_options, self.launched, next_fit()
+        run, job = run_name(options.run_name), launched.job if launched else ""
+        attempt, by = (launched.attempt, launched.by) if launched else (0, "")
 
-        @functools.cache
-        def find() -> str | None:
-            if not job or self._stop_options.resume == "never":
+        def resuming_of(job: str) -> Resuming:
+            of_fit = JobFit(trainer.default_root_dir, job, fit, run)
+            return Resuming(trainer, of_fit, attempt, by, options.resume == "never")
+
+        self.resuming = resuming = resuming_of(job)
+        point = launched.point if launched is not None and launched.point.is_hosted else None
+
+        def find(given: object) -> str | None:
+            if not (run or job or point):
                 return None
             self.setup_environment()  # rank 0 decides, so the ranks must have met
-            return self.job_checkpoint.found(self.session.consensus)
+            ranks = self.session.consensus
+            if not (run or job) and point is not None:
+                self.resuming = resuming_of(ranks.all_gather(name_in_store(point, ranks.rank))[0])
+            return (self.resuming or resuming).find(given, ranks)
 
         resume_from(trainer, find)
 
@@ -171,13 +182,21 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         session, module = self.session, trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
-        session.checkpoints.start_run(module)
+        job = self.resuming.job if self.resuming else JobFit(".", "")
+        session.checkpoints.start_run(module, job)
         consensus, checkpoints = session.step_consensus, session.checkpoints
-        stopping = StopHandler(trainer, consensus, checkpoints, self._stop_options, self.job_checkpoint)
+        stopping = StopHandler(trainer, consensus, checkpoints, self._stop_options, job)
         run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         self._run = run
         return run
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.resuming is not None:
+            self.resuming.keep_folders(checkpoint_path, checkpoint)
+        return checkpoint
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -233,6 +252,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         note_failure()
         if self._run is not None:
             self._run.has_failed = True
+            self._run.stopping.note_failure(exception)
             if isinstance(exception, SystemExit) and exception.code is None:  # Lightning's, out of an evaluation
                 exception.code, exception.args = STOPPED, (STOPPED,)
         name_unused_option(exception, type(self).__name__)

@@ -1,0 +1,265 @@
+"""A fit that is started again goes on from the furthest complete checkpoint of its own job, and from no other's."""
+
+import itertools
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.cluster.environment import LaunchedRanks
+from lightning_distrec.cluster.launched import Launched
+from lightning_distrec.cluster.rendezvous import MeetingPoint
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.checkpoints import job_fit, resuming
+from lightning_distrec.strategies.checkpoints.job_record import FOLDER
+from lightning_distrec.strategies.run.stopping import StopOptions
+from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
+
+STEPS, EPOCHS = 4, 3
+ALL = STEPS * EPOCHS
+
+
+class Died(Exception):
+    """The end of a start."""
+
+
+class Dies(pl.Callback):
+    """Raises after a step."""
+
+    def __init__(self, after: int | None) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.after:
+            raise Died
+
+
+def _environment(job: str, attempt: int) -> LaunchedRanks:
+    rank, num_ranks = rank_and_num_ranks()
+    point = MeetingPoint("127.0.0.1", (int(os.environ["MASTER_PORT"]),), "test")
+    place = {"local_rank": rank, "local_num_ranks": num_ranks, "node": 0, "num_nodes": 1}
+    return LaunchedRanks(Launched("torchrun", rank, num_ranks, point=point, job=job, attempt=attempt, **place))
+
+
+def _start(
+    folder: Path,
+    name: str = "",
+    after: int | None = None,
+    attempt: int = 0,
+    job: str = "",
+    resume: str = "auto",
+    ckpt_path: Any = None,
+    on_exception: bool = False,
+    distributed: bool = False,
+) -> dict[str, Any]:
+    """Start a script as a new process would, and return what it did. after: the step after which it dies."""
+    job_fit._fits = itertools.count(1)
+    _said.clear()
+    model = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
+    best = ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=2)
+    often = ModelCheckpoint(
+        folder / "often" if distributed else None, every_n_train_steps=2, save_top_k=-1, filename="{step}",
+        save_on_exception=on_exception,
+    )  # fmt: skip
+    early = EarlyStopping("val_loss", patience=2)
+    strategy = TorchRecShardedStrategy(
+        stopping={"run_name": name or None, "resume": resume}, checkpoint={"distributed": distributed}
+    )
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=rank_and_num_ranks()[1],
+        plugins=[_environment(job, attempt)],
+        default_root_dir=folder,
+        logger=CSVLogger(folder),
+        max_epochs=EPOCHS,
+        callbacks=[best, often, early, Dies(after)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+    rank = rank_and_num_ranks()[0]
+    val = DataLoader([make_batch(50 + rank)], batch_size=None)
+    with suppress(Died):
+        trainer.fit(model, rank_loader(STEPS, rank), val, ckpt_path=ckpt_path)
+    return {
+        "losses": model.losses,
+        "first": trainer.global_step - len(model.losses),
+        "said": " ".join(line for line in _said if "estart" in line or "again" in line or "skipped" in line),
+        "best": (Path(best.best_model_path).name, sorted(Path(path).name for path in best.best_k_models)),
+        "folders": {str(best.dirpath), str(often.dirpath)},
+        "early": (early.wait_count, float(early.best_score)),
+    }
+
+
+_said: list[str] = []
+
+
+def _live(scratch: str, names: list[str]) -> dict[str, Any]:
+    """Live through stories one after the other, each in a folder of its own."""
+    mine = resuming.rank_zero_info, resuming.rank_zero_warn
+    resuming.rank_zero_info = resuming.rank_zero_warn = _said.append
+    try:
+        return {name: globals()[f"_{name}"](Path(scratch) / name) for name in names}
+    finally:
+        resuming.rank_zero_info, resuming.rank_zero_warn = mine
+
+
+def _alone(folder: Path) -> Any:
+    return _start(folder, "a")
+
+
+def _named(folder: Path) -> Any:
+    return [
+        _start(folder, "a", after=7),
+        _start(folder, "b", after=1),
+        _start(folder, "a", after=9),
+        _start(folder, "a"),
+        _start(folder, "a"),
+    ]
+
+
+def _by_job(folder: Path) -> Any:
+    return [
+        _start(folder, job="x", after=7),
+        _start(folder, job="x", attempt=1),
+        _start(folder, job="x", attempt=2),  # it ended, but not all of the program had
+        _start(folder, job="x", after=1),
+        _start(folder, job="y", after=1, attempt=1),
+        _start(folder, job="x", attempt=1, resume="never", after=1),
+    ]
+
+
+def _damaged(folder: Path) -> Any:
+    """Three complete checkpoints, of which the furthest two are spoilt in different ways."""
+    first = _start(folder, "a", after=7, distributed=True)
+    if rank_and_num_ranks()[0] == 0:
+        (folder / "often" / "step=6.ckpt" / "rank_1.pt").write_bytes(b"no")
+        state = folder / "often" / "step=4.ckpt" / "state.pt"
+        state.write_bytes(b"\0" * state.stat().st_size)
+        (folder / "often" / ".distrec-unfinished-x").mkdir()
+        (folder / "often" / "step=99.ckpt").mkdir()
+        for each in folder.rglob("epoch=*.ckpt"):
+            shutil.rmtree(each)
+    return [first, _start(folder, "a", distributed=True)]
+
+
+def _given(folder: Path) -> Any:
+    given = _start(folder / "other", "other", after=3)
+    path = next((folder / "other").rglob("step=2.ckpt"))
+    return [
+        given,
+        _start(folder, "a", after=5, ckpt_path=path),
+        _start(folder, "a", after=8, ckpt_path=path),
+        _start(folder, "b", after=3, ckpt_path=path),
+    ]
+
+
+def _on_exception(folder: Path) -> Any:
+    return [_start(folder, "a", after=7, on_exception=True), _start(folder, "a")]
+
+
+def _lost_record(folder: Path) -> Any:
+    first = _start(folder, "a", after=7, distributed=True)
+    if rank_and_num_ranks()[0] == 0:
+        shutil.rmtree(folder / FOLDER)
+    return [first, _start(folder, "a", distributed=True)]
+
+
+def _lived(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Return what became of stories, on each of two ranks."""
+    return run_on_warm_ranks(_live, 2, str(folder), list(names))
+
+
+def _firsts(starts: list[dict[str, Any]]) -> list[int]:
+    return [start["first"] for start in starts]
+
+
+def test_a_run_started_again_with_its_name_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    for of_rank in _lived(tmp_path, "alone", "named"):
+        alone, (first, other, second, third, fourth) = of_rank["alone"], of_rank["named"]
+        assert _firsts([first, other, second, third, fourth]) == [0, 0, 6, 8, 12]
+        assert first["losses"] == alone["losses"][:7]
+        assert second["losses"] == alone["losses"][6:9]
+        assert third["losses"] == alone["losses"][8:]
+        assert (third["best"], third["early"]) == (alone["best"], alone["early"])
+        assert first["folders"] == second["folders"] == third["folders"]
+        assert len(first["folders"]) == 1
+        assert "started again" in second["said"].lower()
+        assert "step=6.ckpt, step 6, the furthest complete checkpoint of the job run-a-fit1" in second["said"]
+        assert "The job had come to step 7: 1 step is trained again" in second["said"]
+        assert "step 9: 1 step is" in third["said"]
+        assert fourth["losses"] == []
+
+
+@pytest.mark.slow
+def test_a_job_restarted_by_its_launcher_goes_on_and_a_new_start_after_its_end_begins_again(tmp_path: Path) -> None:
+    lived = _lived(tmp_path, "alone", "by_job")
+    for of_rank in lived:
+        starts = of_rank["by_job"]
+        assert _firsts(starts) == [0, 6, ALL, 0, 0, 0]
+        assert "Restarted (torchrun, attempt 1): training resumes from" in starts[1]["said"]
+        assert starts[0]["losses"][:6] + starts[1]["losses"] == of_rank["alone"]["losses"]
+        assert "The fit had come to its end" in starts[2]["said"] or of_rank is not lived[0]
+        assert starts[3]["said"] == ""
+        assert "attempt 1): training starts at step 0. The job y-" in starts[4]["said"]
+        assert "because of stopping={'resume': 'never'}" in starts[5]["said"]
+
+
+def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_line_each(tmp_path: Path) -> None:
+    lived = _lived(tmp_path, "alone", "damaged")
+    for of_rank in lived:
+        first, second = of_rank["damaged"]
+        assert _firsts([first, second]) == [0, 2]
+        assert first["losses"][:2] + second["losses"] == of_rank["alone"]["losses"]
+    said = lived[0]["damaged"][1]["said"]
+    for what in (
+        "step=6.ckpt is damaged: rank_1.pt has 2 bytes",
+        "step=4.ckpt/state.pt cannot be read",
+        "step=99.ckpt",
+    ):
+        assert what in said
+    assert ".distrec-unfinished-x was never completed" in said
+
+
+@pytest.mark.slow
+def test_ckpt_path_is_for_the_first_start(tmp_path: Path) -> None:
+    for of_rank in _lived(tmp_path, "given"):
+        starts = of_rank["given"]
+        assert _firsts(starts) == [0, 2, 4, 2]
+        assert "step=2.ckpt' was for its first start" in starts[2]["said"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_exception_is_not_resumed_by_itself(tmp_path: Path) -> None:
+    for of_rank in _lived(tmp_path, "on_exception"):
+        assert _firsts(of_rank["on_exception"]) == [0, 6]
+
+
+@pytest.mark.slow
+def test_without_the_record_dirpaths_are_searched(tmp_path: Path) -> None:
+    for of_rank in _lived(tmp_path, "alone", "lost_record"):
+        first, second = of_rank["lost_record"]
+        assert second["first"] == 6
+        assert first["losses"][:6] + second["losses"] == of_rank["alone"]["losses"]
+        assert "not known" in second["said"]
+
+
+def test_a_name_that_is_no_files_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="run_name='a/b': it becomes part of a file's name"):
+        StopOptions(run_name="a/b")
+    monkeypatch.setenv("LIGHTNING_DISTREC_RUN_NAME", "from the environment")
+    assert job_fit.run_name("mine") == "mine"
+    with pytest.raises(ConfigError, match="run_name='from the environment'"):
+        job_fit.run_name(None)
