@@ -117,8 +117,9 @@ def _is_folder(path: Any) -> bool:
     return isinstance(path, (str, Path)) and (Path(path) / "complete.json").is_file()
 
 
-def _read_folder(path: Any, with_optimizers: bool) -> Any:
-    return import_module("lightning_distrec.checkpoint.tools.contents").read_full(Path(path), with_optimizers)
+def _read_folder(path: Any, with_optimizers: bool, pickles: bool) -> Any:
+    contents = import_module("lightning_distrec.checkpoint.tools.contents")
+    return contents.read_full(Path(path), with_optimizers, pickles)
 
 
 read_folders_too(_is_folder, _read_folder)

@@ -47,13 +47,16 @@ class Origin:
     """When it was complete, by the clock of the file system."""
 
 
-def read_origin(path: Path) -> Origin:
-    """Read where a checkpoint comes from, not its tensors. Raises CheckpointError: it is incomplete, or damaged."""
+def read_origin(path: Path, pickles: bool = False) -> Origin:
+    """Read where a checkpoint comes from, not its tensors. Raises CheckpointError: it is incomplete, or damaged.
+
+    pickles: whether it may hold any types, whose code is run.
+    """
     if path.is_dir():
         written, content = (path / MARKER), read_marker(path)
         marker: Any = content
     else:
-        written, content = path, _load_file(path)
+        written, content = path, _load_file(path, pickles)
         marker = content.get(EXTRA)
     try:
         job = marker.get("job", "") if isinstance(marker, Mapping) else ""
@@ -62,13 +65,16 @@ def read_origin(path: Path) -> Origin:
         raise CheckpointError(f"{path} is damaged: its step is not known ({error!r}).") from error
 
 
-def load(path: Path, rank: int, num_ranks: int) -> Loaded:
-    """Read a checkpoint, without its tables, on this rank alone. Raises CheckpointError: see `read_marker`."""
+def load(path: Path, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
+    """Read a checkpoint, without its tables, on this rank alone.
+
+    pickles: whether it may hold any types, whose code is run. Raises CheckpointError: see `read_marker`.
+    """
     if path.is_dir():
-        return _load_folder(path, rank, num_ranks)
+        return _load_folder(path, rank, num_ranks, pickles)
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}.")
-    checkpoint, extra = split_extra(path, _load_file(path))
+    checkpoint, extra = split_extra(path, _load_file(path, pickles))
     if extra is None:
         return Loaded(checkpoint, None, None, None)
     try:
@@ -81,7 +87,7 @@ def load(path: Path, rank: int, num_ranks: int) -> Loaded:
     return Loaded(checkpoint, rank_state, rank_0_state, extra)
 
 
-def _load_folder(path: Path, rank: int, num_ranks: int) -> Loaded:
+def _load_folder(path: Path, rank: int, num_ranks: int, pickles: bool) -> Loaded:
     marker = read_marker(path)
     same_ranks = marker.get("num_ranks") == num_ranks
     _must_list(path, marker, {STATE_FILE, METADATA_FILE, rank_file(0), rank_file(rank if same_ranks else 0)})
@@ -93,7 +99,7 @@ def _load_folder(path: Path, rank: int, num_ranks: int) -> Loaded:
         return handle if reference[CHUNKED] else handle.read()
 
     try:
-        checkpoint = insert_tensors(read_plain(path / STATE_FILE), stored)
+        checkpoint = insert_tensors(read_plain(path / STATE_FILE, pickles), stored)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint["state_dict"], Mapping):
             raise TypeError("no dict")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -108,11 +114,11 @@ def _must_list(path: Path, marker: Mapping[str, Any], names: set[str]) -> None:
         raise CheckpointError(f"{path} is damaged: its list of files lacks {', '.join(missing)}.")
 
 
-def _load_file(path: Path) -> dict[str, Any]:
+def _load_file(path: Path, pickles: bool) -> dict[str, Any]:
     """Return a Lightning checkpoint; a bare state_dict becomes one. Tensors are mapped into memory, or handles."""
     if path.suffix == SAFETENSORS:
         return {"state_dict": _safetensors(path)}
-    content = read_plain(path)
+    content = read_plain(path, pickles)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, and neither a checkpoint nor a state_dict.")
     if "state_dict" not in content and all(isinstance(value, Tensor) for value in content.values()):

@@ -21,6 +21,10 @@ class CheckpointOptions:
     async_save: bool = False
     """Train on while a copy of the tables on the host is written; at most one checkpoint at a time."""
 
+    pickles: bool = False
+    """Save hyperparameters and what hooks put into checkpoints as they are, as Lightning does, though loading then runs
+    the code of their types, and load such checkpoints. Only for checkpoints that you trust."""
+
     start_from: str | None = None
     """Path of weights to start a new run from: a checkpoint's folder, a Lightning checkpoint, a state_dict of
     torch.save, or a safetensors file."""

@@ -90,9 +90,15 @@ def map_nested(item: Any, path: str, each: Callable[[Any, str], Any]) -> Any:
     return item
 
 
-def to_bytes(value: Any) -> bytes:
-    """Return `value` as torch.save writes it. Raises CheckpointError: it would not load again."""
+def to_bytes(value: Any, pickles: bool = False) -> bytes:
+    """Return `value` as torch.save writes it.
+
+    pickles: whether it may be of any type. Raises CheckpointError: it is not, and would not load again.
+    """
     buffer = io.BytesIO()
+    if pickles:
+        torch.save(value, buffer)
+        return buffer.getvalue()
     try:
         torch.save(value, buffer)
         buffer.seek(0)
@@ -115,7 +121,8 @@ def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:
         raise CheckpointError(
             f"{found} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts). Checkpoints hold "
             "nothing that needs code to be run when it is loaded. Return plain types from the state_dict or "
-            "on_save_checkpoint that it comes from."
+            "on_save_checkpoint that it comes from, or set checkpoint={'pickles': True} in the strategy, which saves "
+            "it as Lightning does."
         )
 
 
@@ -145,9 +152,12 @@ def _loads(value: Any) -> bool:
     return True
 
 
-def read_plain(path: Path) -> Any:
-    """Read plain types and tensors, on the host, from a file of torch.save. Raises CheckpointError: it holds others."""
-    return _load_plain(path, path, mmap=zipfile.is_zipfile(path))
+def read_plain(path: Path, pickles: bool = False) -> Any:
+    """Read plain types and tensors, on the host, from a file of torch.save.
+
+    pickles: whether it may hold other types, whose code is run. Raises CheckpointError: it does, and it may not.
+    """
+    return _load_plain(path, path, zipfile.is_zipfile(path), pickles)
 
 
 def from_bytes(content: bytes, what: str) -> Any:
@@ -155,12 +165,14 @@ def from_bytes(content: bytes, what: str) -> Any:
     return _load_plain(io.BytesIO(content), what, mmap=False)
 
 
-def _load_plain(file: Any, what: Any, mmap: bool) -> Any:
+def _load_plain(file: Any, what: Any, mmap: bool, pickles: bool = False) -> Any:
     try:
-        return torch.load(file, weights_only=True, map_location="cpu", mmap=mmap)
+        return torch.load(file, weights_only=not pickles, map_location="cpu", mmap=mmap)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {what}.") from None
     except Exception as error:
+        if pickles:
+            raise CheckpointError(f"{what} cannot be read ({type(error).__name__}: {error}).") from error
         raise CheckpointError(
             f"{what} cannot be read: it holds something other than tensors and plain types, or is damaged "
             f"({_reason(error)}). Nothing in it was run."
@@ -171,7 +183,7 @@ def _reason(error: Exception) -> str:
     """Return the first line of torch's message, without its advice to read the file unsafely."""
     message = str(error)
     if asked_for := re.search(r"GLOBAL (\S+)", message):
-        return f"it asks for {asked_for[1]}"
+        return f"it asks for {asked_for[1]}; a checkpoint of pickles: true needs that option, if you trust it"
     if not message.strip() or "weights_only" in message:
         return type(error).__name__
     return message.strip().splitlines()[0]

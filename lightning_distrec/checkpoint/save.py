@@ -91,11 +91,12 @@ def take_snapshot(
     marker: dict[str, Any],
     ranks: RanksOfThread,
     extra_files: Mapping[str, bytes] | None = None,
+    pickles: bool = False,
 ) -> Snapshot:
     """Collective. Return what this rank writes; tensors share memory with the module and its optimizers.
 
     extra_files: name -> content of files that loading does not need; those of rank 0 are written.
-    Raises CheckpointError on every rank: something in it is no plain type.
+    pickles: whether `checkpoint` may hold any types. Raises CheckpointError on every rank: something is no plain type.
     """
     # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for writing.
     on_ranks = [set(of_rank) for of_rank in ranks.all_gather(large_tensors(checkpoint))]
@@ -103,7 +104,8 @@ def take_snapshot(
     plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks)
     sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
     state, mine = ranks.all_or_none(
-        "saving a checkpoint", lambda: (to_bytes(plain) if ranks.rank == 0 else None, to_bytes(dict(rank_state)))
+        "saving a checkpoint",
+        lambda: (to_bytes(plain, pickles) if ranks.rank == 0 else None, to_bytes(dict(rank_state))),
     )
     extra_files = extra_files if extra_files and ranks.rank == 0 else {}
     crc32 = {name: zlib.crc32(content) for name, content in extra_files.items()}

@@ -4,6 +4,7 @@ torch.load(weights_only=True), `load_from_checkpoint` and any Trainer read it. S
 optimizers' parameters have numbers as torch gives them, and `EXTRA` has their names, and what each rank alone has.
 """
 
+import copy
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,7 +81,8 @@ class FileSnapshot:
         def copied(value: Any, path: str) -> Any:
             if isinstance(value, Tensor):
                 return value.detach().to("cpu", copy=True)
-            return map_nested(value, path, copied)
+            nested = map_nested(value, path, copied)
+            return copy.deepcopy(value) if nested is value else nested
 
         return replace(self, content=copied(self.content, ""), tensors=copy_to_host(self.tensors))
 
@@ -148,15 +150,17 @@ def take_file_snapshot(
     extra: Mapping[str, Any],
     ranks: Ranks,
     extra_files: Mapping[str, bytes],
+    pickles: bool = False,
 ) -> FileSnapshot:
     """Collective. Return what this rank has of a file; tensors share memory with the module and its optimizers.
 
-    extra, extra_files: what `EXTRA` is to hold. Raises CheckpointError on every rank: something is no plain type.
+    extra, extra_files: what `EXTRA` is to hold. pickles: whether `checkpoint` may hold any types.
+    Raises CheckpointError on every rank: something is no plain type.
     """
     content, tensors = extract_tensors(checkpoint, (), ranks.rank, ranks.num_ranks)
 
     def check() -> bytes:
-        refuse_not_plain(content if ranks.rank == 0 else {})
+        refuse_not_plain(content if ranks.rank == 0 and not pickles else {})
         return to_bytes(dict(rank_state))
 
     mine = ranks.all_or_none("saving a checkpoint", check)

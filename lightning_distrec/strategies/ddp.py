@@ -70,7 +70,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have; "error"; or "join": a rank whose batches have ended joins the others' steps with gradients of zero,
             and the gradients are the mean over the ranks that have a batch.
-        checkpoint: distributed, single_file_below, async_save, start_from, rename: see CheckpointOptions.
+        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;

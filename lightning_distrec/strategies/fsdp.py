@@ -64,7 +64,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         cpu_offload: whether to keep parameters, gradients and optimizer state on the host (CUDA).
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or "error".
-        checkpoint: distributed, single_file_below, async_save, start_from, rename: see CheckpointOptions.
+        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;

@@ -74,7 +74,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             computes. None: 3, and true.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent: "fp32", "fp16" or
             "bf16". 16 bits halve the bytes and give other numbers. None: float32.
-        checkpoint: distributed, single_file_below, async_save, start_from, rename, grow_tables: see CheckpointOptions.
+        checkpoint: distributed, async_save, pickles, start_from, rename, grow_tables, ...: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
             ranks are weighted by their number of examples, where lookups show it (those of nn.Embedding do not);

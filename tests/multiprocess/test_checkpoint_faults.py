@@ -831,6 +831,57 @@ class WithHyperparameters(Model):
         self.save_hyperparameters()
 
 
+class WithSettings(WithHyperparameters):
+    """Adds to checkpoints what is of no plain type, too."""
+
+    read: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["settings"] = {"path": Path("data")}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.read = checkpoint["settings"]
+
+
+def _with_settings() -> WithSettings:
+    torch.manual_seed(7)
+    return WithSettings(0.5, datetime(2026, 1, 1), [1, 2], torch.nn.MSELoss())
+
+
+def _pickles(scratch: str, options: dict[str, Any]) -> dict[str, Any]:
+    path, checkpoint = Path(scratch) / "it.ckpt", {"pickles": True, **options}
+    trainer, model = _trainer(checkpoint=checkpoint, max_steps=3), _with_settings()
+    model.at = {2: lambda: model.trainer.save_checkpoint(path)}
+    found: dict[str, Any] = {"raised": _fit(trainer, model, 3), "losses": list(model.losses)}
+    resumed = _with_settings()
+    found["resumed"] = _fit(_trainer(checkpoint=checkpoint, max_steps=3), resumed, 3, ckpt_path=path)
+    found |= {"losses again": resumed.losses, "read": resumed.read}
+    found["without"] = _fit(_trainer(max_steps=3), _with_settings(), 3, ckpt_path=path)
+    if rank_and_num_ranks()[0] == 0:
+        loaded = WithSettings.load_from_checkpoint(path, weights_only=False)
+        found["loaded"] = (loaded.hparams["when"], type(loaded.hparams["loss"]).__name__, loaded.read)
+    found["saved without"] = _fit(_trainer(checkpoint={**options, "pickles": False}), model, 3)
+    return found
+
+
+@pytest.mark.slow
+def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -> None:
+    kinds: dict[str, dict[str, Any]] = {"folder": {}, "file": {"distributed": False, "async_save": False}}
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+    calls = {kind: (_pickles, str(tmp_path / kind), options) for kind, options in kinds.items()}
+    for rank, of_rank in enumerate(run_each_on_ranks(calls, 2)):
+        for found in of_rank.values():
+            assert found["raised"] == found["resumed"] == ""
+            assert found["losses again"] == found["losses"][2:]
+            assert found["read"] == {"path": Path("data")}
+            assert "CheckpointError" in found["without"]
+            assert "a checkpoint of pickles: true needs that option" in found["without"]
+            assert "set checkpoint={'pickles': True} in the strategy" in found["saved without"]
+            if rank == 0:
+                assert found["loaded"] == (datetime(2026, 1, 1), "MSELoss", {"path": Path("data")})
+
+
 def _hyperparameters(scratch: str) -> tuple[list[str], dict[str, Any]]:
     path, trainer = Path(scratch) / "it.ckpt", _trainer()
     torch.manual_seed(7)
@@ -848,7 +899,8 @@ def test_hyperparameters_that_are_no_plain_types_are_left_out_with_one_warning_e
     ranks = run_on_ranks(_hyperparameters, 2, str(tmp_path))
     assert ranks[0][0] == [
         f"the hyperparameter '{name}' is a {kind} and not in checkpoints, which hold plain types only. Pass it to "
-        "load_from_checkpoint, or leave it out of save_hyperparameters."
+        "load_from_checkpoint, leave it out of save_hyperparameters, or set "
+        "checkpoint={'pickles': True} in the strategy."
         for name, kind in (("loss", "MSELoss"), ("when", "datetime"))
     ]
     assert ranks[1][0] == []

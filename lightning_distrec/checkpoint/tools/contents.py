@@ -28,12 +28,12 @@ class Contents:
     """The content of a folder's marker, or of a file's `EXTRA`; None for files of other programs."""
 
 
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path, pickles: bool = False) -> Contents:
     """Read a checkpoint's folder, or a plain file, without its large tensors. Raises CheckpointError: see `load`."""
     try:
         if path.is_dir():
-            return _read_folder(path)
-        loaded = load(path, rank=0, num_ranks=1)
+            return _read_folder(path, pickles)
+        loaded = load(path, 0, 1, pickles)
         return Contents(loaded.checkpoint, loaded.marker)
     except (
         AttributeError,
@@ -47,24 +47,24 @@ def read_contents(path: Path) -> Contents:
         ) from error
 
 
-def _read_folder(path: Path) -> Contents:
+def _read_folder(path: Path, pickles: bool) -> Contents:
     marker = read_marker(path)
     tensors = StoredTensors(path)
     checkpoint = insert_tensors(
-        read_plain(path / STATE_FILE), lambda reference: stored_tensor(reference, path, tensors)
+        read_plain(path / STATE_FILE, pickles), lambda reference: stored_tensor(reference, path, tensors)
     )
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path / STATE_FILE} is damaged: it holds a {type(checkpoint).__name__}.")
     return Contents(checkpoint, marker)
 
 
-def read_full(path: Path, with_optimizers: bool) -> dict[str, Any]:
+def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[str, Any]:
     """Read a checkpoint's folder into memory, as stock Lightning has it.
 
     with_optimizers: also read the optimizers' state, which is 0 to 2 times as large as the weights; without, it is left
-    out. Raises CheckpointError: see `load`.
+    out. pickles: whether it may hold any types, whose code is run. Raises CheckpointError: see `load`.
     """
-    checkpoint = read_contents(path).checkpoint
+    checkpoint = read_contents(path, pickles).checkpoint
     states = checkpoint.pop("optimizer_states", None)
     if states is not None:
         checkpoint["optimizer_states"] = [plain_optimizer_state(state) for state in states] if with_optimizers else []

@@ -72,7 +72,8 @@ class Checkpointing:
         """
         self._tables, module = tables, self._module
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
-        self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
+        if not self._options.pickles:
+            self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
         if self._options.async_save:
             self._announce_in_flight(module.trainer)
         path = self._options.start_from
@@ -145,7 +146,9 @@ class Checkpointing:
         Raises CheckpointError on every rank: something is not of a plain type, or cannot be written; ConfigError: a
         folder would be written to what is no file system.
         """
-        drop_hyperparameters(checkpoint, self._warned)
+        pickles = self._options.pickles
+        if not pickles:
+            drop_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
             own = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._tables.table_optimizers]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *own]
@@ -161,7 +164,8 @@ class Checkpointing:
         snapshot: Writable
         if is_plugin(io) or fits_in_one_file(checkpoint, self._options, self._ranks):
             checkpoint = self._positions.left_in(checkpoint, rank_state)
-            file = take_file_snapshot(Path(where).absolute(), checkpoint, rank_state, facts, self._ranks, plan_files)
+            target = Path(where).absolute()
+            file = take_file_snapshot(target, checkpoint, rank_state, facts, self._ranks, plan_files, pickles)
             if uses_io:
                 self._write_with(io, file, where, storage_options)
                 return
@@ -170,7 +174,8 @@ class Checkpointing:
             if uses_io:
                 refuse_folder(where, storage_options)
             marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts}
-            snapshot = take_snapshot(Path(where).absolute(), checkpoint, rank_state, marker, self._ranks, plan_files)
+            target = Path(where).absolute()
+            snapshot = take_snapshot(target, checkpoint, rank_state, marker, self._ranks, plan_files, pickles)
         self._saver.save(snapshot)
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
@@ -250,9 +255,8 @@ class Checkpointing:
         self._positions.on_train_start(self._module.trainer)
 
     def _load(self, path: str | Path) -> Loaded:
-        loaded = self._ranks.all_or_none(
-            "loading a checkpoint", lambda: load(Path(path), self._ranks.rank, self._ranks.num_ranks)
-        )
+        pickles, rank, num_ranks = self._options.pickles, self._ranks.rank, self._ranks.num_ranks
+        loaded = self._ranks.all_or_none("loading a checkpoint", lambda: load(Path(path), rank, num_ranks, pickles))
         checkpoint = loaded.checkpoint
         renamed = self._options.renamed
         checkpoint["state_dict"] = {renamed(name): value for name, value in checkpoint["state_dict"].items()}

@@ -22,7 +22,8 @@ def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
         for name in sorted(set(refused) - warned):
             rank_zero_warn(
                 f"the hyperparameter '{name}' is a {type(given[name]).__name__} and not in checkpoints, which hold "
-                "plain types only. Pass it to load_from_checkpoint, or leave it out of save_hyperparameters."
+                "plain types only. Pass it to load_from_checkpoint, leave it out of save_hyperparameters, or set "
+                "checkpoint={'pickles': True} in the strategy."
             )
             warned.add(name)
 

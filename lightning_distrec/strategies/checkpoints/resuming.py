@@ -33,10 +33,13 @@ class Resuming:
     """Decides where one fit begins. Made before the fit, when the trainer's callbacks are as the user made them.
 
     attempt: how often the launcher has started the job again. by: its name. never: whether the user wants no resuming.
+    pickles: whether checkpoints may hold any types, whose code is run.
     """
 
-    def __init__(self, trainer: Trainer, job: JobFit, attempt: int, by: str, never: bool) -> None:
-        self.job = job
+    def __init__(
+        self, trainer: Trainer, job: JobFit, attempt: int, by: str, never: bool, pickles: bool = False
+    ) -> None:
+        self.job, self._pickles = job, pickles
         self._attempt, self._by, self._never = attempt, by, never
         callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         self._without_dirpath = [each for each in callbacks if not each.dirpath]
@@ -79,11 +82,19 @@ class Resuming:
         rank_0 = ranks.rank == 0
         mine = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
         for path, step, label in ranks.all_gather(mine)[0]:
-            problems = [problem for problem in ranks.all_gather(_problem(Path(path), ranks)) if problem]
+            problems = [problem for problem in ranks.all_gather(self._problem(Path(path), ranks)) if problem]
             if not problems:
                 return Found(path, step, label)
             rank_zero_warn(f"A checkpoint of this job is skipped: {problems[0]}")
         return None
+
+    def _problem(self, path: Path, ranks: Consensus) -> str:
+        """Return why this rank cannot go on from a checkpoint; "" if it can."""
+        try:
+            load(path, ranks.rank, ranks.num_ranks, self._pickles)
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return ""
 
     def _candidates(self) -> list[tuple[str, int, str]]:
         """Return path, step and label of the job's checkpoints, the furthest first. On rank 0."""
@@ -99,7 +110,7 @@ class Resuming:
         found = []
         for path in record.candidates([*self._dirpaths]):
             try:
-                origin = read_origin(path)
+                origin = read_origin(path, self._pickles)
             except CheckpointError as error:
                 rank_zero_warn(f"A checkpoint is skipped: {error}")
                 continue
@@ -150,12 +161,3 @@ class Resuming:
 
 def _is(number: int) -> str:
     return "is" if number == 1 else "are"
-
-
-def _problem(path: Path, ranks: Consensus) -> str:
-    """Return why this rank cannot go on from a checkpoint; "" if it can."""
-    try:
-        load(path, ranks.rank, ranks.num_ranks)
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return ""

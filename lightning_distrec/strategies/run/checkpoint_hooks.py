@@ -36,7 +36,7 @@ class CheckpointHooks(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective. Return a checkpoint: a folder, or a plain file. No code is run, whatever weights_only is."""
+        """Collective. Return a checkpoint: a folder, or a plain file. No code is run, but with `pickles`."""
         return self.session.checkpoints.load(checkpoint_path)
 
     @override

@@ -140,7 +140,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
         def resuming_of(job: str) -> Resuming:
             of_fit = JobFit(trainer.default_root_dir, job, fit, run)
-            return Resuming(trainer, of_fit, attempt, by, options.resume == "never")
+            never, pickles = options.resume == "never", self._checkpoint_options.pickles
+            return Resuming(trainer, of_fit, attempt, by, never, pickles)
 
         self.resuming = resuming = resuming_of(job)
         point = launched.point if launched is not None and launched.point.is_hosted else None
