@@ -173,6 +173,22 @@ BREAKAGES = (
         ("multiprocess/test_feature_order.py",),
     ),
     Breakage(
+        "restart-of-another-job",
+        "lightning_distrec/strategies/checkpoints",
+        r"self\.has_name and name == self\.name and",
+        "",
+        "A restarted job resumes from a checkpoint of another job in the same folder.",
+        ("multiprocess/test_restarting.py",),
+    ),
+    Breakage(
+        "restart-not-furthest",
+        "lightning_distrec/strategies/checkpoints",
+        r"sorted\(found, reverse=True\)",
+        "sorted(found)",
+        "A restarted job resumes from its oldest checkpoint and trains everything since then again.",
+        ("multiprocess/test_restarting.py",),
+    ),
+    Breakage(
         "resumed-epoch",
         "lightning_distrec/pipeline",
         r'rest = order\[start\["samples"\] :\]',

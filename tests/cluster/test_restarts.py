@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.killed_script import NUM_STEPS
 from tests.support.kills import check_trained, train_with_kills
 from tests.support.limits import at_most
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.cluster
 
@@ -34,3 +36,14 @@ def test_a_job_whose_ranks_are_killed_trains_what_one_trains_that_nobody_kills(
         f"{trained.num_kills} kills; first steps {trained.first_steps}; last {trained.last_steps}; {trained.restarts}"
     )
     check_trained(trained, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_after_the_fit_has_nothing_trained_again_without_an_id_of_the_job(tmp_path: Path) -> None:
+    together = ("--nnodes=1:1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    trained = train_with_kills(tmp_path, 0, random.Random(0), {"dies_after_fit": True}, together)
+    check_trained(trained, tmp_path)
+    (restart,) = trained.restarts
+    assert restart.step == NUM_STEPS
+    assert "The fit had come to its end." in trained.printed
+    assert trained.first_steps.keys() == {0}

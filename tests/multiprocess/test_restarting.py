@@ -36,12 +36,12 @@ class Died(Exception):
 class Dies(pl.Callback):
     """Raises after a step."""
 
-    def __init__(self, after: int | None) -> None:
-        self.after = after
+    def __init__(self, after: int | None, of: type[BaseException]) -> None:
+        self.after, self.of = after, of
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.after:
-            raise Died
+            raise self.of
 
 
 def _environment(job: str, attempt: int) -> LaunchedRanks:
@@ -61,6 +61,8 @@ def _start(
     ckpt_path: Any = None,
     on_exception: bool = False,
     distributed: bool = False,
+    of: type[BaseException] = Died,
+    dirpath: Any = None,
 ) -> dict[str, Any]:
     """Start a script as a new process would, and return what it did. after: the step after which it dies."""
     job_fit._fits = itertools.count(1)
@@ -68,7 +70,7 @@ def _start(
     model = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
     best = ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=2)
     often = ModelCheckpoint(
-        folder / "often" if distributed else None, every_n_train_steps=2, save_top_k=-1, filename="{step}",
+        folder / "often" if distributed else dirpath, every_n_train_steps=2, save_top_k=-1, filename="{step}",
         save_on_exception=on_exception,
     )  # fmt: skip
     early = EarlyStopping("val_loss", patience=2)
@@ -83,7 +85,7 @@ def _start(
         default_root_dir=folder,
         logger=CSVLogger(folder),
         max_epochs=EPOCHS,
-        callbacks=[best, often, early, Dies(after)],
+        callbacks=[best, often, early, Dies(after, of)],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -91,7 +93,7 @@ def _start(
     )
     rank = rank_and_num_ranks()[0]
     val = DataLoader([make_batch(50 + rank)], batch_size=None)
-    with suppress(Died):
+    with suppress(Died, SystemExit):
         trainer.fit(model, rank_loader(STEPS, rank), val, ckpt_path=ckpt_path)
     return {
         "losses": model.losses,
@@ -177,6 +179,21 @@ def _lost_record(folder: Path) -> Any:
     return [first, _start(folder, "a", distributed=True)]
 
 
+def _by_hand(folder: Path) -> Any:
+    interrupted = {"after": 7, "of": KeyboardInterrupt}
+    return [
+        _start(folder / "x", job="x", **interrupted),
+        _start(folder / "x", job="x", after=1),
+        _start(folder / "a", "a", **interrupted),
+        _start(folder / "a", "a", after=8),
+    ]
+
+
+def _elsewhere(folder: Path) -> Any:
+    options = {"job": "x", "dirpath": "memory://elsewhere", "after": 3}
+    return [_start(folder, **options), _start(folder, attempt=1, **options)]
+
+
 def _lived(folder: Path, *names: str) -> list[dict[str, Any]]:
     """Return what became of stories, on each of two ranks."""
     return run_on_warm_ranks(_live, 2, str(folder), list(names))
@@ -254,6 +271,20 @@ def test_without_the_record_dirpaths_are_searched(tmp_path: Path) -> None:
         assert second["first"] == 6
         assert first["losses"][:6] + second["losses"] == of_rank["alone"]["losses"]
         assert "not known" in second["said"]
+
+
+@pytest.mark.slow
+def test_a_fit_that_its_user_has_stopped_begins_again_unless_it_has_a_name(tmp_path: Path) -> None:
+    for of_rank in _lived(tmp_path, "by_hand"):
+        assert _firsts(of_rank["by_hand"]) == [0, 0, 0, 6]
+
+
+@pytest.mark.slow
+def test_a_restart_names_the_checkpoint_that_is_on_no_file_system(tmp_path: Path) -> None:
+    first, second = _lived(tmp_path, "elsewhere")[0]["elsewhere"]
+    assert _firsts([first, second]) == [0, 0]
+    assert "training starts at step 0. This job has saved memory://elsewhere/step=2.ckpt, but" in second["said"]
+    assert "set ckpt_path to it" in second["said"]
 
 
 def test_a_name_that_is_no_files_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

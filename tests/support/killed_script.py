@@ -97,7 +97,6 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             "best_score": float(early.best_score),
             "step": trainer.global_step,
             "folders": len(list(folder.rglob("checkpoints"))),
-            "state": {name: float(value.double().sum()) for name, value in trainer.callback_metrics.items()},
         }
         (folder / "result.json").write_text(json.dumps(result))
 

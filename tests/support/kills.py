@@ -117,7 +117,13 @@ def train_with_kills(
 
     One of four kills comes before the first step of its attempt, while ranks meet, look for checkpoints and shard.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={num_kills}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--max-restarts={max(num_kills, 1)}",
+    ]
     given = environment(GLOO_SOCKET_IFNAME="lo", KILLED_OPTIONS=json.dumps(options), **ONE_THREAD)
     with open(folder / "printed", "w") as file:
         agent = subprocess.Popen(
