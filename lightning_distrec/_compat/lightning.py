@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.loops import fetchers
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import nn
 from torch.optim import Optimizer
 
@@ -273,20 +274,27 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> None:
     Can go when Lightning asks the strategy or the environment for the checkpoint to resume from.
     Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_select_ckpt_path`, which fit calls once.
     """
-    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+    trainer._checkpoint_connector.__class__ = _Resumes
+    trainer._checkpoint_connector.find = find
 
-    class Resumes(_CheckpointConnector):
-        @property
-        def _hpc_resume_path(self) -> str | None:
-            return None
 
-        def _select_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
-            given = ckpt_path or (self._ckpt_path if self._user_managed else None)
-            if state_fn == "fit" and (found := find(given)) is not None:
-                return found
-            return super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
+class _Resumes(_CheckpointConnector):
+    """What `resume_from` makes of a trainer's connector; at the top of the file, so that pickle finds it."""
 
-    trainer._checkpoint_connector.__class__ = Resumes
+    find: Callable[[Any], str | None] | None = None
+
+    @property
+    def _hpc_resume_path(self) -> str | None:
+        return None
+
+    def _select_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
+        given = ckpt_path or (self._ckpt_path if self._user_managed else None)
+        if state_fn == "fit" and self.find is not None and (found := self.find(given)) is not None:
+            return found
+        return super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "find"}  # the next fit sets it again
 
 
 def batches_that_stepped(trainer: Any) -> int:

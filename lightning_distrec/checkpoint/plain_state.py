@@ -9,7 +9,7 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy
@@ -61,8 +61,8 @@ def extract_tensors(
             return {STORED: path, "shape": tuple(chunked.shape), "dtype": chunked.dtype, CHUNKED: True}
         if isinstance(item, nn.Parameter):
             return item.detach()
-        if isinstance(item, numpy.generic):
-            return item.item()
+        if isinstance(item, (numpy.generic, PurePath)):
+            return with_plain_types(item)
         return map_nested(item, path, taken)
 
     return taken(value, ""), tensors
@@ -109,9 +109,11 @@ def to_bytes(value: Any, pickles: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def with_plain_numbers(value: Any, path: str = "") -> Any:
-    """Return a copy of nested dicts and lists with Python's numbers for numpy's."""
-    return value.item() if isinstance(value, numpy.generic) else map_nested(value, path, with_plain_numbers)
+def with_plain_types(value: Any, path: str = "") -> Any:
+    """Return a copy of nested dicts and lists with Python's numbers for numpy's, and text for paths."""
+    if isinstance(value, numpy.generic):
+        return value.item()
+    return str(value) if isinstance(value, PurePath) else map_nested(value, path, with_plain_types)
 
 
 def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:

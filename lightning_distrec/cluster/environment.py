@@ -6,6 +6,8 @@ own numbers count.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import Signals
 
 from lightning.fabric.plugins.environments import (
@@ -23,6 +25,7 @@ from lightning_distrec.cluster.launched import Launched, by_open_mpi, by_torchru
 from lightning_distrec.cluster.slurm import by_srun, refuse_lone_script
 from lightning_distrec.errors import ConfigError
 
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 _found: list[Launched] = []
 
 
@@ -149,16 +152,28 @@ def check_numbers(launched: Launched, num_devices: int, num_available: int, num_
         )
 
 
-def publish_local_world_size(environment: ClusterEnvironment | None, ranks_on_node: int) -> int:
-    """Set LOCAL_WORLD_SIZE, and what else torch and torchrec read, and return the number of ranks on this node.
-
-    Neither Lightning's launcher nor srun sets it. Unset, torchrec takes 8 wherever the world size divides by 8
-    (torchrec/distributed/comm.py, get_local_size), so that 4 nodes of 4 ranks would be planned as 2 nodes of 8.
-    """
+def publish_ranks(environment: ClusterEnvironment | None, ranks_on_node: int) -> int:
+    """Set the variables that torch reads where a launcher has not, and return the number of ranks on this node."""
     if isinstance(environment, LaunchedRanks):
         environment.launched.publish()
         return environment.launched.local_num_ranks
-    if isinstance(environment, TorchElasticEnvironment) and "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_on_node)
+    if isinstance(environment, TorchElasticEnvironment) and LOCAL_WORLD_SIZE in os.environ:
+        return int(os.environ[LOCAL_WORLD_SIZE])
     return ranks_on_node
+
+
+@contextmanager
+def local_world_size(num_local_ranks: int) -> Iterator[None]:
+    """Set LOCAL_WORLD_SIZE for the length of a run, as neither Lightning's launcher nor srun does.
+
+    Unset, torchrec takes 8 wherever the world size divides by 8 (torchrec/distributed/comm.py, get_local_size), so that
+    4 nodes of 4 ranks would be planned as 2 nodes of 8.
+    """
+    earlier = os.environ.get(LOCAL_WORLD_SIZE)
+    os.environ[LOCAL_WORLD_SIZE] = str(num_local_ranks)
+    try:
+        yield
+    finally:
+        os.environ.pop(LOCAL_WORLD_SIZE, None)
+        if earlier is not None:
+            os.environ[LOCAL_WORLD_SIZE] = earlier

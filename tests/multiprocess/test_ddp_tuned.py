@@ -1,5 +1,7 @@
 """`ddp_tuned` has the numbers of Lightning's `ddp`, and of one process, whatever is tuned."""
 
+import copy
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,8 +134,36 @@ def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() 
 
 
 @pytest.mark.usefixtures("_variables_as_before")
-def test_the_name_is_enough() -> None:
+def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightning() -> None:
+    before = set(os.environ)
     trainer = pl.Trainer(strategy="ddp_tuned", devices=1, **DEFAULTS)
     assert type(trainer.strategy) is TunedDDPStrategy
     trainer.fit(model := BareAndTied(), loader())
     assert len(model.losses) == 12
+    assert set(os.environ) - before <= {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"}
+
+
+def _pickled() -> list[tuple[float, ...]]:
+    """Return losses of a fit that goes on in a pickled copy of its trainer, and of one that goes on itself."""
+    rank, num_ranks = rank_and_num_ranks()
+    found = []
+    for is_pickled in (True, False):
+        pl.seed_everything(5)
+        model = BareAndTied()
+        trainer = pl.Trainer(strategy=TunedDDPStrategy(), devices=num_ranks, **DEFAULTS)
+        trainer.fit(model, loader(rank, num_ranks))
+        if is_pickled:
+            torch.save(trainer, file := io.BytesIO())
+            file.seek(0)
+            trainer = torch.load(file, weights_only=False)
+            trainer.strategy.connect(model := copy.deepcopy(model))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader(rank, num_ranks))
+        found.append(tuple(model.losses))
+    return found
+
+
+def test_a_trainer_can_be_pickled_and_its_copy_trains_on() -> None:
+    for pickled, same in run_on_warm_ranks(_pickled, 2):
+        assert len(pickled) == 12
+        assert pickled == same

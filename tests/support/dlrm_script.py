@@ -79,7 +79,10 @@ def main() -> None:
         import lightning_distrec  # noqa: F401  registers the strategies
     pl.seed_everything(1)
     model = LitDLRM()
+    seen: list[str | None] = []
+    look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: seen.append(os.environ.get("LOCAL_WORLD_SIZE")))
     trainer = pl.Trainer(
+        callbacks=[look],
         strategy=arguments.strategy,
         devices=arguments.devices,
         accelerator="cpu",
@@ -93,7 +96,7 @@ def main() -> None:
     trainer.fit(model, DataLoader(data, size, shuffle=False), DataLoader(data, size))
     if trainer.global_rank == 0:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        print(json.dumps({**metrics, "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")}))
+        print(json.dumps({**metrics, "LOCAL_WORLD_SIZE": seen[0]}))
 
 
 if __name__ == "__main__":

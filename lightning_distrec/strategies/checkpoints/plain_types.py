@@ -1,4 +1,7 @@
-"""Keeps a checkpoint to plain types, which load without running code: numbers, text, tensors, lists, dicts."""
+"""Keeps a checkpoint to plain types, which load without running code: numbers, text, tensors, lists, dicts.
+
+Paths become text; but hyperparameters that are paths are left out, for code that gets text in place of one may fail.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_distrec.checkpoint.plain_state import find_not_plain, refuse_not_plain, with_plain_numbers
+from lightning_distrec.checkpoint.plain_state import find_not_plain, refuse_not_plain, with_plain_types
 
 HYPERPARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
 
@@ -38,5 +41,5 @@ def refuse_callbacks(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not type(callback).__module__.startswith("lightning."):
             refuse_not_plain(
-                with_plain_numbers(callback.state_dict()), f"the state_dict of {type(callback).__name__}: state"
+                with_plain_types(callback.state_dict()), f"the state_dict of {type(callback).__name__}: state"
             )

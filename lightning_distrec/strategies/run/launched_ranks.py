@@ -1,12 +1,12 @@
 """The ranks of a strategy: as many as were launched, wherever Lightning counts devices and nodes."""
 
-import functools
 import os
 import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -64,26 +64,35 @@ def wrap_launch(strategy: DDPStrategy, before_fit: Callable[[Trainer], None], ti
 
     Lightning's own launcher, on one node, passes the ranks that it starts a key of their job.
     """
+    # On the instance: Lightning calls strategy.launcher.launch before any hook of the strategy. Of a function of this
+    # file, so that `torch.save(trainer)` can pickle it.
     launcher: Any = strategy.launcher
-    launch = launcher.launch
-    environment = strategy.cluster_environment
+    launcher.launch = partial(_prepare_and_launch, strategy, before_fit, timeout_seconds)
+
+
+def _prepare_and_launch(
+    strategy: DDPStrategy,
+    before_fit: Callable[[Trainer], None],
+    timeout_seconds: float,
+    function: Any,
+    *args: Any,
+    trainer: Any = None,
+    **options: Any,
+) -> Any:
+    launcher: Any = strategy.launcher
+    environment: Any = strategy.cluster_environment
     starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
+    if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
+        os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
+        os.environ[LAUNCHER_PID] = str(os.getpid())
+    if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        before_fit(trainer)
 
     def all_stop() -> bool:
         return dist.is_initialized() and consensus_of_all_ranks(timeout_seconds)[0].flags.agreed != CONTINUE
 
-    @functools.wraps(launch)
-    def prepare_and_launch(function: Any, *args: Any, trainer: Any = None, **options: Any) -> Any:
-        if starts_ranks and not environment.creates_processes_externally:  # type: ignore[union-attr]
-            os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
-            os.environ[LAUNCHER_PID] = str(os.getpid())
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            before_fit(trainer)
-        with watched(trainer, all_stop):
-            return launch(function, *args, trainer=trainer, **options)
-
-    # On the instance: Lightning calls strategy.launcher.launch before any hook of the strategy.
-    launcher.launch = prepare_and_launch
+    with watched(trainer, all_stop):
+        return type(launcher).launch(launcher, function, *args, trainer=trainer, **options)
 
 
 def connect_ranks(

@@ -18,7 +18,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
 from lightning_distrec._compat.lightning import resume_from
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.cluster.environment import publish_local_world_size
+from lightning_distrec.cluster.environment import local_world_size, publish_ranks
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.cluster.rendezvous import name_in_store
@@ -169,7 +169,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
-        self.num_local_ranks = publish_local_world_size(self.cluster_environment, self.num_processes)
+        self.num_local_ranks = publish_ranks(self.cluster_environment, self.num_processes)
         if not dist.is_initialized():
             connect_ranks(self, backend, self._wait, self._watchdog_seconds, self._sets_threads)
 
@@ -188,6 +188,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         consensus, checkpoints = session.step_consensus, session.checkpoints
         stopping = StopHandler(trainer, consensus, checkpoints, self._stop_options, job)
         run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
+        run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         self._run = run
         return run
@@ -280,6 +281,16 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
                 self.checkpoint_io.teardown()
             else:
                 super().teardown()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to this process: its process groups, and a run that is in progress.
+        return super().__getstate__() | {"_session": None, "_run": None}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        leave_at_exit(self.release)
 
     def release(self) -> None:
         """Drop the module and everything that holds requests of gloo; called before the process ends."""
