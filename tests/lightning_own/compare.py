@@ -23,7 +23,7 @@ PROJECT = Path(__file__).parents[2]
 CONTROL = "ddp"
 FOLDERS = (
     "loops", "checkpointing", "callbacks", "models", "trainer", "core", "loggers", "utilities", "strategies",
-    "plugins", "tuner", "profilers", "overrides", "serve",
+    "plugins", "profilers", "overrides",
 )  # fmt: skip
 NO_OPTIONS_OF_THEIRS = ("-o", "addopts=--strict-markers --disable-pytest-warnings")
 
@@ -41,7 +41,8 @@ class Outcome:
 def run(checkout: Path, strategy: str, folder: str, results: Path, seconds: int) -> None:
     """Run the tests of one folder, in a copy of the checkout: they look for files that other runs leave there."""
     copy = results / strategy / folder
-    shutil.copytree(checkout / "tests" / "tests_pytorch", copy / "tests" / "tests_pytorch")
+    for of_tests in ("tests_pytorch", "legacy"):
+        shutil.copytree(checkout / "tests" / of_tests, copy / "tests" / of_tests)
     shutil.copy(checkout / "pyproject.toml", copy)
     environment = os.environ | {
         "LIGHTNING_OWN_STRATEGY": strategy,

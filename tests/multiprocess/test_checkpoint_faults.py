@@ -28,6 +28,7 @@ from lightning_distrec.checkpoint import atomic_folder, storage
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import load
+from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
@@ -906,6 +907,14 @@ def test_hyperparameters_that_are_no_plain_types_are_left_out_with_one_warning_e
     ]
     assert ranks[1][0] == []
     assert ranks[0][1] == {"rate": 0.5, "layers": [1, 2]}
+
+
+def test_hyperparameters_of_omegaconf_become_a_dict_with_a_warning() -> None:
+    given = pytest.importorskip("omegaconf").OmegaConf.create({"rate": 0.5, "layers": [1], "same": "${rate}"})
+    checkpoint, warned = {"hyper_parameters": given, "hparams_type": type(given)}, set[str]()
+    with pytest.warns(UserWarning, match="are a DictConfig of OmegaConf, and a dict in checkpoints"):
+        drop_hyperparameters(checkpoint, warned)
+    assert checkpoint == {"hyper_parameters": {"rate": 0.5, "layers": [1], "same": 0.5}}
 
 
 # ------------------------------------------------------------------------------------------------ ranks that differ

@@ -134,11 +134,15 @@ def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() 
 
 
 @pytest.mark.usefixtures("_variables_as_before")
-def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightning() -> None:
+def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightning(tmp_path: Path) -> None:
     before = set(os.environ)
     trainer = pl.Trainer(strategy="ddp_tuned", devices=1, **DEFAULTS)
     assert type(trainer.strategy) is TunedDDPStrategy
-    trainer.fit(model := BareAndTied(), loader())
+    trainer.strategy.connect(model := BareAndTied())
+    trainer.save_checkpoint(path := tmp_path / "before.ckpt")  # as Lightning's: the ranks have not met yet
+    before_fit = torch.load(path)["state_dict"]
+    assert all(torch.equal(before_fit[name], value) for name, value in model.state_dict().items())
+    trainer.fit(model, loader())
     assert len(model.losses) == 12
     assert set(os.environ) - before <= {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"}
 

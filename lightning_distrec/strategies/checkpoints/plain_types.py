@@ -3,6 +3,7 @@
 Paths become text; but hyperparameters that are paths are left out, for code that gets text in place of one may fail.
 """
 
+from importlib import import_module
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -11,14 +12,28 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_distrec.checkpoint.plain_state import find_not_plain, refuse_not_plain, with_plain_types
 
-HYPERPARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
+HYPERPARAMETERS = {
+    of.CHECKPOINT_HYPER_PARAMS_KEY: of.CHECKPOINT_HYPER_PARAMS_TYPE for of in (LightningModule, LightningDataModule)
+}
+"""The keys of hyperparameters, and of their type where that is one of OmegaConf's."""
 
 
 def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
-    """Drop hyperparameters that are not of plain types, with a warning for each that is not in `warned` yet."""
-    for kind in HYPERPARAMETERS:
+    """Drop hyperparameters that are not of plain types, with a warning for each that is not in `warned` yet.
+
+    An OmegaConf container becomes the dict of its values.
+    """
+    for kind, kind_of_type in HYPERPARAMETERS.items():
         if kind not in checkpoint:
             continue
+        if (container := checkpoint.pop(kind_of_type, None)) is not None:
+            checkpoint[kind] = import_module("omegaconf").OmegaConf.to_container(checkpoint[kind], resolve=True)
+            if kind_of_type not in warned:
+                rank_zero_warn(
+                    f"the hyperparameters are a {container.__name__} of OmegaConf, and a dict in checkpoints, which "
+                    "hold plain types only. load_from_checkpoint passes that dict: call OmegaConf.create on it."
+                )
+                warned.add(kind_of_type)
         given = checkpoint[kind]
         refused = [name for name, value in given.items() if find_not_plain(value) is not None]
         checkpoint[kind] = {name: value for name, value in given.items() if name not in refused}

@@ -50,6 +50,8 @@ class CheckpointHooks(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Return the module's state as checkpoints hold it: tables in shards; see `full_state_dict`."""
+        if self._session is None:
+            return super().lightning_module_state_dict()
         checkpoints = self.session.checkpoints
         if self.module.trainer.interrupted:
             note_failure()
@@ -91,12 +93,21 @@ class CheckpointHooks(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as checkpoints hold it: tables' too, by the parameters' names."""
+        if self._session is None:
+            return super().optimizer_state(optimizer)
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return self.session.checkpoints.optimizer_state(plain)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective. Write a checkpoint, a folder or a file: see CheckpointOptions."""
+        """Collective. Write a checkpoint, a folder or a file: see CheckpointOptions.
+
+        Before the first run, when the ranks have not met and nothing is sharded, rank 0 writes the file that Lightning
+        writes.
+        """
+        if self._session is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         self.session.checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
