@@ -42,12 +42,12 @@ def large_tensors(value: Any) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def extract_tensors(
-    value: Any, on_all: Container[str], rank: int, num_ranks: int
+    value: Any, on_all: Container[str], rank: int, num_ranks: int, pickles: bool = False
 ) -> tuple[Any, dict[str, ChunkedTensor]]:
     """Return a copy of nested dicts and lists without their large tensors, and those by name: their path in it.
 
     on_all: paths of the large tensors that every rank holds; their rows are divided among the ranks for writing.
-    What only some ranks hold stays in the copy.
+    What only some ranks hold stays in the copy. pickles: whether paths stay as they are; else they become text.
     """
     tensors: dict[str, ChunkedTensor] = {}
 
@@ -61,7 +61,7 @@ def extract_tensors(
             return {STORED: path, "shape": tuple(chunked.shape), "dtype": chunked.dtype, CHUNKED: True}
         if isinstance(item, nn.Parameter):
             return item.detach()
-        if isinstance(item, (numpy.generic, PurePath)):
+        if isinstance(item, numpy.generic) or (isinstance(item, PurePath) and not pickles):
             return with_plain_types(item)
         return map_nested(item, path, taken)
 

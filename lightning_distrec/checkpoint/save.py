@@ -101,7 +101,7 @@ def take_snapshot(
     # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for writing.
     on_ranks = [set(of_rank) for of_rank in ranks.all_gather(large_tensors(checkpoint))]
     on_all = {path for path, _, _ in set.intersection(*on_ranks)}
-    plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks)
+    plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
     sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
     state, mine = ranks.all_or_none(
         "saving a checkpoint",

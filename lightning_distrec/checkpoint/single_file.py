@@ -157,7 +157,7 @@ def take_file_snapshot(
     extra, extra_files: what `EXTRA` is to hold. pickles: whether `checkpoint` may hold any types.
     Raises CheckpointError on every rank: something is no plain type.
     """
-    content, tensors = extract_tensors(checkpoint, (), ranks.rank, ranks.num_ranks)
+    content, tensors = extract_tensors(checkpoint, (), ranks.rank, ranks.num_ranks, pickles)
 
     def check() -> bytes:
         refuse_not_plain(content if ranks.rank == 0 and not pickles else {})
