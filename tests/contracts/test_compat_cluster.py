@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import lightning_resuming
 from lightning_distrec._compat import torch as _torch
 from tests.support.limits import LIMIT_SECONDS
 
@@ -69,7 +70,7 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
     assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
     asked = []
     for found, of_given in (("mine.ckpt", "mine.ckpt"), (None, "given.ckpt")):
-        _lightning.resume_from(trainer, lambda given, found=found: asked.append(given) or found)
+        lightning_resuming.resume_from(trainer, lambda given, found=found: asked.append(given) or found)
         select = trainer._checkpoint_connector._select_ckpt_path
         assert select(TrainerFn.FITTING, None, **model) == found
         assert select(TrainerFn.FITTING, "given.ckpt", **model) == of_given

@@ -839,7 +839,7 @@ class WithSettings(WithHyperparameters):
     read: Any = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["settings"] = {"path": Path("data")}
+        checkpoint["settings"] = {"path": Path("data"), "when": datetime(2026, 1, 1)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.read = checkpoint["settings"]
@@ -876,12 +876,12 @@ def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -
         for found in of_rank.values():
             assert found["raised"] == found["resumed"] == ""
             assert found["losses again"] == found["losses"][2:]
-            assert found["read"] == {"path": Path("data")}
+            assert found["read"] == {"path": Path("data"), "when": datetime(2026, 1, 1)}
             assert "CheckpointError" in found["without"]
             assert "a checkpoint of pickles: true needs that option" in found["without"]
             assert "set checkpoint={'pickles': True} in the strategy" in found["saved without"]
             if rank == 0:
-                assert found["loaded"] == (datetime(2026, 1, 1), "MSELoss", {"path": Path("data")})
+                assert found["loaded"] == (datetime(2026, 1, 1), "MSELoss", found["read"])
 
 
 def _hyperparameters(scratch: str) -> tuple[list[str], dict[str, Any]]:

@@ -17,7 +17,10 @@ from lightning_distrec.strategies.run.session import Session
 
 
 class CheckpointHooks(DDPStrategy):
-    """A DDPStrategy that saves and loads by `Checkpointing`, once its session has started."""
+    """A DDPStrategy that saves and loads by `Checkpointing`, once its session has started.
+
+    Before that, when the ranks have not met and nothing is sharded, it saves and loads as Lightning does.
+    """
 
     restore_checkpoint_after_setup = True  # type: ignore[assignment]  # a property in Lightning, which never changes
     _session: Session | None = None
@@ -37,14 +40,22 @@ class CheckpointHooks(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective. Return a checkpoint: a folder, or a plain file. No code is run, but with `pickles`."""
+        if self._session is None:
+            return super().load_checkpoint(checkpoint_path, weights_only=True)
         return self.session.checkpoints.load(checkpoint_path)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._session is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
         self.session.checkpoints.load_model(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._session is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
         self.session.checkpoints.load_optimizers(checkpoint, self.optimizers)
 
     @override
@@ -100,11 +111,7 @@ class CheckpointHooks(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective. Write a checkpoint, a folder or a file: see CheckpointOptions.
-
-        Before the first run, when the ranks have not met and nothing is sharded, rank 0 writes the file that Lightning
-        writes.
-        """
+        """Collective. Write a checkpoint, a folder or a file: see CheckpointOptions."""
         if self._session is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

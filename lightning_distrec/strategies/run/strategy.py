@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
-from lightning_distrec._compat.lightning import resume_from
+from lightning_distrec._compat.lightning_resuming import resume_from
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.cluster.environment import local_world_size, publish_ranks
 from lightning_distrec.cluster.launched import Launched
@@ -202,6 +202,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._session is None:  # a loop was asked for its data outside of a run: there are no others to agree with
+            return dataloader
         loader = even(dataloader, self.session.consensus, self._uneven_inputs, rank_zero_warn)
         is_training = self.module.trainer.training
         return self.session.checkpoints.keep_position(loader) if is_training else loader
@@ -284,8 +286,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to this process: its process groups, and a run that is in progress.
-        return super().__getstate__() | {"_session": None, "_run": None}
+        return super().__getstate__() | {"_session": None, "_run": None}  # process groups are this process's own
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,39 @@
+"""Private names of lightning: where a fit resumes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+
+def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> None:
+    """Let a fit resume from the checkpoint that `find` returns; None: do as `ckpt_path` says.
+
+    find: gets the ckpt_path, None if the user has given none.
+    Upstream resumes from the newest `hpc_ckpt_*` in the folder, whichever job wrote it, where it detects Slurm. That is
+    wrong for a new job in an old folder, and for jobs that restart without Slurm. `_hpc_resume_path` is a property,
+    which an instance cannot override, so the connector's `__class__` is replaced by a subclass.
+    Can go when Lightning asks the strategy or the environment for the checkpoint to resume from.
+    Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_select_ckpt_path`, which fit calls once.
+    """
+    trainer._checkpoint_connector.__class__ = _Resumes
+    trainer._checkpoint_connector.find = find
+
+
+class _Resumes(_CheckpointConnector):
+    """What `resume_from` makes of a trainer's connector; at the top of the file, so that pickle finds it."""
+
+    find: Callable[[Any], str | None] | None = None
+
+    @property
+    def _hpc_resume_path(self) -> str | None:
+        return None
+
+    def _select_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
+        given = ckpt_path or (self._ckpt_path if self._user_managed else None)
+        if state_fn == "fit" and self.find is not None and (found := self.find(given)) is not None:
+            return found
+        return super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "find"}  # the next fit sets it again
