@@ -13,6 +13,7 @@ DistRecError
 ├── DataError          a dataset or a dataloader does not meet a requirement
 ├── ProvenanceError    a prefetched lookup is called with another input
 ├── CheckpointError    something cannot be saved or loaded exactly
+│   └── MissingCheckpointError  ... because there is no checkpoint at the path
 ├── RendezvousError    the ranks do not find each other
 └── RankError          another rank failed; its message is repeated here
 """
@@ -71,6 +72,10 @@ class ProvenanceError(DistRecError):
 
 class CheckpointError(DistRecError):
     """Something cannot be saved or loaded exactly."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path that was given."""
 
 
 class RendezvousError(DistRecError, RuntimeError):

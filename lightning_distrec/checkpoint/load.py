@@ -17,7 +17,7 @@ from lightning_distrec.checkpoint.plain_state import CHUNKED, from_bytes, insert
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
 from lightning_distrec.checkpoint.single_file import EXTRA, split_extra
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
-from lightning_distrec.errors import CheckpointError
+from lightning_distrec.errors import CheckpointError, MissingCheckpointError
 
 SAFETENSORS = ".safetensors"
 
@@ -73,8 +73,13 @@ def load(path: Path, rank: int, num_ranks: int, pickles: bool = False) -> Loaded
     if path.is_dir():
         return _load_folder(path, rank, num_ranks, pickles)
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}.")
-    checkpoint, extra = split_extra(path, _load_file(path, pickles))
+        raise MissingCheckpointError(f"there is no checkpoint {path}.")
+    return of_content(path, _load_file(path, pickles), rank, num_ranks)
+
+
+def of_content(path: Path, content: object, rank: int, num_ranks: int) -> Loaded:
+    """Return what a file holds whose content has been read. Raises CheckpointError: it is no checkpoint, or damaged."""
+    checkpoint, extra = split_extra(path, _as_checkpoint(path, content))
     if extra is None:
         return Loaded(checkpoint, None, None, None)
     try:
@@ -118,7 +123,10 @@ def _load_file(path: Path, pickles: bool) -> dict[str, Any]:
     """Return a Lightning checkpoint; a bare state_dict becomes one. Tensors are mapped into memory, or handles."""
     if path.suffix == SAFETENSORS:
         return {"state_dict": _safetensors(path)}
-    content = read_plain(path, pickles)
+    return _as_checkpoint(path, read_plain(path, pickles))
+
+
+def _as_checkpoint(path: Path, content: object) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, and neither a checkpoint nor a state_dict.")
     if "state_dict" not in content and all(isinstance(value, Tensor) for value in content.values()):

@@ -614,7 +614,7 @@ def test_a_checkpoint_that_is_not_there_is_reported_on_every_rank(tmp_path: Path
     calls = {str(start_from): (_not_there, str(tmp_path), start_from) for start_from in (False, True)}
     for of_rank in run_each_on_ranks(calls, 2):
         for found in of_rank.values():
-            assert found["absent"] == (f"CheckpointError: there is no checkpoint {tmp_path}/absent.ckpt.", 0)
+            assert found["absent"] == (f"MissingCheckpointError: there is no checkpoint {tmp_path}/absent.ckpt.", 0)
 
 
 def _file_of_others(scratch: str) -> dict[str, tuple[str, int]]:

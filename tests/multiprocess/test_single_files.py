@@ -226,16 +226,41 @@ def test_a_disk_that_is_full_is_reported_on_all_ranks_and_keeps_the_old_file(tmp
         assert (found["same"], found["names"]) == (True, ["it.ckpt"])
 
 
-def _by_plugin(folder: str) -> int:
-    trainer = _trainer("torchrec", plugins=[AsyncCheckpointIO()])
+class Counting(AsyncCheckpointIO):
+    """A CheckpointIO of the user's."""
+
+    loads = 0
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> Any:
+        self.loads += 1
+        return super().load_checkpoint(*args, **options)
+
+
+def _by_io(path: str, plugins: list[Any]) -> tuple[list[float], list[float], str]:
+    trainer, straight, resumed = _trainer("torchrec", plugins=plugins), _model(), _model()
     trainer.fit(_model(), _batches())
-    trainer.save_checkpoint(f"{folder}/it.ckpt")
+    trainer.save_checkpoint(path)
     trainer.strategy.checkpoint_io.teardown()
-    return trainer.global_step
+    _trainer("torchrec", max_epochs=2).fit(straight, _batches())
+    _trainer("torchrec", plugins=plugins, max_epochs=2).fit(resumed, _batches(), ckpt_path=path)
+    assert all(plugin.loads for plugin in plugins)
+    try:
+        _trainer("torchrec", plugins=plugins).fit(_model(), _batches(), ckpt_path=f"{path}.none")
+    except FileNotFoundError as error:
+        return straight.losses[STEPS:], resumed.losses, str(error)
+    return [], [], "it was read"
 
 
-def test_a_checkpoint_io_of_the_users_writes_one_file(tmp_path: Path) -> None:
-    run_on_warm_ranks(_by_plugin, 2, str(tmp_path))
+def test_a_checkpoint_io_writes_and_reads_one_file(tmp_path: Path) -> None:
+    calls = {
+        "plugin": (_by_io, f"{tmp_path}/it.ckpt", [Counting()]),
+        "url": (_by_io, f"file://{tmp_path}/url.ckpt", []),
+    }
+    for of_rank in run_each_on_ranks(calls, 2):
+        for straight, resumed, said in of_rank.values():
+            assert len(straight) == STEPS
+            assert resumed == straight
+            assert said.startswith("there is no checkpoint ")
     assert Ratings.load_from_checkpoint(tmp_path / "it.ckpt").users.weight.shape == (50, 8)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table as TextTable
 from lightning_distrec.checkpoint.save import PLAN_FILE
 from lightning_distrec.checkpoint.tools.contents import Contents, num_bytes, read_contents, tensors_of
 from lightning_distrec.chunks import LazyTensor
-from lightning_distrec.errors import CheckpointError
+from lightning_distrec.errors import CheckpointError, MissingCheckpointError
 from lightning_distrec.units import format_ranks, quantity
 
 NUM_LISTED = 20
@@ -74,7 +74,7 @@ class Description:
 def describe(path: Path) -> Description:
     """Return what a checkpoint's folder or a plain file holds. Raises CheckpointError: the path does not exist."""
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}.")
+        raise MissingCheckpointError(f"there is no checkpoint {path}.")
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files)
     try:

@@ -1,11 +1,13 @@
-"""Lightning's CheckpointIO: it writes files that are not on a local path, and all of them if the user has set one."""
+"""Lightning's CheckpointIO: it has the files that are not on a local path, and all of them if the user has set one."""
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 
+from lightning_distrec.checkpoint.load import Loaded, load, of_content
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
 def is_plugin(io: CheckpointIO) -> bool:
@@ -16,6 +18,22 @@ def is_plugin(io: CheckpointIO) -> bool:
 def is_elsewhere(path: str, io: CheckpointIO) -> bool:
     """Whether the CheckpointIO writes and removes a checkpoint: the path is no local one, or the user has set it."""
     return "://" in path or is_plugin(io)
+
+
+def read(path: str | Path, io: CheckpointIO, rank: int, num_ranks: int, pickles: bool) -> Loaded:
+    """Read a checkpoint from where it is, on this rank alone; see `load`. pickles: whether code in it is run.
+
+    Raises CheckpointError: there is none, or it cannot be read.
+    """
+    if not is_elsewhere(str(path), io) or Path(path).is_dir():
+        return load(Path(path), rank, num_ranks, pickles)
+    try:
+        content = io.load_checkpoint(path, weights_only=not pickles)
+    except FileNotFoundError:
+        raise MissingCheckpointError(f"there is no checkpoint {path}.") from None
+    except Exception as error:  # of any file system, or plugin
+        raise CheckpointError(f"{type(io).__name__} cannot read {path}: {error}") from error
+    return of_content(Path(path), content, rank, num_ranks)
 
 
 def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.chunking import as_chunked
 from lightning_distrec.checkpoint.gather import gather_everywhere, gather_on_rank_0
-from lightning_distrec.checkpoint.load import Loaded, load
+from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.checkpoint.save import STATE_FILE, Saver, Writable, rank_file, take_snapshot
 from lightning_distrec.checkpoint.single_file import FileSnapshot, fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, refuse_folder
+from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, read, refuse_folder
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates
@@ -256,7 +256,8 @@ class Checkpointing:
 
     def _load(self, path: str | Path) -> Loaded:
         pickles, rank, num_ranks = self._options.pickles, self._ranks.rank, self._ranks.num_ranks
-        loaded = self._ranks.all_or_none("loading a checkpoint", lambda: load(Path(path), rank, num_ranks, pickles))
+        io = self._module.trainer.strategy.checkpoint_io
+        loaded = self._ranks.all_or_none("loading a checkpoint", lambda: read(path, io, rank, num_ranks, pickles))
         checkpoint = loaded.checkpoint
         renamed = self._options.renamed
         checkpoint["state_dict"] = {renamed(name): value for name, value in checkpoint["state_dict"].items()}
