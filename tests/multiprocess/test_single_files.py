@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.checkpoint import single_file
+from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
 from lightning_distrec.checkpoint.tools.compare import compare
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.verify import verify
@@ -154,6 +155,8 @@ def _forms(folder: str) -> dict[str, Any]:
         trainer = _trainer("torchrec", given)
         trainer.fit(_model(), _batches())
         trainer.save_checkpoint(path)
+        wait_for_checkpoint(path)  # rank 0 of the asynchronous one may still be writing
+        trainer.strategy.barrier()
         found[name] = (path.is_dir(), sorted(os.listdir(folder)))
     trainer = _trainer("ddp", {"single_file_below": 0})
     trainer.fit(_model(), _batches())
