@@ -162,6 +162,7 @@ def _forms(folder: str) -> dict[str, Any]:
     trainer.fit(_model(), _batches())
     trainer.save_checkpoint(path)
     found["nothing is sharded"] = (path.is_dir(), sorted(os.listdir(folder)))
+    trainer.strategy.barrier()  # rank 0 removes it, once all have looked
     trainer.strategy.remove_checkpoint(path)
     trainer.strategy.barrier()
     return found | {"removed": os.listdir(folder)}
