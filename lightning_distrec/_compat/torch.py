@@ -125,13 +125,6 @@ def collective_counts() -> list[int]:
     return [group._get_sequence_number_for_group() for group in groups]
 
 
-def pin_memory(batch: Any) -> Any:
-    """Return the batch with its tensors copied to pinned memory. Source: torch/utils/data/_utils/pin_memory.py."""
-    from torch.utils.data._utils.pin_memory import pin_memory as pin
-
-    return pin(batch)
-
-
 def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
     """Make backward run the nodes created since `since` that lead to `outputs` before all others.
 
@@ -257,6 +250,22 @@ def rows_and_values(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     The public methods refuse uncoalesced gradients, and coalescing sorts them.
     """
     return gradient._indices()[0], gradient._values()
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that hold a tensor's memory, which alone can be recorded on a stream.
+
+    The public methods of a sparse tensor refuse one that is not coalesced.
+    """
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.layout == torch.jagged:
+        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
+    return (tensor.values(),) if tensor.is_nested else (tensor,)
 
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass

@@ -177,13 +177,17 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
             del exchange.__dict__["forward"]
 
 
-def record_stream(ids: Any, context: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the allocator from reusing the memory of a lookup's ids and context before `stream` has read them.
+def record_stream(ids: Any, context: Any, features: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the allocator from reusing the memory of a lookup's ids, context and features before `stream` has read them.
 
-    Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
+    Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py. A KeyedJaggedTensor's
+    record_stream leaves its inverse indices out.
     """
     ids.record_stream(stream)
     context.record_stream(stream)
+    features.record_stream(stream)
+    if (inverse := features.inverse_indices_or_none()) is not None:
+        inverse[1].record_stream(stream)
 
 
 KEYED_TENSOR_VALUES = "_values"

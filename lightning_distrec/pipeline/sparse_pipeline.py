@@ -5,7 +5,7 @@ lookups are recorded and found in the batch. From then on:
 
 fetch           the batch after the next one is drawn from the loader, copied to the device, its lookups are prepared
 step begins     the sizes of the next batch's ids are sent; this batch's ids are here, and its rows are looked up
-rows arrive     the next batch's ids are sent: now nothing else is on the link
+rows arrive     the next batch's ids are sent over the free link; at the end of forward where they share the tables' group
 last lookup     the control message about the batch after the next one is sent
 backward        the control message is read
 """
@@ -54,6 +54,7 @@ class SparsePipeline:
     depth: batches in flight, at least 2; with 3, the ranks exchange a batch's status a whole step before its ids.
     tables: path -> module whose calls can be prefetched. start_exchange: starts the exchange of ids.
     ids_have_their_own_group: whether ids may be sent at a moment that is not the same on all ranks.
+    preparing: returns the context in which lookups are prepared.
     warn: called with the reason why a table is looked up as it is called.
     """
 
@@ -66,6 +67,7 @@ class SparsePipeline:
         warn: Callable[[str], None],
         record: Record | None,
         ids_have_their_own_group: bool,
+        preparing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.depth = depth
         self.ranks = ranks
@@ -73,6 +75,7 @@ class SparsePipeline:
         self._start_exchange = start_exchange
         self._warn = warn
         self._own_group = ids_have_their_own_group
+        self._preparing = preparing
         self._learner = Learner(ranks, warn, record)
         self.current: InFlightBatch | None = None
         """The batch of the step that is running, or that has just ended."""
@@ -102,7 +105,8 @@ class SparsePipeline:
         """Prepare the lookups of a batch that was just drawn."""
         calls = self._learner.calls.get(batch.kind)
         if calls is not None:
-            batch.prepare(calls, self._tables)
+            with self._preparing():
+                batch.prepare(calls, self._tables)
             if batch.why_not_prepared and batch.batch is not None and not self._has_warned:
                 self._has_warned = True
                 self._warn(
@@ -196,8 +200,6 @@ class SparsePipeline:
         if not current.waiting:
             if not self._following and not self._differences.is_empty:
                 self._differences.check(wait=True)
-            if not self._own_group:
-                self._send_following()
             self._send_message()
         return looked_up
 
@@ -288,7 +290,8 @@ class SparsePipeline:
             if batch.kind == kind:
                 if not self._learner.needs_objects(kind):
                     batch.objects = None
-                batch.prepare(self._learner.calls[kind], self._tables)
+                with self._preparing():
+                    batch.prepare(self._learner.calls[kind], self._tables)
         if self._following:  # only the first: ranks whose batches end have fewer, and announce one at each step
             self._following[0].announce(self._message_about(self._following[0]))
             self._following[0].agreed_status()

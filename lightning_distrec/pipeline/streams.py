@@ -1,14 +1,17 @@
 """CUDA streams: batches are copied on one and their ids are exchanged on another, during the computation.
 
-Not run on a GPU yet. On a CPU there is nothing of it: gloo's threads work during the computation by themselves.
+Not run on a GPU yet; tests/support/emulated_streams.py emulates the streams on a CPU. Without a GPU there is nothing of
+it: gloo's threads work during the computation by themselves.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_distrec._compat.torch import pin_memory
+from lightning_distrec import gpu
+from lightning_distrec._compat.torch import parts_of
 from lightning_distrec.pipeline.provenance.batch_objects import tensors_in
 
 
@@ -17,18 +20,26 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        on_gpu = device.type == "cuda"
+        on_gpu = gpu.is_gpu(device)
         self._copies = torch.cuda.Stream(device) if on_gpu else None
         self.ids = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         """On which ids are checked and exchanged; None on a CPU."""
 
-    def pinned(self, batch: Any) -> Any:
-        """Return the batch in memory that a GPU can copy from while the host goes on."""
-        return batch if self._copies is None else pin_memory(batch)
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there are streams."""
+        return self._copies is not None
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Return the context in which a batch is copied."""
-        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+    def copying(self, drawn: Any) -> AbstractContextManager[Any]:
+        """Return the context in which a batch is copied. drawn: as the loader gave it."""
+        if self._copies is None:
+            return nullcontext()
+        on_device = self._on_device(drawn)
+        if on_device:  # a loader on the GPU: its kernels are in the stream that was current
+            self._copies.wait_stream(torch.cuda.current_stream(self._device))
+            for tensor in on_device:
+                tensor.record_stream(self._copies)
+        return torch.cuda.stream(self._copies)
 
     def exchanging(self) -> AbstractContextManager[Any]:
         """Return the context in which ids are checked and exchanged, after `copied` was called with their batch."""
@@ -40,9 +51,8 @@ class Streams:
             return None
         event = self._copies.record_event()
         self.ids.wait_event(event)
-        for tensor in tensors_in(batch):
-            if tensor.is_cuda:
-                tensor.record_stream(self.ids)
+        for tensor in self._on_device(batch):
+            tensor.record_stream(self.ids)
         return event
 
     def hand_over(self, batch: Any, copied: Any) -> None:
@@ -51,6 +61,8 @@ class Streams:
             return
         now = torch.cuda.current_stream(self._device)
         now.wait_event(copied)
-        for tensor in tensors_in(batch):
-            if tensor.is_cuda:
-                tensor.record_stream(now)
+        for tensor in self._on_device(batch):
+            tensor.record_stream(now)
+
+    def _on_device(self, batch: Any) -> list[Tensor]:
+        return [part for tensor in tensors_in(batch) if gpu.is_on_gpu(tensor) for part in parts_of(tensor)]

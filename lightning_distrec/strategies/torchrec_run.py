@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_distrec import gpu
 from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
 from lightning_distrec.errors import ConfigError
@@ -152,7 +153,8 @@ class TorchRecRun(Run):
         if shard_names and not any(parameter.requires_grad for parameter in self.dense_parameters()):
             broadcast_module_states(self.module, shard_names)  # DDP refuses a module without gradients to average
             return
-        wrap()
+        with gpu.idle(strategy.root_device):
+            wrap()
         ddp: Any = strategy.model
         self.buffers = BroadcastSkipper(ddp, self.session.consensus.flags)
 

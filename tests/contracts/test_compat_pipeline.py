@@ -163,8 +163,18 @@ def test_stop_between_steps_notes_a_signal_and_stops_the_loop_once_agreed() -> N
     assert trainer.received_sigterm
 
 
-def test_pin_memory_keeps_the_form_of_a_batch() -> None:
-    assert _torch.pin_memory({"a": ["x", 1]}) == {"a": ["x", 1]}
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged, torch.strided])
+def test_parts_of_a_tensor_are_dense_and_share_its_memory(layout: torch.layout) -> None:
+    dense = torch.eye(2)
+    if layout == torch.jagged:
+        tensor = torch.nested.nested_tensor([dense[0], dense[1, :1]], layout=layout)
+    else:
+        tensor = dense if layout == torch.strided else dense.to_sparse(layout=layout)
+    parts = _torch.parts_of(tensor)
+    assert all(part.layout == torch.strided for part in parts)
+    values = tensor._values() if layout == torch.sparse_coo else dense if layout == torch.strided else tensor.values()
+    assert values.data_ptr() in {part.data_ptr() for part in parts}
+    assert len(_torch.parts_of(torch.nested.nested_tensor([dense[0]]))) == 1
 
 
 def test_jagged_fields_are_those_of_a_keyed_jagged_tensor() -> None:

@@ -14,7 +14,7 @@ MAX_FILES = 16
 MAX_LINES = 310
 
 ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
-GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "units", "atomic_files", "_compat"}
+GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
 GROUND |= {"namespaces", "own_operations", "unpicklable"}
 PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
 SHARDING = {
@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "ranks": set(),
     "chunks": set(),
     "host_memory": set(),
+    "gpu": set(),
     "units": {"errors"},
     "unpicklable": {"errors"},
     "namespaces": {"errors"},

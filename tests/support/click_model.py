@@ -123,8 +123,8 @@ class SequenceModel(ClickModel):
 
 
 def _mean(values: Tensor, lengths: Tensor) -> Tensor:
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    sums = torch.zeros(len(lengths), values.shape[1]).index_add(0, owner, values)
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    sums = values.new_zeros(len(lengths), values.shape[1]).index_add(0, owner, values)
     return sums / lengths.clamp(min=1).unsqueeze(1)
 
 

@@ -6,6 +6,7 @@ Not run on a GPU yet. On a CPU they are compared at once.
 import torch
 from torch import Tensor
 
+from lightning_distrec import gpu
 from lightning_distrec.errors import ProvenanceError
 
 
@@ -24,6 +25,8 @@ class LateComparison:
 
     def add(self, given: Tensor, computed: Tensor) -> bool:
         """Compare two tensors of one shape on their device; they count as equal until the result is here."""
+        if gpu.is_on_gpu(computed):  # it was computed on the stream of ids
+            computed.record_stream(torch.cuda.current_stream(computed.device))
         self._differ.append((given != computed).any())
         return True
 

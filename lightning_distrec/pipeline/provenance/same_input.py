@@ -77,3 +77,20 @@ def versions(*arguments: Any) -> list[tuple[Tensor, int | None]]:
 def are_unwritten(versioned: list[tuple[Tensor, int | None]]) -> bool:
     """Whether none of the tensors was written to in place since `versions`; false where writes are not counted."""
     return all(version is not None and version_of(tensor) == version for tensor, version in versioned)
+
+
+def has_same_leaves(given: Any, batch: Any) -> bool:
+    """Whether this is the batch, or dicts, lists and tuples around the very same objects.
+
+    DistributedDataParallel with device_ids and FSDP2's root rebuild the containers of what they are called with.
+    """
+    if given is batch:
+        return True
+    if isinstance(batch, dict):
+        same_keys = isinstance(given, dict) and given.keys() == batch.keys()
+        return same_keys and all(has_same_leaves(given[key], value) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        same_length = isinstance(given, (list, tuple)) and len(given) == len(batch)
+        return same_length and all(map(has_same_leaves, given, batch))
+    # Numbers and texts have no identity that counts.
+    return isinstance(batch, SCALARS) and type(given) is type(batch) and bool(given == batch)

@@ -77,7 +77,8 @@ class IdsExchange:
                 now = torch.cuda.current_stream(self._stream.device)
                 now.wait_stream(self._stream)
                 for request in self._requests:
-                    record_stream(request.ids, request.context, now)
+                    # The features too: pooling of means and padding read their lengths on the stream of the step.
+                    record_stream(request.ids, request.context, request.features, now)
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetchers, skip_transfer_hook_when
@@ -25,7 +26,9 @@ from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
 from lightning_distrec.pipeline.options import PipelineOptions
+from lightning_distrec.pipeline.pinning import moved_jagged, pinned
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
+from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
 from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 from lightning_distrec.pipeline.streams import Streams
@@ -75,7 +78,7 @@ class PrefetchableTable:
 
     def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""
-        with self._streams.exchanging(), torch.no_grad():
+        with torch.no_grad():
             return self._lookup.prepare(self._proxy.features(*arguments))
 
     def note_call(self, request: LookupRequest) -> None:
@@ -126,7 +129,10 @@ class Pipelining:
         self._end = end
         self._move = move
         self._changes = RowChanges()
+        self._device = device
         self._streams = Streams(device)
+        movers = (of for of in (module, trainer.datamodule) if of is not None)  # type: ignore[attr-defined]
+        self._moves_itself = any(is_overridden("transfer_batch_to_device", of) for of in movers)
         self._fetchers: dict[str, PrefetchFetcher] = {}
         lookups = {lookup.path: lookup for lookup in tables.lookups}
         self._tables = {
@@ -142,6 +148,7 @@ class Pipelining:
             rank_zero_warn,
             (lambda objects, roots: Recorder(objects, roots, module)) if options.computed_ids else None,
             ids_have_their_own_group=group is not None,
+            preparing=self._streams.exchanging,
         )
         self._undo: list[Callable[[], None]] = [
             replace_fetchers(trainer, self._fetcher),
@@ -165,7 +172,8 @@ class Pipelining:
 
         def prefetched_or_called(batch: Any) -> Any:
             current = self.pipeline.current
-            return current.roots.sparse_inputs if current is not None and batch is current.batch else call(batch)
+            is_current = current is not None and has_same_leaves(batch, current.batch)
+            return current.roots.sparse_inputs if current is not None and is_current else call(batch)
 
         # The user's step calls self.sparse_inputs(batch) itself. During the run an instance attribute hides that
         # method, so that the call returns the very objects whose ids were sent when the batch was fetched.
@@ -192,9 +200,13 @@ class Pipelining:
         return self._fetchers[kind]
 
     def _make_ready(self, in_flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
-        with self._streams.copying():
-            batch = self._trainer.precision_plugin.convert_input(self._streams.pinned(batch))
+        with self._streams.copying(batch):
+            batch = self._trainer.precision_plugin.convert_input(batch)
             batch = call_transfer_hook(self._module, batch, dataloader_idx)
+            if self._streams.on_gpu:  # last: conversions and hooks return memory that is not pinned
+                batch = pinned(batch)
+                if not self._moves_itself:
+                    batch = moved_jagged(batch, self._device)
             in_flight.batch = self._move(batch, dataloader_idx)
             sparse_inputs = None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)

@@ -1,0 +1,120 @@
+"""Fits on emulated CUDA streams, and the models that they train."""
+
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+
+from lightning_distrec.cluster.consensus import Consensus
+from tests.support.click_model import FEATURES, ClickModel, SequenceModel, bag_configs, make_batch, seeded
+from tests.support.emulated_streams import emulated_streams
+from tests.support.ranks import rank_and_num_ranks
+from tests.support.trainers import make_trainer
+
+STEPS = 8
+
+
+class Deaf(ClickModel):
+    """Never asks a loss for its value, and is called with one feature more than its collection has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mlp = nn.Linear(24, 1)
+
+    def _build(self) -> None:
+        self.ebc = EmbeddingBagCollection(tables=bag_configs(self.pooling)[1:])
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        return self.mlp(self.ebc(features).values()).squeeze(-1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
+
+
+class Sequences(SequenceModel):
+    """The same over an EmbeddingCollection."""
+
+    training_step = Deaf.training_step
+
+
+class JaggedBatches(Deaf):
+    """Batches that hold a KeyedJaggedTensor."""
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        return self.mlp(self.ebc(batch["features"]).values()).squeeze(-1)
+
+
+class PlainBags(Deaf):
+    """An nn.EmbeddingBag; ids are declared by `sparse_inputs` where `declares` is set, else computed in the step."""
+
+    def _build(self) -> None:
+        self.ebc = nn.EmbeddingBag(60, 24, mode="mean")
+
+    def _ids(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["single"] * 7 + 1) % 60
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.mlp(self.ebc(self._ids(batch))).squeeze(-1)
+
+
+class DeclaredBags(PlainBags):
+    """Gets its batch in a new dict, as under DDP with device_ids, and declares its ids."""
+
+    def sparse_inputs(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the ids."""
+        return self._ids(batch)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        ids = self.sparse_inputs(dict(batch))
+        return self.mlp(self.ebc(ids)).squeeze(-1)
+
+
+def batch_of(kind: type, number: int) -> dict[str, Any]:
+    """Return a batch of this rank."""
+    batch: dict[str, Any] = make_batch(1000 * number + rank_and_num_ranks()[0])
+    draw = torch.Generator().manual_seed(number)
+    batch["single"] = torch.randint(0, 60, (len(batch["label"]), 3), generator=draw)
+    if kind is JaggedBatches:
+        batch["features"] = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+    return batch
+
+
+class Marks(pl.Callback):
+    """Notes among the waits of the host where steps begin, and where their forward is queued."""
+
+    def __init__(self) -> None:
+        self.waits: list[Any] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.mlp.register_forward_hook(lambda *_: self.waits.append(FORWARD) if torch.is_grad_enabled() else None)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.waits.append(STEP)
+
+
+STEP, FORWARD = ("step begins", "", ""), ("forward is queued", "", "")
+
+
+def found_in(kind: type, optimizer: type, narrow: str, others: str) -> tuple[list[str], list[Any], str]:
+    """Return the hazards of a fit on emulated streams, the waits of the host, and how many lookups were sent ahead.
+
+    narrow, others: the sharding type of the table of this name, and of other ones. As under NCCL, ids that are sent
+    ahead have no group of their own. Three batches are in flight.
+    """
+    model = seeded(kind, optimizer, {"lr": 0.1}, pooling="mean")
+    strategy: dict[str, Any] = {"sharding_types": [others], "pipeline": {"depth": 3}, "convert_embeddings": "all"}
+    if kind is Deaf:
+        strategy["tables"] = {"ebc.narrow": {"sharding_types": [narrow]}}
+    marks = Marks()
+    trainer = make_trainer(strategy, callbacks=[marks])
+    batches = [batch_of(kind, number) for number in range(STEPS)]
+    with emulated_streams() as streams, patch.object(Consensus, "ids_group", lambda self: None):
+        marks.waits = streams.found.waits
+        trainer.fit(model, DataLoader(batches, batch_size=None))
+    ahead = str(trainer.strategy.lookups_ahead.get("training 0"))
+    return sorted(set(streams.found.hazards)), streams.found.waits, ahead

@@ -1,0 +1,122 @@
+"""CUDA streams, emulated on a CPU: batches of all kinds on their way to the device."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from lightning_distrec import gpu
+from lightning_distrec.pipeline.pinning import moved_jagged, pinned
+from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
+from lightning_distrec.pipeline.streams import Streams
+from tests.support.emulated_streams import EmulatedStreams, emulated_streams
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Example:
+    """A batch of one's own."""
+
+    ids: Any
+    rest: Any = None
+
+
+def jagged() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([1, 3]))
+
+
+def is_pinned(tensor: Any) -> bool:
+    return bool(getattr(tensor, "emulated_pinned", False))
+
+
+def test_dense_tensors_of_the_host_are_pinned_and_no_others() -> None:
+    sparse, on_device = torch.eye(3).to_sparse(), torch.empty(2, device="meta")
+    batch = {"a": [torch.ones(2), "text"], "b": Example(torch.ones(3), jagged()), "c": sparse, "d": on_device}
+    with emulated_streams():
+        copied = pinned(batch)
+    assert is_pinned(copied["a"][0])
+    assert is_pinned(copied["b"].ids)
+    assert is_pinned(copied["b"].rest.values())
+    assert copied["a"][1] == "text"
+    assert copied["c"] is sparse
+    assert copied["d"] is on_device
+    assert torch.equal(copied["b"].rest.values(), torch.arange(4))
+    assert isinstance(copied["b"], Example)
+    assert batch["b"].ids is not copied["b"].ids  # type: ignore[attr-defined]
+
+
+def test_jagged_tensors_are_copied_without_waiting() -> None:
+    batches = [jagged(), torch.ones(2)], [jagged()]
+    with emulated_streams() as streams:
+        moved = moved_jagged(pinned(batches[0]), CPU)
+        assert streams.found.waits == []
+        moved_jagged(batches[1], CPU)
+        assert [what for _, what, _ in streams.found.waits] == ["to(device)"] * 2, "from memory that is not pinned"
+    assert torch.equal(moved[0].lengths(), torch.tensor([1, 3]))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged, torch.strided])
+def test_batches_of_a_loader_on_the_device_are_ordered_and_kept(layout: torch.layout) -> None:
+    def use(streams: EmulatedStreams, pipe: Streams) -> None:
+        dense = torch.eye(4) * 2
+        if layout == torch.jagged:
+            batch = torch.nested.nested_tensor([dense[0], dense[1, :2]], layout=layout)
+        else:
+            batch = dense if layout == torch.strided else dense.to_sparse(layout=layout)
+        parts = [batch] if layout == torch.strided else [batch.values()]
+        with pipe.copying([batch]):
+            made = [part + 1 for part in parts]
+        event = pipe.copied([batch, made])
+        with pipe.exchanging():
+            kept = [part * 2 for part in (*parts, *made)]
+        pipe.hand_over([batch, made], event)
+        kept += [part * 3 for part in (*parts, *made)]
+        del made, parts, batch, dense
+
+    with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
+        use(streams, Streams(CPU))
+        streams.run("free", [], [])
+    assert streams.found.hazards == []
+
+
+def test_the_emulation_finds_what_is_not_ordered_and_what_is_freed_early() -> None:
+    with emulated_streams() as streams:
+        other = torch.cuda.Stream()
+        made = torch.ones(3) + 1
+        with torch.cuda.stream(other):
+            read = made * 2
+        assert "unordered: mul.Tensor on 'stream 1' reads what 'step' writes" in streams.found.hazards[0]
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            read = made * 2
+        torch.cuda.current_stream().wait_stream(other)
+        read.add_(1)
+        assert len(streams.found.hazards) == 1
+        del read
+        torch.ones(1) + 1
+        assert "freed early: memory of 'stream 1' was used on 'step'" in streams.found.hazards[1]
+
+
+def test_a_wrapper_on_another_stream_is_built_while_all_are_idle() -> None:
+    with emulated_streams() as streams:
+        weight = torch.ones(3) * 2
+        with gpu.idle(CPU), torch.cuda.stream(torch.cuda.Stream()):
+            weight.add_(1)
+        weight.mul_(2)
+    assert streams.found.hazards == []
+
+
+def test_batches_are_recognized_by_their_leaves() -> None:
+    ids, features = torch.arange(3), jagged()
+    batch = {"ids": ids, "rest": [features, 3, "text"]}
+    assert has_same_leaves({"ids": ids, "rest": (features, 3, "text")}, batch)
+    for other in (
+        {"ids": ids.clone(), "rest": batch["rest"]},
+        {"ids": ids},
+        {"ids": ids, "rest": [features, 4, "text"]},
+    ):
+        assert not has_same_leaves(other, batch)
