@@ -23,14 +23,16 @@ class Consensus:
 
     timeout_seconds: how long a rank waits for the others before the group gives up with an error.
     flags: sent along with every min all-reduce; one object for all consensuses of a process.
+    members: the ranks that take part, of which this is one; `rank` and `num_ranks` count these only. None: all.
     """
 
-    def __init__(self, timeout_seconds: float, flags: "RankFlags") -> None:
-        self.rank = dist.get_rank()
-        self.num_ranks = dist.get_world_size()
+    def __init__(self, timeout_seconds: float, flags: "RankFlags", members: list[int] | None = None) -> None:
+        self.rank = dist.get_rank() if members is None else members.index(dist.get_rank())
+        self.num_ranks = dist.get_world_size() if members is None else len(members)
         self.flags = flags
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        local = members is not None
+        self._group = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=local)
         self._ids: Any = None
 
     @property
@@ -238,6 +240,7 @@ class PendingMin:
 
 _current: tuple[Any, Consensus, Consensus] | None = None
 _of_checkpoints: tuple[Any, Consensus] | None = None
+_of_copies: tuple[Any, Consensus, Consensus] | None = None
 
 
 def consensus_of_all_ranks(timeout_seconds: float) -> tuple[Consensus, Consensus]:
@@ -269,7 +272,20 @@ def consensus_of_checkpoints(timeout_seconds: float) -> Consensus:
     return _of_checkpoints[1]
 
 
+def consensus_of_copies(timeout_seconds: float, on_node: list[int]) -> tuple[Consensus, Consensus]:
+    """Collective. Return consensuses of all ranks and of those on this node, for the thread that copies to memory.
+
+    on_node: the ranks on this node. See `consensus_of_checkpoints` for why they have groups of their own.
+    """
+    global _of_copies
+    world = dist.group.WORLD
+    if _of_copies is None or _of_copies[0] is not world:
+        flags = consensus_of_all_ranks(timeout_seconds)[0].flags
+        _of_copies = (world, Consensus(timeout_seconds, flags), Consensus(timeout_seconds, flags, on_node))
+    return _of_copies[1:]
+
+
 def forget_consensus() -> None:
     """Drop the consensuses, before their process group is destroyed."""
-    global _current, _of_checkpoints
-    _current = _of_checkpoints = None
+    global _current, _of_checkpoints, _of_copies
+    _current = _of_checkpoints = _of_copies = None

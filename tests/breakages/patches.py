@@ -173,6 +173,22 @@ BREAKAGES = (
         ("multiprocess/test_feature_order.py",),
     ),
     Breakage(
+        "copy-unchecked",
+        "lightning_distrec/checkpoint/in_memory/part.py",
+        r"if name in noted and _checksum\(path / name\) != noted\[name\]",
+        "if name not in noted",
+        "A restarted job goes on from a copy in memory whose bytes have changed.",
+        ("multiprocess/test_copies_in_memory.py",),
+    ),
+    Breakage(
+        "copy-at-epochs-last-batch",
+        "lightning_distrec/strategies/checkpoints/in_memory.py",
+        r"if not trainer\.fit_loop\.epoch_loop\.batch_progress\.is_last_batch:",
+        "if True:",
+        "A job that restarts between two epochs trains one epoch too many.",
+        ("multiprocess/test_copies_in_memory.py", "cluster/test_copies_in_memory.py"),
+    ),
+    Breakage(
         "restart-of-another-job",
         "lightning_distrec/strategies/checkpoints",
         r"self\.has_name and name == self\.name and",

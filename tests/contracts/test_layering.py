@@ -27,7 +27,7 @@ SHARDING = {
     "sharding/plan_report",
 }
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
-CHECKPOINT = {"checkpoint", "checkpoint/tools"}
+CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/in_memory"}
 BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PIPELINE | {"optimizers"}
 STRATEGIES = {
     "strategies",
@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "pipeline": GROUND | {"pipeline/provenance", "pipeline/computed"},
     "checkpoint": GROUND,
     "checkpoint/tools": GROUND | {"checkpoint"},
+    "checkpoint/in_memory": GROUND | {"checkpoint"},
     "cluster/watchdog/process": set(),  # it runs without the package
     "cluster/watchdog": GROUND | {"cluster/watchdog/process"},
     "cluster": GROUND | {"cluster/watchdog"},

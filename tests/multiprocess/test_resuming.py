@@ -655,7 +655,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "weights only": ({"resume": "weights.ckpt"}, "CheckpointError: .* holds weights only.*'start_from'"),
     "weights in a file": ({"resume": "one.ckpt"}, "CheckpointError: .* holds weights only.*'start_from'"),
     "nothing there": ({"resume": "nothing.ckpt"}, "MissingCheckpointError: there is no checkpoint .*nothing.ckpt"),
-    "nothing to start from": (changed(RW, start_from="/nothing"), "MissingCheckpointError: there is no checkpoint /nothing"),
+    "nothing to start from": (
+        changed(RW, start_from="/nothing"),
+        "MissingCheckpointError: there is no checkpoint /nothing",
+    ),
     "no checkpoint": (changed(RW, start_from="a list.pt"), "CheckpointError: .*a list.pt holds a list"),
     "no state_dict": (changed(RW, start_from="nested.pt"), "CheckpointError: .*nested.pt.*state_dict"),
     "no torch file": (changed(RW, start_from="junk.pt"), "CheckpointError: .*junk.pt cannot be read"),

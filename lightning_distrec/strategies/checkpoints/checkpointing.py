@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -22,8 +20,10 @@ from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.checkpoint.save import STATE_FILE, Saver, Writable, rank_file, take_snapshot
 from lightning_distrec.checkpoint.single_file import FileSnapshot, fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.strategies.checkpoints.announced import announce_in_flight
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, read, refuse_folder
+from lightning_distrec.strategies.checkpoints.in_memory import Copies
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates
@@ -46,17 +46,25 @@ class Checkpointing:
     """Saves and loads the checkpoints of one strategy; `begin` is called for each run."""
 
     def __init__(
-        self, options: CheckpointOptions, consensus: Consensus, of_writer: Consensus, module: LightningModule
+        self,
+        options: CheckpointOptions,
+        consensus: Consensus,
+        of_writer: Consensus,
+        module: LightningModule,
+        copies: Copies | None = None,
     ) -> None:
-        """of_writer: a consensus of its own for the thread that writes while training goes on."""
+        """of_writer: a consensus of its own for the thread that writes while training goes on. copies: in memory."""
         self._options = options
         self._ranks, self._of_writer = consensus, of_writer
         self._saver = Saver(of_writer, options.async_save)
+        self.copies = copies
+        """The copies in memory; None where the options ask for none."""
         self._module = module
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
         self._zero_rank_of: RankOf | None = None
         self._positions = Positions(consensus)
+        self._savers: list[Saver | Copies] = [self._saver] if copies is None else [self._saver, copies]
         self._has_started = False
         self._warned: set[str] = set()
 
@@ -71,11 +79,13 @@ class Checkpointing:
         tables: the module's sharded tables; None where it has none.
         """
         self._tables, module = tables, self._module
-        self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
+        self._ranks.flags.watch_failures(lambda: any(saver.has_failed for saver in self._savers))
         if not self._options.pickles:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
         if self._options.async_save:
-            self._announce_in_flight(module.trainer)
+            announce_in_flight(module.trainer, self._saver)
+        if self.copies is not None and self.copies.folder is not None:
+            self.copies.check_memory(module.trainer, self._table_optimizers, self.optimizer_state)
         path = self._options.start_from
         if path is None or self._has_started:
             return
@@ -84,24 +94,9 @@ class Checkpointing:
         self._has_started = True
         rank_zero_info(f"The run starts from the weights in {path}.")
 
-    def _announce_in_flight(self, trainer: Trainer) -> None:
-        """Let ModelCheckpoint see the checkpoint in flight.
-
-        It appends a version to a name that exists, and asks the file system, where the name is not there yet: hence the
-        replaced method.
-        """
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                if callback.save_last == "link":
-                    raise ConfigError(
-                        "ModelCheckpoint(save_last='link') and async_save: the link would lead to a checkpoint that is "
-                        "not there yet. Set save_last=True."
-                    )
-                callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]
-
-    def _exists(self, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
-        is_being_written = self._saver.in_flight == Path(filepath).absolute()
-        return is_being_written or type(callback).file_exists(callback, filepath, trainer)
+    @property
+    def _table_optimizers(self) -> list[Optimizer]:
+        return [] if self._tables is None else self._tables.table_optimizers
 
     def use_zero_partition(self, rank_of: RankOf) -> None:
         """Save the optimizer state of each parameter from the rank that holds it, until the next run."""
@@ -150,16 +145,21 @@ class Checkpointing:
         if not pickles:
             drop_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
-            own = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._tables.table_optimizers]
+            own = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._table_optimizers]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *own]
-        where: str = self._ranks.all_gather(str(path))[0]
+        is_copy = self.copies is not None and self.copies.is_copy(path)
+        where: str = str(path) if is_copy else self._ranks.all_gather(str(path))[0]
         rank_state = self._positions.take_out(checkpoint)
         facts = {
-            "job": self._label_of(checkpoint, where),
+            "job": self._label_of(checkpoint, None if is_copy else where),
             "versions": str(find_installed()),
             "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
         }
         plan_files = {} if self._tables is None else self._tables.plan_files()
+        marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts}
+        if self.copies is not None and is_copy:
+            self.copies.save(Path(where), checkpoint, rank_state, marker, plan_files, pickles)
+            return
         uses_io = is_elsewhere(where, io) or storage_options is not None
         snapshot: Writable
         if is_plugin(io) or fits_in_one_file(checkpoint, self._options, self._ranks):
@@ -173,15 +173,14 @@ class Checkpointing:
         else:
             if uses_io:
                 refuse_folder(where, storage_options)
-            marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts}
             target = Path(where).absolute()
             snapshot = take_snapshot(target, checkpoint, rank_state, marker, self._ranks, plan_files, pickles)
         self._saver.save(snapshot)
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
 
-    def _label_of(self, checkpoint: Mapping[str, Any], path: str) -> str:
-        """Return what a checkpoint says of its job; "" where a restart is not to go on from it.
+    def _label_of(self, checkpoint: Mapping[str, Any], path: str | None) -> str:
+        """Return what a checkpoint says of its job; "" where a restart is not to go on from it. path: None in memory.
 
         One that is saved after an exception may be of the middle of a step, which some parameters have made already.
         """
@@ -211,17 +210,21 @@ class Checkpointing:
     def before_step(self) -> None:
         """Raise CheckpointError on every rank, at the same step, once a write in the background has failed."""
         if self._ranks.flags.has_failed:
-            self._saver.finish()
+            for saver in self._savers:
+                saver.finish()
 
     def finish(self, has_failed: bool) -> None:
         """Collective. Wait for a checkpoint that is being written. has_failed: the run has; wait 120 s at most."""
         self._ranks.flags.watch_failures(None)
         try:
-            self._saver.finish(LEAVING_SECONDS if has_failed else None)
+            for saver in self._savers:
+                saver.finish(LEAVING_SECONDS if has_failed else None)
         except CheckpointError as error:
             if not has_failed:
                 raise
             rank_zero_warn(str(error))  # the exception that ends the run is the one to raise
+        if self.copies is not None:
+            self.copies.end(has_failed)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Collective. Return a checkpoint for Lightning's hooks; tables and their state are handles to read from."""
@@ -256,6 +259,8 @@ class Checkpointing:
 
     def _load(self, path: str | Path) -> Loaded:
         pickles, rank, num_ranks = self._options.pickles, self._ranks.rank, self._ranks.num_ranks
+        if self.copies is not None:
+            rank, num_ranks = self.copies.place(path) or (rank, num_ranks)
         io = self._module.trainer.strategy.checkpoint_io
         loaded = self._ranks.all_or_none("loading a checkpoint", lambda: read(path, io, rank, num_ranks, pickles))
         checkpoint = loaded.checkpoint
@@ -285,7 +290,7 @@ class Checkpointing:
             lambda: states.load(
                 checkpoint["optimizer_states"],
                 optimizers,
-                [] if self._tables is None else self._tables.table_optimizers,
+                self._table_optimizers,
                 rank_zero_warn,
                 self._options.grow_tables,
             ),

@@ -27,6 +27,7 @@ from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
+from lightning_distrec.strategies.checkpoints.in_memory import copying
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
@@ -153,7 +154,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             ranks = self.session.consensus
             if not (run or job) and point is not None:
                 self.resuming = resuming_of(ranks.all_gather(name_in_store(point, ranks.rank))[0])
-            return (self.resuming or resuming).find(given, ranks)
+            return (self.resuming or resuming).find(given, ranks, self.session.checkpoints.copies)
 
         resume_from(trainer, find)
 
@@ -161,7 +162,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def setup_environment(self) -> None:
         super().setup_environment()
         seconds = self._wait.total_seconds()
-        self._session = start_session(self.module, self._checkpoint_options, seconds, earlier=self._session)
+        options, node = self._checkpoint_options, self.node_rank
+        self._session = start_session(self.module, options, seconds, node, earlier=self._session)
 
     @override
     def setup_distributed(self) -> None:
@@ -190,6 +192,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.callback(lambda: stopping.undo(run.has_failed))
+        if run.is_fitting and checkpoints.copies is not None:
+            run.undo.enter_context(copying(trainer, checkpoints.copies))
         self._run = run
         return run
 
