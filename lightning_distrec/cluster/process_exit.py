@@ -31,7 +31,7 @@ def leave_at_exit(release: Callable[[], None]) -> None:
     release: a bound method that drops its object's references to sharded modules; the object is not kept alive for it.
     """
     if not _releases:
-        atexit.register(_leave)
+        atexit.register(leave)
     _releases.append(WeakMethod(release))
 
 
@@ -41,7 +41,8 @@ def note_failure() -> None:
     _failed = True
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Destroy the process group, once all ranks are here or some seconds have passed."""
     for weak in _releases:
         if (release := weak()) is not None:
             release()

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -205,4 +205,4 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
     @property
     @override
     def module_stays(self) -> bool:
-        return any(isinstance(parameter, DTensor) for parameter in self.module.parameters())  # for the next run
+        return isinstance(self.module, FSDPModule)  # for the next run; a failed step leaves parameters gathered

@@ -683,4 +683,28 @@ BREAKAGES = (
         "A logger looks for a checkpoint that a thread is still writing, and never uploads it.",
         ("unit/test_in_flight.py",),
     ),
+    Breakage(
+        "fork-with-threads",
+        "lightning_distrec/cluster/threads.py",
+        r"pause is not None and pause\(OMP_PAUSE_HARD\) == 0",
+        "True",
+        "Ranks that a notebook forks wait forever for OpenMP's threads, which only their parent has.",
+        ("multiprocess/test_no_script.py",),
+    ),
+    Breakage(
+        "fork-saves-what-is-not-trained",
+        "lightning_distrec/_compat/lightning_launchers.py",
+        r"trainer\.callbacks = \[\]",
+        "pass",
+        "After a failure in a notebook, OnExceptionCheckpoint overwrites what the ranks saved by untrained weights.",
+        ("contracts/test_compat_cluster.py",),
+    ),
+    Breakage(
+        "other-number-of-ranks",
+        "lightning_distrec/strategies/run",
+        r"\(num_before := dist\.get_world_size\(\)\) != num_ranks",
+        "(num_before := num_ranks) != num_ranks",
+        "Trainer(devices=2) after one of 1 in the same process trains alone, with half of the data.",
+        ("multiprocess/test_no_script.py",),
+    ),
 )

@@ -1,5 +1,6 @@
 """The private names of Lightning's that the choice of a cluster environment goes by."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_distrec._compat import lightning as _lightning
-from lightning_distrec._compat import lightning_resuming
+from lightning_distrec._compat import lightning_launchers, lightning_resuming
 from lightning_distrec._compat import torch as _torch
 from tests.support.limits import LIMIT_SECONDS
 
@@ -48,7 +50,7 @@ def test_override_environment_choice_applies_to_our_strategies_only() -> None:
 def test_the_choice_is_made_for_the_strategys_name_and_its_objects() -> None:
     program = f"""
 import lightning_distrec, os
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 os.environ.update(RANK="3", WORLD_SIZE="5", MASTER_ADDR="a", MASTER_PORT="1")
 for strategy in ("torchrec_sharded", lightning_distrec.TorchRecShardedStrategy()):
     print(Trainer(strategy=strategy, **{QUIET}).strategy.cluster_environment.launched.num_ranks)
@@ -95,3 +97,71 @@ def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:
         assert _torch.collective_counts() == [1, 2]
     finally:
         dist.destroy_process_group()
+
+
+class Bias(LightningModule):
+    """One number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+
+class SaysWhere(Callback):
+    """Notes in which process hooks are called; its state is the loss of a run."""
+
+    loss, failed_in = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss = state["loss"]
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        SaysWhere.failed_in = os.getpid()
+
+
+def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank_has_raised() -> None:
+    says, module = SaysWhere(), Bias()
+    trainer = Trainer(strategy=DDPStrategy(start_method="fork"), devices=2, max_steps=1, callbacks=[says], **QUIET)
+    strategy: Any = trainer.strategy
+    strategy._launcher = launcher = lightning_launchers.ForkLauncher(
+        strategy, strategy.set_world_ranks, lambda: {**module.state_dict(), "more": torch.ones(1)}, lambda: None
+    )
+    strategy.connect(module)
+    trainer.state.fn, outside = TrainerFn.FITTING, os.getpid()
+
+    def train() -> str:
+        assert launcher.is_rank
+        assert os.getpid() != outside
+        nn.init.constant_(module.bias, 3.0)
+        says.loss = 0.25
+        trainer.callback_metrics["loss"] = torch.tensor(0.25)
+        return "x" * 200_000  # more than a pipe takes
+
+    assert len(trainer.strategy.launcher.launch(train, trainer=trainer)) == 200_000
+    assert module.bias.item() == 3.0
+    assert says.loss == trainer.callback_metrics["loss"].item() == 0.25
+    assert launcher.missing_here == ("more",)
+    assert launcher.has_trained
+    assert not launcher.is_rank
+
+    def fail() -> None:
+        if strategy.global_rank == 1:
+            raise ValueError("on purpose")
+
+    trainer.state.fn = TrainerFn.VALIDATING
+    with pytest.raises(ValueError, match="on purpose"):
+        launcher.launch(fail, trainer=trainer)
+    assert trainer.callbacks == [], "the hooks of the ranks would be called here too"
+    launcher.after_failure()
+    assert says in trainer.callbacks
+    launcher.kill(0)
+
+
+def test_check_cuda_before_fork_raises_where_cuda_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning_launchers.check_cuda_before_fork()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError, match="forked subprocess"):
+        lightning_launchers.check_cuda_before_fork()

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.cluster.job_key import VARIABLE
-from lightning_distrec.cluster.process_exit import _leave
+from lightning_distrec.cluster.process_exit import leave
 from lightning_distrec.strategies.run.launched_ranks import LAUNCHER_PID
 
 OURS: dict[str, Any] = {
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Function) -> None:
     earlier.extend(made)
     if earlier and re.search("ddp|spawn|fork", item.nodeid + inspect.getsource(item.function)):
-        _leave()  # as at the end of a process: ranks that are forked must not inherit its threads
+        leave()  # as at the end of a process: ranks that are forked must not inherit its threads
         earlier.clear()
     made.clear()
 

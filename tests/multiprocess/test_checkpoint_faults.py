@@ -472,9 +472,9 @@ def _user_fails_alone(scratch: str, who: tuple[int, ...]) -> dict[str, Any]:
     """As in a script, a rank that has failed leaves."""
     found = _user_fails(scratch, who)
     if len(who) == 1 and rank_and_num_ranks()[0] in who:
-        from lightning_distrec.cluster.process_exit import _leave
+        from lightning_distrec.cluster.process_exit import leave
 
-        _leave()
+        leave()
     return found
 
 

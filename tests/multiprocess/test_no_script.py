@@ -1,30 +1,170 @@
-"""Without a script, Lightning cannot start the other ranks: an error says what to do."""
+"""Without a script (a notebook, `python -c`) ranks are forked, and the process gets what they train."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-CODE = """
-import lightning.pytorch as pl, lightning_distrec
-pl.Trainer(strategy="ddp_tuned", accelerator="cpu", devices=1, logger=False)
-pl.Trainer(strategy="ddp_tuned", accelerator="cpu", devices=2, logger=False)
+from tests.support import installing
+from tests.support.limits import LIMIT_SECONDS
+
+PROGRAM = (Path(__file__).parents[1] / "support" / "notebook_script.py").read_text("utf-8")
+GOES_ON = """
+import pytest
+from lightning_distrec.errors import CheckpointError, ConfigError
+
+assert first.strategy.unshard() is module and type(module.items) is nn.Embedding
+module.layer(module.items(torch.tensor([1])))
+assert all(torch.equal(value, found["state"][name]) for name, value in module.state_dict().items())
+loaded = Ratings.load_from_checkpoint(found["best"][1])
+assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.state_dict().items())
+with pytest.raises(ConfigError, match="Make a new Trainer"):
+    first.fit(module, DataLoader(ids, 8))
+with pytest.raises(CheckpointError, match="with their optimizers' state"):
+    first.save_checkpoint(FOLDER + "/half.ckpt")
+second = trainer(1)
+second.fit(module, DataLoader(ids, 8), DataLoader(ids, 8))
+assert second.callback_metrics["error"] < found["metrics"]["error"]
+assert not {"MASTER_PORT", "LIGHTNING_DISTREC_KEY", "LIGHTNING_DISTREC_LAUNCHER_PID"} & os.environ.keys()
+torch.randn(1_000_000).exp().sum()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+with pytest.raises(ConfigError, match="inherit its process group"):
+    trainer(1).fit(module, DataLoader(ids, 8))
+torch.distributed.destroy_process_group()
+print("went on")
+"""
+ALONE = """
+alone = pl.Trainer(strategy="ddp_tuned", accelerator="cpu", devices=1, max_epochs=1, logger=False)
+alone.fit(module, DataLoader(ids, 8))
+"""
+TWO_AGAIN = "trainer(1).fit(module, DataLoader(ids, 8))"
+THEN_BOTH = """
+with pytest.raises(ConfigError, match="this Trainer has 2 ranks, and this process is one of 1"):
+    trainer(1).fit(module, DataLoader(ids, 8))
+print("trained alone")
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "stdin", "where"),
-    [
-        (["-c", CODE], "", "python -c has no script"),
-        pytest.param(["-"], CODE, "python - has no script", marks=pytest.mark.slow),
-        pytest.param(["-i", "-"], CODE, "a notebook or an interactive session has no script", marks=pytest.mark.slow),
-    ],
-    ids=["-c", "-", "interactive"],
-)
-def test_without_a_script_an_error_says_what_to_do(arguments: list[str], stdin: str, where: str) -> None:
+def run(folder: Path, *arguments: str, stdin: str = "", strategy: str = "torchrec_sharded", **more: str) -> str:
+    """Run python in a folder; return what it prints."""
+    folder.mkdir(exist_ok=True)
+    variables = {**os.environ, "FOLDER": str(folder), "STRATEGY": strategy, **more}
     ended = subprocess.run(
-        [sys.executable, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments],
+        **{"input": stdin, "env": variables, "capture_output": True, "text": True},  # type: ignore[call-overload]
+        timeout=LIMIT_SECONDS,
     )
-    assert f"ConfigError: 2 ranks: the others are started by running the script again, and {where}" in ended.stderr
-    assert "%%writefile train.py" in ended.stderr
-    assert "ddp_notebook trains without sharding" in ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    return str(ended.stdout) + str(ended.stderr)
+
+
+def found_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / "found.pt")
+    return found
+
+
+def test_a_program_from_stdin_trains_on_forked_ranks(tmp_path: Path) -> None:
+    printed = run(tmp_path, "-", stdin=PROGRAM, EPOCHS="1")
+    assert "No script to run again: 2 ranks are forked from this process." in printed
+    assert (found := found_in(tmp_path))["step"] == 6
+    of_checkpoint = torch.load(found["best"][1])["state_dict"]
+    assert all(torch.equal(value, of_checkpoint[name]) for name, value in found["state"].items())
+
+
+@pytest.mark.slow
+def test_the_process_goes_on_with_an_ordinary_module(tmp_path: Path) -> None:
+    assert "trained alone" in run(tmp_path, "-", stdin=PROGRAM + GOES_ON + ALONE + THEN_BOTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["torchrec_sharded", "ddp_tuned", "fsdp_tuned"])
+def test_forked_ranks_train_what_the_ranks_of_a_script_train(tmp_path: Path, strategy: str) -> None:
+    (script := tmp_path / "train.py").write_text(PROGRAM, "utf-8")
+    run(tmp_path / "script", str(script), strategy=strategy)
+    run(tmp_path / "command", "-c", PROGRAM, strategy=strategy)
+    of_script, of_command = found_in(tmp_path / "script"), found_in(tmp_path / "command")
+    assert of_script["state"].keys() == of_command["state"].keys()
+    for name, value in of_script["state"].items():
+        assert torch.equal(value, of_command["state"][name]), name
+    for name in ("metrics", "step", "epoch", "validated"):
+        assert of_script[name] == of_command[name]
+    assert of_script["best"][0] == of_command["best"][0]
+    assert Path(of_command["best"][1]).name == Path(of_script["best"][1]).name == "best.ckpt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["torchrec_sharded", "fsdp_tuned"])
+def test_what_a_forked_rank_raises_is_raised_in_the_notebook(tmp_path: Path, strategy: str) -> None:
+    caught = PROGRAM.replace(
+        "first.fit(", "import pytest\nwith pytest.raises(ValueError, match='on purpose'):\n    first.fit("
+    )
+    caught = (
+        caught.partition("state =")[0] + "FAILS = ''\ntrainer(1).fit(module, DataLoader(ids, 8))\nprint('went on')\n"
+    )
+    assert "went on" in run(tmp_path, "-", stdin=caught, strategy=strategy, FAILS="1 3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["terminal", "kernel", "killed"])
+def test_an_interrupt_or_a_dead_rank_ends_all_forked_ranks(tmp_path: Path, how: str) -> None:
+    variables = {**os.environ, "FOLDER": str(tmp_path), "STRATEGY": "torchrec_sharded", "EPOCHS": "10000"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        **{"env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},  # type: ignore[call-overload]
+        start_new_session=True,
+    ) as notebook:
+        ranks: dict[str, int] = {}
+        while len(ranks) < 2:
+            if step := re.match(r"step 2 of rank (\d) in process (\d+)", notebook.stdout.readline()):
+                ranks[step[1]] = int(step[2])
+        if how == "terminal":
+            os.killpg(notebook.pid, signal.SIGINT)
+        elif how == "kernel":
+            os.kill(notebook.pid, signal.SIGINT)
+        else:
+            os.kill(ranks["1"], signal.SIGKILL)
+        printed = notebook.communicate(timeout=LIMIT_SECONDS)[0]
+    assert notebook.returncode == 1
+    expected = "RankError: rank 1" if how == "killed" else "Detected KeyboardInterrupt"
+    assert expected in printed
+    assert not any(Path(f"/proc/{process}").exists() for process in ranks.values())
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_on_two_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    packages = Path(request.config.cache.mkdir("notebooks")) / "packages"  # type: ignore[union-attr]
+    if problem := installing.install(packages, ["nbclient==0.11.0", "ipykernel==7.4.0"]):
+        pytest.skip(f"the package index cannot be reached: {problem}")
+    notebook = f"""
+import sys
+sys.path.append({str(packages)!r})
+import nbformat
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from nbclient import NotebookClient
+kernel = AsyncKernelManager()
+argv = [sys.executable, "-c", "import sys; sys.path.append({str(packages)!r}); import runpy; "
+        "runpy.run_module('ipykernel_launcher', run_name='__main__')", "-f", "{{connection_file}}"]
+kernel._kernel_spec = KernelSpec(argv=argv, display_name="python", language="python")
+cells = [nbformat.v4.new_code_cell(text) for text in {[*re.split("# %%.*", PROGRAM), GOES_ON + ALONE + TWO_AGAIN]!r}]
+executed = NotebookClient(nbformat.v4.new_notebook(cells=cells), km=kernel, timeout=100).execute()
+print([output for cell in executed.cells for output in cell.outputs])
+"""
+    printed = run(tmp_path, "-c", notebook)
+    assert "Embedding tables over 2 ranks" in printed
+    assert "went on" in printed
+    assert found_in(tmp_path)["step"] == 12
+
+
+@pytest.mark.slow
+def test_several_nodes_without_a_script_are_an_error() -> None:
+    code = "import lightning.pytorch as pl, lightning_distrec\n"
+    code += "pl.Trainer(strategy='ddp_tuned', accelerator='cpu', devices=2, num_nodes=2, logger=False)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert "ConfigError: num_nodes=2: a notebook" in ended.stderr

@@ -270,6 +270,6 @@ def _run_and_save(function: Callable[..., Any], args: tuple[Any, ...], rank: int
 
 
 def _leave_group() -> None:
-    from lightning_distrec.cluster.process_exit import _leave
+    from lightning_distrec.cluster.process_exit import leave
 
-    _leave()
+    leave()

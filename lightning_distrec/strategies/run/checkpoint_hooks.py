@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_distrec.cluster.process_exit import note_failure
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
+from lightning_distrec.strategies.run.forked_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.session import Session
 
 
@@ -74,6 +75,8 @@ class CheckpointHooks(DDPStrategy):
 
         Other ranks get it without the tables. Raises CheckpointError on every rank: rank 0 has not enough memory.
         """
+        if self._session is None:
+            return super().lightning_module_state_dict()
         return self.session.checkpoints.full_state(super().lightning_module_state_dict())
 
     def unshard(self, rank_0_only: bool = False) -> LightningModule | None:
@@ -85,6 +88,8 @@ class CheckpointHooks(DDPStrategy):
         Raises ShardingError: a run is in progress. CheckpointError on every rank: a host has not enough memory.
         """
         self.refuse_during_run("unshard")
+        if self._session is None:
+            return self.module
         state = self.lightning_module_state_dict()
         checkpoints, keeps = self.session.checkpoints, self.is_global_zero or not rank_0_only
         full = checkpoints.full_state(state) if rank_0_only else checkpoints.full_state_everywhere(state)
@@ -113,6 +118,7 @@ class CheckpointHooks(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Collective. Write a checkpoint, a folder or a file: see CheckpointOptions."""
         if self._session is None:
+            refuse_half_checkpoint(self.launcher, checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.session.checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)

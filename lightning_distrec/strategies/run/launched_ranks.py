@@ -2,8 +2,8 @@
 
 import os
 import secrets
-import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,11 +24,16 @@ from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.cluster.threads import cpus_of_this_process, num_threads, use_threads
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.run.forked_ranks import (
+    LAUNCHER_PID,
+    check_fork,
+    fork_ranks,
+    forks_ranks,
+    is_forked,
+    variables_as_they_were,
+)
 from lightning_distrec.strategies.run.watchdog import start_watchdog, watched
 from lightning_distrec.units import quantity
-
-LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
-"""Set by rank 0 under Lightning's launcher for the ranks that it starts."""
 
 
 def launched_of(environment: ClusterEnvironment | None) -> Launched | None:
@@ -42,21 +47,6 @@ def check_launch(strategy: DDPStrategy, num_nodes: int) -> None:
         devices: Any = strategy.parallel_devices
         available = strategy.accelerator.auto_device_count()  # type: ignore[union-attr]
         check_numbers(launched, len(devices), available, num_nodes)
-
-
-def check_script(environment: Any, num_ranks: int) -> None:
-    """Raise ConfigError where Lightning would start the other ranks by running this script again, and there is none."""
-    if num_ranks == 1 or environment is None or environment.creates_processes_externally:
-        return
-    is_notebook = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    if is_notebook or sys.argv[0] in ("-", "-c", ""):
-        where = "a notebook or an interactive session" if is_notebook else f"python {sys.argv[0] or '-'}"
-        raise ConfigError(
-            f"{num_ranks} ranks: the others are started by running the script again, and {where} has no script. Write "
-            "the code into a file (%%writefile train.py in a notebook) and start it with python train.py or torchrun "
-            "(!python train.py); load what it has trained with MyModule.load_from_checkpoint. Or set devices=1 here. "
-            "Lightning's ddp_notebook trains without sharding."
-        )
 
 
 def wrap_launch(strategy: DDPStrategy, before_fit: Callable[[Trainer], None], timeout_seconds: float) -> None:
@@ -81,28 +71,50 @@ def _prepare_and_launch(
 ) -> Any:
     launcher: Any = strategy.launcher
     environment: Any = strategy.cluster_environment
-    starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
-    if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
-        os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
-        os.environ[LAUNCHER_PID] = str(os.getpid())
-    if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-        before_fit(trainer)
+    launch = partial(type(launcher).launch, launcher, function, *args, trainer=trainer, **options)
+    with ExitStack() as undo:
+        if forks_ranks(launcher):
+            check_fork(launcher, trainer)
+            undo.enter_context(variables_as_they_were())
+        starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
+        if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
+            os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
+            os.environ[LAUNCHER_PID] = str(os.getpid())
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not is_forked(launcher):
+            before_fit(trainer)
+        if forks_ranks(launcher):
+            return fork_ranks(launcher, strategy.num_processes, launch)
 
     def all_stop() -> bool:
         return dist.is_initialized() and consensus_of_all_ranks(timeout_seconds)[0].flags.agreed != CONTINUE
 
     with watched(trainer, all_stop):
-        return type(launcher).launch(launcher, function, *args, trainer=trainer, **options)
+        return launch()
+
+
+def _are_connected(num_ranks: int) -> bool:
+    """Return whether there is a process group. Raises ConfigError: it has another number of ranks."""
+    if not dist.is_initialized():
+        return False
+    if (num_before := dist.get_world_size()) != num_ranks:
+        raise ConfigError(
+            f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of {num_before}, of an earlier "
+            "Trainer: a process group stays until the process ends. Use one number of ranks in a program; in a "
+            "notebook, restart the kernel."
+        )
+    return True
 
 
 def connect_ranks(
     strategy: DDPStrategy, backend: str, timeout: timedelta, watchdog_seconds: float, sets_threads: bool
 ) -> None:
-    """Collective. Meet the other ranks, make the default process group and start the watchdog.
+    """Collective. Meet the other ranks, make the default process group and start the watchdog, unless that is done.
 
     sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each rank.
-    Raises RendezvousError: not all ranks arrive within the timeout.
+    Raises RendezvousError: not all ranks arrive within the timeout. ConfigError: there is a group of other ranks.
     """
+    if _are_connected(strategy.world_size):
+        return
     rank, num_ranks, num_nodes = strategy.global_rank, strategy.world_size, strategy.num_nodes
     environment: Any = strategy.cluster_environment
     launched, device = launched_of(environment), strategy.root_device

@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
@@ -31,15 +30,10 @@ from lightning_distrec.strategies.checkpoints.in_memory import copying
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
+from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
 from lightning_distrec.strategies.run.full_parameters import full_parameter
 from lightning_distrec.strategies.run.given_options import as_options
-from lightning_distrec.strategies.run.launched_ranks import (
-    check_launch,
-    check_script,
-    connect_ranks,
-    launched_of,
-    wrap_launch,
-)
+from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.session import start_session
@@ -129,8 +123,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def _configure_launcher(self) -> None:
         self._sets_threads = self.launched is not None and VARIABLE not in os.environ  # Lightning's launcher sets it
         check_launch(self, self._num_nodes)
-        check_script(self.cluster_environment, self.num_processes)
         super()._configure_launcher()
+        if has_no_script(self.cluster_environment, self.num_processes, self._num_nodes):
+            self._launcher = fork_launcher(self)
         wrap_launch(self, self._prepare_fit, self._wait.total_seconds())
 
     def _prepare_fit(self, trainer: Trainer) -> None:
@@ -167,13 +162,15 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def setup_distributed(self) -> None:
-        """Collective. Meet the other ranks and make the process group, unless there is one."""
+        """Collective. Meet the other ranks and make the process group, unless there is one.
+
+        Raises ConfigError: there is one, of other ranks.
+        """
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
         self.num_local_ranks = publish_ranks(self.cluster_environment, self.num_processes)
-        if not dist.is_initialized():
-            connect_ranks(self, backend, self._wait, self._watchdog_seconds, self._sets_threads)
+        connect_ranks(self, backend, self._wait, self._watchdog_seconds, self._sets_threads)
 
     # -- a run: subclasses begin it in `setup`
 
@@ -257,6 +254,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if forks_ranks(launcher := self.launcher):
+            launcher.after_failure()
+            return
         note_failure()
         if self._run is not None:
             self._run.has_failed = True

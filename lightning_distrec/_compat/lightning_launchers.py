@@ -1,0 +1,159 @@
+"""Private names of lightning: the launcher that forks ranks."""
+
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
+from lightning.pytorch.trainer.call import (
+    _call_and_handle_interrupt,
+    _call_callbacks_load_state_dict,
+    _call_callbacks_state_dict,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+
+INTERRUPTED_SECONDS, END_SECONDS = 2.0, 30.0
+FAILURE, RESULTS = "failure.pickle", "results.pt"
+
+check_cuda_before_fork = _check_bad_cuda_fork
+"""Raises RuntimeError: CUDA has begun in this process, and a forked one could not use it."""
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Forks all ranks from this process, which waits for them and takes over what rank 0 has trained.
+
+    Upstream's (`ddp_notebook`) takes over `state_dict()`, which is one shard here, and the path of one checkpoint; what
+    it raises is the text of the rank that ends first; it calls `on_exception` in this process only, where nothing is
+    trained; results of more than a pipe's 64 KiB hang it. Ours go through files of a folder that is removed at the end.
+    Source: lightning/pytorch/strategies/launchers/multiprocessing.py, torch/multiprocessing/spawn.py.
+
+    start_rank: called on each rank first. full_state: collective; returns the module's full state on rank 0.
+    end_rank: called on each rank last.
+    """
+
+    is_rank = False
+    """Whether this process is a rank, and not the one that has forked it."""
+    missing_here: tuple[str, ...] = ()
+    """Names of trained tensors that the module of this process has not."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        start_rank: Callable[[], None],
+        full_state: Callable[[], dict[str, Any]],
+        end_rank: Callable[[], None],
+    ) -> None:
+        super().__init__(strategy, start_method="fork")
+        self._start_rank, self._full_state, self._end_rank = start_rank, full_state, end_rank
+        self._folder, self._results = Path(), None
+        self._put_back: Callable[[], object] = bool
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether ranks of this launcher have ended a fit."""
+        return self._already_fit
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **options: Any) -> Any:
+        """Run `function` on each rank; return what it returns on rank 0.
+
+        Raises what the rank that failed first has raised; torch's ProcessException where that is not known.
+        """
+        if self.is_rank:
+            return function(*args, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            self._folder = Path(folder)
+            try:
+                super().launch(function, *args, trainer=trainer, **options)
+            except BaseException as failure:
+                # Their on_exception was called on the ranks; a callback that saves would save here what is not trained.
+                self._put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
+                trainer.callbacks = []
+                if isinstance(failure, KeyboardInterrupt):
+                    self._end_ranks()
+                elif (file := self._folder / FAILURE).exists():
+                    raise pickle.loads(file.read_bytes()) from failure
+                raise
+        results, self._results = self._results, None
+        return results
+
+    def after_failure(self) -> None:
+        """Put the trainer's callbacks back, once their `on_exception` would have been called."""
+        self._put_back()
+        self._put_back = bool
+
+    def _end_ranks(self) -> None:
+        """Wait until the ranks have ended; the terminal, or Jupyter, has interrupted them too."""
+        earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for send, seconds in (
+                (0, INTERRUPTED_SECONDS),
+                (signal.SIGINT, END_SECONDS),
+                (signal.SIGKILL, END_SECONDS),
+            ):
+                self.kill(send)
+                until = time.monotonic() + seconds
+                for process in self.procs:
+                    process.join(max(0.0, until - time.monotonic()))
+        finally:
+            signal.signal(signal.SIGINT, earlier)
+
+    def _wrapping_function(
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, return_queue: Any, *_: Any
+    ) -> None:
+        self.is_rank, self.procs = True, []
+
+        def run(*args: Any, **options: Any) -> Any:
+            self._start_rank()
+            return _call_and_handle_interrupt(trainer, function, *args, **options)
+
+        try:
+            super()._wrapping_function(process_idx, trainer, run, args, kwargs, return_queue)
+        except Exception as failure:
+            with suppress(Exception):  # another rank was first, or it cannot be pickled: then torch's text is raised
+                pickled = pickle.dumps(failure)
+                pickle.loads(pickled)
+                with (self._folder / FAILURE).open("xb") as file:
+                    file.write(pickled)
+            raise
+        finally:
+            self._end_rank()
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        state = self._full_state() if is_fit else None
+        if not trainer.is_global_zero:
+            return None
+        progress = trainer.fit_loop.state_dict() if is_fit else None
+        found = (state, _call_callbacks_state_dict(trainer), progress, results, self.get_extra_results(trainer))
+        torch.save(found, self._folder / RESULTS)
+        return _WorkerOutput(None, None, trainer.state, None, {})
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        # Not only weights: it is this process's own rank that has written them, where no other user can write.
+        found = torch.load(self._folder / RESULTS, "cpu", weights_only=False, mmap=True)
+        state, callbacks, progress, self._results, extra = found
+        if state is not None:
+            module = trainer.lightning_module
+            is_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+            # Not strict: ranks may have added layers in `configure_model`, which is not called here.
+            self.missing_here = tuple(module.load_state_dict(state, strict=False, assign=is_on_meta).unexpected_keys)
+            trainer.fit_loop.load_state_dict(progress)
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "dirpath", "") is None:  # else it would restore a part of its state
+                callback.dirpath = callbacks.get(callback.state_key, {}).get("dirpath")
+        _call_callbacks_load_state_dict(trainer, {"callbacks": callbacks})
+        trainer.state = worker_output.trainer_state
+        self.update_main_process_results(trainer, extra)
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the ranks that are alive."""
+        if not self.is_rank:
+            super().kill(signum)
