@@ -5,7 +5,7 @@ lookups are recorded and found in the batch. From then on:
 
 fetch           the batch after the next one is drawn from the loader, copied to the device, its lookups are prepared
 step begins     the sizes of the next batch's ids are sent; this batch's ids are here, and its rows are looked up
-rows arrive     the next batch's ids are sent over the free link; at the end of forward where they share the tables' group
+rows arrive     the next batch's ids are sent over the free link; on NCCL they are sent at the end of forward
 last lookup     the control message about the batch after the next one is sent
 backward        the control message is read
 """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.feature_ends import FeatureEnds, first_bags
 from lightning_distrec.sharding.weights.shard_of import without_guards
 
 HALF = (torch.float16, torch.bfloat16)
@@ -67,12 +68,9 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
                 "torchrec writes their rows into one buffer. Give all features one batch size, or use SGD, Adagrad or "
                 "RowWiseAdagrad with embedding_update='fused'."
             )
-        ids = _Ids(
-            arguments["indices"],
-            arguments["offsets"],
-            arguments.get("per_sample_weights"),
-            arguments.get("batch_size_per_feature_per_rank"),
-        )
+        batch_sizes = arguments.get("batch_size_per_feature_per_rank")
+        ends = FeatureEnds(arguments["offsets"], first_bags(batch_sizes, arguments["offsets"], len(layout.tables)))
+        ids = _Ids(arguments["indices"], arguments["offsets"], arguments.get("per_sample_weights"), batch_sizes, ends)
         # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,
         # does not run; a leaf that requires a gradient, so that _Lookup's backward does, even where no shard of this
         # rank learns: other ranks' may, and the exchange of gradients needs all ranks.
@@ -107,6 +105,7 @@ class _Ids:
     """(num_ids,)."""
     batch_sizes: list[list[int]] | None
     """Feature -> rank -> bags, where features have unequal batch sizes."""
+    ends: FeatureEnds
 
 
 def _layout(kernel: Any) -> _Layout:
@@ -167,9 +166,7 @@ def _is_unused(shard: LocalShard, used: set[str] | None, of_rows: list[tuple[Ten
 
 def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield feature by feature its table, the rows it looked up (num_ids,) and their gradients (num_ids, dim)."""
-    sizes = _batch_sizes(layout, ids)
-    first = [sum(sizes[:feature]) for feature in range(len(sizes) + 1)]
-    ends = ids.offsets[torch.tensor(first, device=ids.offsets.device)].tolist()  # one transfer for all features
+    first, ends = ids.ends.first_bags, ids.ends.read()
     of_bags = _bag_gradients(layout, ids, gradient) if layout.pooled else None
     for feature, table in enumerate(layout.tables):
         start, end = ends[feature], ends[feature + 1]
@@ -186,13 +183,6 @@ def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tup
         if ids.weights is not None:
             values = values * ids.weights[start:end].unsqueeze(1)
         yield table, ids.rows[start:end], values
-
-
-def _batch_sizes(layout: _Layout, ids: _Ids) -> list[int]:
-    if ids.batch_sizes is not None:
-        return [sum(of_ranks) for of_ranks in ids.batch_sizes]
-    num_features = len(layout.tables)
-    return [(ids.offsets.numel() - 1) // num_features] * num_features
 
 
 def _bag_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> list[Tensor]:

@@ -35,6 +35,7 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.gathered import Gathering
+from lightning_distrec.sharding.weights.row_caches import rewriting, watch_caches
 from lightning_distrec.sharding.weights.shard_weight import guard
 from lightning_distrec.unpicklable import refuse_pickling
 
@@ -72,6 +73,7 @@ def shard_tables(
         of_collection = result.tables_of(path)
         kernels = [(kernel, local_shards_of(kernel)) for kernel in fbgemm_kernels(module)]
         result.kernels += kernels
+        watch_caches(kernel for kernel, _ in kernels)
         result.shards |= _by_table(module, of_collection, [shard for _, shards in kernels for shard in shards])
         result.proxies[path] = _proxy(module, of_collection, result.shards)
     shapes = {table.full_name: (table.config.num_embeddings, table.config.embedding_dim) for table in tables}
@@ -189,7 +191,11 @@ def _load(sharded: ShardedModule, name: str, value: Any) -> str:
 
     value: an unsharded tensor, one in a file, or a ShardedTensor that is sharded in the same way.
     """
-    target = sharded.state_dict()[name]
+    with rewriting():
+        return _load_rows(sharded.state_dict()[name], value)
+
+
+def _load_rows(target: Tensor, value: Any) -> str:
     if tuple(value.size()) != tuple(target.size()):
         return f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into it."
     shards = table_shards(target, dist.get_world_size(), dist.get_rank())

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.sharded_tables import ShardedTables, all_sharded_tables
+from lightning_distrec.sharding.weights.row_caches import write_back
 
 
 def sharded_l2(module: nn.Module) -> Tensor:
@@ -50,6 +51,7 @@ class _SumOfSquares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tables: ShardedTables, *weights: Tensor) -> Tensor:
         ctx.tables = tables
+        write_back()
         ctx.save_for_backward(*weights)
         norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
         total = torch.stack(norms).square().sum()

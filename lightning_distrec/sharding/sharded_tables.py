@@ -24,6 +24,7 @@ from lightning_distrec.sharding.proxies import ShardedProxy
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.row_caches import rewriting
 
 
 class ShardedTables:
@@ -158,10 +159,8 @@ class ShardedTables:
         table = next(table for table in self.tables if table.full_name == name)
         sharded = sharded_weights(self.sharded[table.collection], [table])[name]
         shards = table_shards(sharded, dist.get_world_size(), dist.get_rank())
-        if isinstance(weight, Tensor):
-            copy_from_full(shards, weight)
-        else:
-            weight.read_into(chunks_of(shards))
+        with rewriting():
+            copy_from_full(shards, weight) if isinstance(weight, Tensor) else weight.read_into(chunks_of(shards))
 
     def full_weight(self, name: str, first: int, last: int) -> Tensor:
         """Collective. Return rows `first` to `last` (not included) of a table, by full name, on every host."""

@@ -191,3 +191,13 @@ def output_names(tables: Iterable[Table]) -> list[str]:
     """Return the keys of the unsharded collection's output in its order; "feature@table" for shared features."""
     names_by_table = get_embedding_names_by_table([table.config for table in tables])  # type: ignore[arg-type]
     return [name for names in names_by_table for name in names]
+
+
+def smallest_tables(tables: list[Table]) -> dict[str, Table]:
+    """Return feature -> the smallest of the tables that it looks up: its ids must be in range of all of them."""
+    found: dict[str, Table] = {}
+    for table in tables:
+        for feature in table.config.feature_names:
+            if feature not in found or table.config.num_embeddings < found[feature].config.num_embeddings:
+                found[feature] = table
+    return found

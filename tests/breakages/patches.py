@@ -244,7 +244,47 @@ BREAKAGES = (
         "Checkpoints hold the position of the batch that was drawn ahead: resuming skips batches.",
         ("multiprocess/test_pipelined_loops.py",),
     ),
-    # ---- GPUs, on emulated streams
+    # ---- GPUs, on emulated streams and with an emulated cache
+    Breakage(
+        "cache-not-emptied",
+        "lightning_distrec/sharding/weights/row_caches.py",
+        r"kernel\.reset_cache_states\(\)",
+        "pass",
+        "Rows of fused_uvm_caching tables that were loaded are not those that are looked up.",
+        ("unit/test_row_caches.py",),
+    ),
+    Breakage(
+        "cache-not-written-back",
+        "lightning_distrec/sharding/weights/row_caches.py",
+        r"kernel\.flush\(\)",
+        "pass",
+        "Averages of fused_uvm_caching tables are of old rows.",
+        ("unit/test_row_caches.py",),
+    ),
+    Breakage(
+        "ids-out-of-a-features-range",
+        "lightning_distrec/sharding/calls/batch_check.py",
+        r"\(values < 0\) \| \(values >= (.+)\)",
+        r"(values < 0)",
+        "On a GPU an id that is too large looks up another row.",
+        ("unit/test_batch_check.py",),
+    ),
+    Breakage(
+        "sizes-waited-for-early",
+        "lightning_distrec/pipeline/sparse_pipeline.py",
+        r"if not current\.waiting: if not",
+        "if not current.waiting:\n            self._send_following()\n            if not",
+        "On NCCL the GPU idles while the host waits for sizes in each forward.",
+        ("multiprocess/test_emulated_streams.py",),
+    ),
+    Breakage(
+        "jagged-batches-waited-for",
+        "lightning_distrec/pipeline/pinning.py",
+        r"non_blocking=True",
+        "non_blocking=False",
+        "The host waits for each batch that holds a KeyedJaggedTensor.",
+        ("unit/test_streams.py",),
+    ),
     Breakage(
         "features-not-recorded",
         "lightning_distrec/_compat/torchrec.py",

@@ -37,6 +37,12 @@ def found() -> list[dict[str, Any]]:
     return run_each_on_ranks(CASES, 2)
 
 
+ON_HOST = ("cluster/consensus.py", "optimizers/joint_steps.py", "optimizer_step <", "computed/late_comparison.py")
+"""Not of a GPU: these tensors are in the host's memory, such as Adam's step counts."""
+OF_IDS = ("batch_check.py", "_compat/torchrec.py", "start_exchange", "lookup/ids_exchange.py")
+"""One for each lookup's ids, and those of torchrec's own pipeline: for sizes, before and after they are exchanged."""
+
+
 def test_no_stream_uses_memory_of_another_too_early_or_too_late(found: Any) -> None:
     for of_rank in found:
         for name, (hazards, _, ahead) in of_rank.items():
@@ -55,4 +61,13 @@ def test_the_host_queues_the_forward_before_it_waits_for_sizes(found: Any) -> No
 def steady_steps(waits: list[Any]) -> list[list[Any]]:
     """Return the waits of each step but the first ones, in which inputs are learned, and the last ones."""
     begins = [i for i, wait in enumerate(waits) if wait == STEP]
-    return [waits[begin:end] for begin, end in pairwise(begins)][4:-1]
+    return [waits[begin:end] for begin, end in pairwise(begins)][5:-1]
+
+
+def test_the_host_waits_where_it_is_known_only(found: Any) -> None:
+    # docs/how_to/gpus.md lists these.
+    for name, (_, waits, _) in found[0].items():
+        for step in steady_steps(waits):
+            for stream, what, where in step:
+                known = ON_HOST if stream == "step" else OF_IDS
+                assert not what or any(place in where for place in known), (name, stream, what, where)

@@ -15,7 +15,7 @@ from tests.support.emulated_streams import emulated_streams
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
-STEPS = 8
+STEPS = 9
 
 
 class Deaf(ClickModel):

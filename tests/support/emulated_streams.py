@@ -60,6 +60,9 @@ class Event:
 
     clock: dict[Stream, int]
 
+    def synchronize(self) -> None:
+        """Wait on the host, for what was queued before the event only: no wait for the stream."""
+
 
 @dataclass
 class Memory:
@@ -232,11 +235,18 @@ class EmulatedStreams(TorchDispatchMode):
 def emulated_streams() -> Iterator[EmulatedStreams]:
     """Inside of the context this CPU behaves as a GPU with streams."""
     mode = EmulatedStreams()
-    to, tolist = torch.Tensor.to, torch.Tensor.tolist
+    to, tolist, empty = torch.Tensor.to, torch.Tensor.tolist, torch.empty
 
     def tolist_and_wait(tensor: torch.Tensor) -> Any:
-        mode.host_waits("tolist")
+        if not getattr(tensor, "emulated_pinned", False):
+            mode.host_waits("tolist")
         return tolist(tensor)
+
+    def empty_or_pinned(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = empty(*args, **options)
+        if pin_memory:
+            made.emulated_pinned = True  # type: ignore[attr-defined]
+        return made
 
     patches = {
         "torch.cuda.Stream": mode.make_stream,
@@ -247,6 +257,7 @@ def emulated_streams() -> Iterator[EmulatedStreams]:
         "torch.Tensor.pin_memory": lambda tensor, device=None: mode.pin(tensor),
         "torch.Tensor.to": functools.partialmethod(lambda tensor, *a, **k: mode.to(to, tensor, *a, **k)),
         "torch.Tensor.tolist": tolist_and_wait,
+        "torch.empty": empty_or_pinned,
         "lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES": ("mps",),
         "lightning_distrec.gpu.is_gpu": lambda device: True,
         "lightning_distrec.gpu.is_on_gpu": lambda tensor: not mode.is_on_host(tensor),

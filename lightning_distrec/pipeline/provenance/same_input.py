@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec import gpu
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torchrec import jagged_fields
 
@@ -41,7 +42,7 @@ def _is_same_jagged(given: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, com
 def _are_equal(one: Tensor, other: Tensor, compare: Compare | None) -> bool:
     if one.dtype != other.dtype or one.device != other.device:
         return False
-    if one.device.type == "cpu":
+    if not gpu.is_on_gpu(one):
         return torch.equal(one, other)
     return compare is not None and one.shape == other.shape and compare(one, other)
 

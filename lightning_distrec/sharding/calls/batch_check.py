@@ -4,22 +4,30 @@ FBGEMM and torchrec trust lengths. Where these do not add up, bags get the rows 
 tensors is read: other numbers, or the end of the process.
 """
 
+import functools
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec import gpu
 from lightning_distrec._compat.torchrec import keep_length_per_key
 from lightning_distrec.errors import IdsError
 
 NO_IDS = (0, -1)
 _ID_TYPES = (torch.int64, torch.int32)
 _SHOWN = 5
+_NO_LIMIT = 2**63 - 1
 
 
-def check_batch(what: str, features: KeyedJaggedTensor, weights: Tensor | None) -> tuple[int, int]:
+def check_batch(
+    what: str, features: KeyedJaggedTensor, weights: Tensor | None, limits: Mapping[str, int] | None = None
+) -> tuple[int, int]:
     """Return the smallest and the largest id, NO_IDS where there are none; waits for a GPU once.
 
-    what: names the lookup in errors. weights: of the ids, where they count.
+    what: names the lookup in errors. weights: of the ids, where they count. limits: feature -> its number of rows; on a
+    GPU NO_IDS is returned too where all ids are below their limits, so that nothing else has to be read.
     Raises IdsError: types, lengths, offsets or weights do not fit.
     """
     values = features.values()
@@ -39,7 +47,12 @@ def check_batch(what: str, features: KeyedJaggedTensor, weights: Tensor | None) 
     smallest_and_largest = list(torch.aminmax(values)) if values.numel() else []
     first_offset = [] if offsets is None else [offsets[0]]
     sums = lengths.view(-1, bags).sum(1) if bags else lengths.sum()
-    shortest, longest, *numbers = _read(*torch.aminmax(lengths), *first_offset, *smallest_and_largest, sums)
+    outside = []
+    if limits is not None and bags and smallest_and_largest and gpu.is_on_gpu(values):
+        keys = features.keys()
+        outside = [_any_outside(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
+    shortest, longest, *numbers = _read(*torch.aminmax(lengths), *outside, *first_offset, *smallest_and_largest, sums)
+    all_inside = bool(outside) and numbers.pop(0) == 0
     if offsets is not None and (first := numbers.pop(0)) != 0:
         raise IdsError(f"{what} has offsets that begin with {first}; they must begin with 0.")
     found = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
@@ -55,12 +68,30 @@ def check_batch(what: str, features: KeyedJaggedTensor, weights: Tensor | None) 
         )
     if bags and not keep_length_per_key(features, numbers):
         raise IdsError(f"{what} was made with a length_per_key that its lengths do not add up to, {numbers}.")
-    return found
+    return NO_IDS if all_inside else found
+
+
+def _any_outside(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
+    """Return 1 where an id is below 0 or not below its feature's limit, else 0, on the device.
+
+    Where `ids_per_feature` does not add up, the result means nothing, and no memory beyond the tensors is read.
+    """
+    ends = ids_per_feature.cumsum(0)
+    feature = torch.searchsorted(ends, torch.arange(values.numel(), device=values.device), right=True)
+    feature.clamp_(0, len(limits) - 1)
+    outside = (values < 0) | (values >= _on_device(tuple(limits), values.device)[feature])
+    return outside.any().to(ends.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers on a device. Kept: each copy from the host waits for the device."""
+    return torch.tensor(numbers, device=device)
 
 
 def _read(*tensors: Tensor) -> list[int]:
     """Return the values of all tensors, each of no or one dimension; the device is waited for once."""
-    if not tensors[0].is_cpu:
+    if gpu.is_on_gpu(tensors[0]):
         numbers: list[int] = torch.cat([tensor.view(-1) for tensor in tensors]).tolist()
         return numbers
     numbers = []

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec.errors import ConfigError, IdsError
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.jagged import with_ids
-from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.tables import Table, smallest_tables
 
 CheckIds = Literal["error", "warn", "ignore"]
 CHECK_IDS: tuple[str, ...] = ("error", "warn", "ignore")
@@ -38,12 +38,7 @@ class IdsCheck:
         self._mode = mode
         self.ranks = ranks
         self._warned = False
-        self._table_of_feature: dict[str, Table] = {}
-        for table in tables:
-            for feature in table.config.feature_names:
-                smallest = self._table_of_feature.get(feature)
-                if smallest is None or table.config.num_embeddings < smallest.config.num_embeddings:
-                    self._table_of_feature[feature] = table
+        self._table_of_feature = smallest_tables(tables)
 
     def check(
         self, features: KeyedJaggedTensor, smallest: int, largest: int

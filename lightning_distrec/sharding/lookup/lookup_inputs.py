@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.calls.batch_check import check_batch
 from lightning_distrec.sharding.lookup.jagged import contiguous, without_weights
-from lightning_distrec.sharding.tables import Table, feature_names
+from lightning_distrec.sharding.tables import Table, feature_names, smallest_tables
 
 
 class LookupInputs:
@@ -41,6 +41,7 @@ class LookupInputs:
         self._needs_weights = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
         self._keeps_weights = self._needs_weights or tables[0].plain is not None or not tables[0].pooled
         self._known_keys = known_keys
+        self._limits = {feature: table.config.num_embeddings for feature, table in smallest_tables(tables).items()}
 
     def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, int, int]:
         """Return the features with the weights that count, in the order that torchrec knows, and the extreme ids.
@@ -50,7 +51,7 @@ class LookupInputs:
         types do not fit the ids.
         """
         weights = self._weights(features)
-        smallest, largest = check_batch(self._name, features, weights)
+        smallest, largest = check_batch(self._name, features, weights, self._limits)
         # Only now: what makes a copy of the features, or permutes them, trusts their lengths.
         if weights is None and features.weights_or_none() is not None:
             features = without_weights(features)

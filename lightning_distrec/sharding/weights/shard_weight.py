@@ -20,6 +20,7 @@ from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.sharding.weights.draws import DRAWS, DRAWS_LIKE, INIT, draw, draw_like, initialize
 from lightning_distrec.sharding.weights.elementwise import is_elementwise
 from lightning_distrec.sharding.weights.gathered import Gathering
+from lightning_distrec.sharding.weights.row_caches import rewriting, write_back
 from lightning_distrec.sharding.weights.shard_of import ShardOf, without_guard
 from lightning_distrec.sharding.weights.sums import SUMS, is_sum_in_step, sum_over_ranks
 
@@ -77,7 +78,12 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
     if name in SHAPES:
         return func(_first(args).of.meta(), *args[1:], **kwargs)
     if caller == INIT or getattr(func, "__module__", "") == INIT:
-        return initialize(func, name, args, kwargs)
+        with rewriting():
+            return initialize(func, name, args, kwargs)
+    if _is_in_place(name):
+        with rewriting():
+            return _in_user_code(func, name, is_attribute, args, kwargs)
+    write_back()
     return _in_user_code(func, name, is_attribute, args, kwargs)
 
 
@@ -171,7 +177,7 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
         if of.gathering is not None and of.what == "weight":
             return func(*_gathered(args), **_gathered(kwargs))
         raise of.refusal(name)
-    is_in_place = name.endswith("_") and not name.endswith("__") or name.startswith("__i")
+    is_in_place = _is_in_place(name)
     if is_attribute:
         raise of.refusal(name)
     if is_in_place:
@@ -180,6 +186,10 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
         raise of.refusal(f"{name} into a tensor that is none of its shards")
     with without_guard():
         return _wrap(func(*_local(args, of), **_local(kwargs, of)), of)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") or name.startswith("__i")
 
 
 def _same_place(one: Any, other: Any) -> bool:

@@ -17,6 +17,8 @@ from lightning_distrec.cluster.consensus import RankFlags
 
 TRIAL_STEPS = 8
 """Steps without a write on any rank, after which broadcasts stop."""
+QUIET_STEPS = 4
+"""Steps of these in which nobody looks: comparing waits for a GPU, and a difference stays to be seen."""
 
 
 class Broadcaster(Protocol):
@@ -102,6 +104,8 @@ class BroadcastSkipper:
         if self._skips:
             pairs = zip(self._names, self._current_versions(), self._versions, strict=True)
             written = [name for (_, _, name), now, before in pairs if now != before]
+        elif self._flags.was_seen or self._flags.num_unseen < QUIET_STEPS:
+            return False
         else:
             # Versions are no evidence while DDP broadcasts: a broadcast writes to buffers too.
             triples = zip(self._names, self._buffers(), self._values, strict=False)

@@ -1,7 +1,7 @@
 """Lightning's own callbacks that walk a module's parameters: what they get when those are shards."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ def adapt_callbacks(
     """Let averages be kept shard by shard, and summaries count full tables; called after sharding."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            _average_shards(callback, module, full_state)
+            _average_shards(callback, module, full_state, tables is not None)
         elif isinstance(callback, ModelSummary) and tables is not None:
             _count_full_tables(callback, tables)
 
@@ -37,10 +37,17 @@ class WeightCopies(nn.Module):
     values, with full tables on rank 0: collective, and it uses the module's own memory for a moment.
     """
 
-    def __init__(self, module: nn.Module, full_state: FullState) -> None:
+    def __init__(self, module: nn.Module, full_state: FullState, has_tables: bool) -> None:
         super().__init__()
         self._of = [module]  # in a list, so that it does not become a child
         self._full_state = full_state
+        self._rewriting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._write_back: Callable[[], None] = _nothing
+        if has_tables:
+            from lightning_distrec.sharding.weights.row_caches import rewriting, write_back
+
+            self._rewriting, self._write_back = rewriting, write_back
+        self._write_back()
         for i, parameter in enumerate(module.parameters()):
             copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             if hasattr(parameter, "of"):  # a guarded shard (sharding/weights/shard_weight.py); its copy is another
@@ -48,6 +55,11 @@ class WeightCopies(nn.Module):
             self.register_parameter(f"p{i}", copied)
         for i, buffer in enumerate(module.buffers()):
             self.register_buffer(f"b{i}", buffer.detach().clone())
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the copies. Whoever asks for them reads the module's parameters next."""
+        self._write_back()
+        return super().parameters(recurse)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Collective. Return the full state, under the names of the module that was copied."""
@@ -82,20 +94,28 @@ class WeightCopies(nn.Module):
     @torch.no_grad()
     def _exchange(self) -> None:
         theirs = [*self._of[0].parameters(), *self._of[0].buffers()]
-        for mine, other in zip([*self.parameters(), *self.buffers()], theirs, strict=True):
-            kept = mine.detach().clone()
-            mine.copy_(other)
-            other.copy_(kept)
+        with self._rewriting():
+            for mine, other in zip([*self.parameters(), *self.buffers()], theirs, strict=True):
+                kept = mine.detach().clone()
+                mine.copy_(other)
+                other.copy_(kept)
+
+
+def _nothing() -> None:
+    """Write no cache back: there are no tables."""
 
 
 def _average_shards(
-    callback: WeightAveraging | StochasticWeightAveraging, module: LightningModule, full_state: FullState
+    callback: WeightAveraging | StochasticWeightAveraging,
+    module: LightningModule,
+    full_state: FullState,
+    has_tables: bool,
 ) -> None:
     average = average_model(callback)  # made from the unsharded module, in Callback.setup
     if isinstance(average, AveragedModel):
-        average.module = WeightCopies(module, full_state)
+        average.module = WeightCopies(module, full_state, has_tables)
     else:
-        set_average_model(callback, WeightCopies(module, full_state))
+        set_average_model(callback, WeightCopies(module, full_state, has_tables))
 
 
 def _count_full_tables(callback: ModelSummary, tables: "ShardedTables") -> None:

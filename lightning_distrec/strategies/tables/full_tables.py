@@ -11,7 +11,8 @@ from typing_extensions import override
 from lightning_distrec.errors import ConfigError, OptimizerError
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.row_gradients import LocalShard
-from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import ShardedTables, sharded_tables_of
+from lightning_distrec.sharding.weights.row_caches import rewriting
 from lightning_distrec.sharding.weights.shard_of import without_guards
 from lightning_distrec.strategies.run.full_parameters import Rows, check_call, check_memory, rows_of
 from lightning_distrec.strategies.run.strategy import AnyRun, DistRecStrategy
@@ -55,6 +56,12 @@ def scale_rows(module: nn.Module, name: str, max_norm: float | None) -> bool:
     name = name if tables is None else tables.keys_in_tree().get(name, name)
     if tables is None or name not in tables.shards:
         return False
+    with rewriting():
+        _scale(tables, name, max_norm)
+    return True
+
+
+def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
     shards = tables.shards[name]
     of_rows = [(shard, torch.linalg.vector_norm(shard.weight, dim=1)) for shard in shards if shard.weight.numel()]
     if "column" in tables.plan[name].sharding_type:
@@ -68,7 +75,6 @@ def scale_rows(module: nn.Module, name: str, max_norm: float | None) -> bool:
     for shard, norms in of_rows:
         norms = norms.unsqueeze(1).clamp_min(1e-12)
         shard.weight.div_(norms) if max_norm is None else shard.weight.mul_((max_norm / norms).clamp(max=1.0))
-    return True
 
 
 @without_guards

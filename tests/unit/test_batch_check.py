@@ -1,0 +1,54 @@
+"""Ids on a GPU are compared with their tables' rows on the device, and the result is read with all else at once."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from lightning_distrec import gpu
+from lightning_distrec.errors import IdsError
+from lightning_distrec.sharding.calls.batch_check import NO_IDS, check_batch
+from tests.support.emulated_streams import emulated_streams
+
+LIMITS = {"a": 10, "b": 100}
+
+
+def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3)) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=["a", "b", "c"][: len(lengths) // 2], values=torch.tensor(ids), lengths=torch.tensor(lengths)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ((0, 9, 5, 10, 99, 50), NO_IDS),
+        ((0, 10, 5, 10, 99, 50), (0, 99)),
+        ((0, 9, 5, 10, 100, 50), (0, 100)),
+        ((0, -1, 5, 10, 99, 50), (-1, 99)),
+        ((0, 9, 5, -1, 99, 50), (-1, 99)),
+    ],
+)
+def test_extreme_ids_are_told_where_one_is_out_of_range(ids: tuple[int, ...], found: tuple[int, int]) -> None:
+    with patch.object(gpu, "is_on_gpu", lambda tensor: True):
+        assert check_batch("it", features(*ids), None, LIMITS) == found
+    assert check_batch("it", features(*ids), None, LIMITS) == (min(ids), max(ids)), "a CPU reads them at once"
+
+
+def test_features_that_no_table_knows_have_no_limit() -> None:
+    with patch.object(gpu, "is_on_gpu", lambda tensor: True):
+        assert check_batch("it", features(1, 1, 2**40, lengths=(1, 0, 1, 0, 1, 0)), None, LIMITS) == NO_IDS
+
+
+def test_lengths_that_do_not_add_up_are_an_error_all_the_same() -> None:
+    with patch.object(gpu, "is_on_gpu", lambda tensor: True), pytest.raises(IdsError, match="its lengths add up to 3"):
+        check_batch("it", features(1, 2, 3, 4, 5, lengths=(1, 0, 2, 0)), None, LIMITS)
+
+
+def test_the_host_waits_once() -> None:
+    batch = features(0, 9, 5, 10, 99, 50)
+    check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)
+    with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
+        check_batch("it", batch, None, LIMITS)
+    assert len(streams.found.waits) == 1
