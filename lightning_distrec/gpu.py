@@ -4,6 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.distributed import Store
+
+from lightning_distrec.errors import ConfigError
+
+KEY = "device"
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -28,3 +33,29 @@ def idle(device: torch.device) -> Iterator[None]:
     yield
     if is_gpu(device):
         torch.cuda.synchronize(device)
+
+
+def device_id(device: torch.device, backend: str) -> str:
+    """Return what no other rank may have: the GPU's UUID; "" where ranks may share their device."""
+    if device.type != "cuda" or "nccl" not in backend:
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))  # torch has it since 2.4
+
+
+def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) -> None:
+    """Collective. device: as `device_id` returns it.
+
+    Raises ConfigError on every rank: two ranks have one device, which ends in NCCL's "Duplicate GPU detected".
+    """
+    store.set(f"{KEY}/{rank}", device)
+    found = [value.decode() for value in store.multi_get([f"{KEY}/{other}" for other in range(num_ranks)])]
+    ranks_of: dict[str, list[int]] = {}
+    for other, theirs in enumerate(found):
+        ranks_of.setdefault(theirs, []).append(other)
+    shared = next((ranks for theirs, ranks in ranks_of.items() if theirs and len(ranks) > 1), None)
+    if shared is not None:
+        raise ConfigError(
+            f"ranks {', '.join(map(str, shared))} are all on the GPU {found[shared[0]]}, which NCCL does not allow. "
+            "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, so that each rank takes the "
+            "GPU of its local rank; or let the launcher show each rank one GPU (--gpus-per-task=1)."
+        )

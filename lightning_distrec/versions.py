@@ -11,6 +11,7 @@ install; it needs only the standard library, so that it runs before anything els
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,10 @@ class Found:
     fbgemm_cpu: str | None = None
     """Version of the package `fbgemm-gpu-cpu`."""
     torchrec: str | None = None
+    torch_cuda: str = ""
+    """CUDA's major version that torch was built with, "13" for example; "": it is not known."""
+    fbgemm_links_cuda: str = ""
+    """The one that the package `fbgemm-gpu` is linked with."""
     has_nvidia_driver: bool = False
     """Whether `fbgemm-gpu` could be loaded on this machine."""
 
@@ -71,9 +76,6 @@ class Found:
         fbgemm = ", ".join(f"{name} {version}" for name, version in self.fbgemms.items()) or "no fbgemm"
         torchrec = f"torchrec {self.torchrec}" if self.torchrec else "no torchrec"
         return f"{torch}, {fbgemm}, {torchrec}"
-
-
-# ------------------------------------------------------------------------------------------------------- the table
 
 
 def triple_for(torch_version: str) -> Triple | None:
@@ -106,9 +108,6 @@ def fbgemm_for(found: Found) -> str:
     if found.torch_build == "cuda" and (found.has_nvidia_driver or list(found.fbgemms) == ["fbgemm-gpu"]):
         return "fbgemm-gpu"
     return "fbgemm-gpu-cpu"
-
-
-# ------------------------------------------------------------------------------------------------------- the check
 
 
 def require_matching_versions(*, on_cuda: bool = False) -> None:
@@ -151,6 +150,11 @@ def problem_with(found: Found, *, on_cuda: bool = False) -> str | None:
     elif minor(next(iter(found.fbgemms.values()))) != minor(triple.fbgemm):
         fbgemm = next(iter(found.fbgemms))
         why = "this fbgemm was made for another torch"
+    elif found.fbgemm_cuda and {found.torch_cuda, found.fbgemm_links_cuda} - {"", found.torch_cuda}:
+        needed = found.fbgemm_links_cuda
+        why = f"fbgemm-gpu needs CUDA {needed} (libcudart.so.{needed}), and this torch brings CUDA {found.torch_cuda}"
+        release = (found.torch or "").partition("+")[0]
+        return _problem(found, why, f"python -m pip install torch=={release}+cu{needed}0  # a build for CUDA {needed}")
     elif found.torchrec is None:
         why = "torchrec is missing"
     elif minor(found.torchrec) != minor(triple.torchrec):
@@ -170,9 +174,6 @@ def _problem(found: Found, why: str, command: str) -> str:
     return f"Installed: {found}. These versions do not match: {why}. To fix this, run:\n\n    {command}\n"
 
 
-# ------------------------------------------------------------------------------------------------- what is installed
-
-
 def find_installed() -> Found:
     """Read the versions from the packages' metadata, without importing the packages."""
     torch = _version_of("torch")
@@ -182,6 +183,10 @@ def find_installed() -> Found:
         fbgemm_cuda=_version_of("fbgemm-gpu"),
         fbgemm_cpu=_version_of("fbgemm-gpu-cpu"),
         torchrec=_version_of("torchrec"),
+        torch_cuda=cuda_of(torch or "", _torch_version_file()),
+        fbgemm_links_cuda="".join(linked_cuda(Path(f)) for f in _folders_of("fbgemm_gpu"))
+        if _version_of("fbgemm-gpu")
+        else "",
         has_nvidia_driver=_has_nvidia_driver(),
     )
 
@@ -199,13 +204,31 @@ def build_of(torch_version: str, version_file: str) -> str:
     return "cpu"
 
 
-def _torch_version_file() -> str:
-    spec = util.find_spec("torch")  # finds the folder, does not run torch
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        file = Path(folder, "version.py")
-        if file.is_file():
-            return file.read_text("utf-8")
+def cuda_of(torch_version: str, version_file: str) -> str:
+    """Return CUDA's major version, "13" of "2.13.0+cu130" or, without a suffix, from the text of torch/version.py."""
+    suffix = re.search(r"\+cu(\d+)\d$", torch_version)
+    in_file = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)", version_file, re.MULTILINE)
+    return suffix[1] if suffix else in_file[1] if in_file else ""
+
+
+def linked_cuda(folder: str | Path = "") -> str:
+    """Return CUDA's major version that the libraries in a folder are linked with; "" where none is."""
+    for library in sorted(Path(folder).glob("*.so")) if folder else ():
+        if library.stat().st_size:
+            with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if found := re.search(rb"libcudart\.so\.(\d+)", content):
+                    return found[1].decode()
     return ""
+
+
+def _folders_of(package: str) -> Sequence[str]:
+    spec = util.find_spec(package)  # finds the folder, runs nothing
+    return (spec.submodule_search_locations or ()) if spec else ()
+
+
+def _torch_version_file() -> str:
+    files = [Path(folder, "version.py") for folder in _folders_of("torch")]
+    return next((file.read_text("utf-8") for file in files if file.is_file()), "")
 
 
 def _version_of(package: str) -> str | None:
@@ -221,9 +244,6 @@ def _has_nvidia_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-# ------------------------------------------------------------------------------------------------- what to install
 
 
 def torch_to_install(found: Found, wanted: str) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
+from lightning_distrec import gpu
 from lightning_distrec._compat.torchrec import fill_weight
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.initial_weights import (
@@ -220,7 +221,7 @@ class ShardedTables:
         originals = set(self._originals().values())
         kept = {table.full_name for table in tables if table.original in originals}
         rows = {name: shards for name, shards in self.table_shards().items() if name in kept}
-        if any(s.tensor is not None and s.tensor.is_cuda for shards in rows.values() for s in shards):
+        if any(s.tensor is not None and gpu.is_on_gpu(s.tensor) for shards in rows.values() for s in shards):
             rows = {name: [shard.on_host() for shard in shards] for name, shards in rows.items()}
             self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
             _by_module.pop(self._module(), None)

@@ -174,6 +174,26 @@ def test_attach_and_detach_fused_optimizer_set_what_torchrec_reads() -> None:
     assert not hasattr(parameter, "_optimizer_kwargs")
 
 
+def test_fused_tables_round_to_nearest() -> None:
+    assert run_on_ranks(_rounds_at_random, 1) == [[False]]
+
+
+def _rounds_at_random() -> list[bool]:
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
+    train_sharded(model, 1, callbacks=[found := Rounding()])
+    return sorted(set(found.of_kernels))
+
+
+class Rounding(pl.Callback):
+    """Looks how FBGEMM's kernels round."""
+
+    def __init__(self) -> None:
+        self.of_kernels: list[bool] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.of_kernels += [kernel.stochastic_rounding for kernel, _ in trainer.strategy.run_tables.shards.kernels]
+
+
 def test_fill_weight_gives_a_freed_collection_a_weight_again() -> None:
     collection = EmbeddingBagCollection(tables=bag_configs())
     _torchrec.free_weights(collection)

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "ranks": set(),
     "chunks": set(),
     "host_memory": set(),
-    "gpu": set(),
+    "gpu": {"errors"},
     "units": {"errors"},
     "unpicklable": {"errors"},
     "namespaces": {"errors"},

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_distrec import gpu
+from lightning_distrec.sharding.shard_tables import shard_tables
+from lightning_distrec.strategies.tables import set_up
 from tests.support.click_model import (
     FEATURES,
     ClickModel,
@@ -294,3 +298,32 @@ def test_row_wise_adagrad_steps_on_shards_where_a_rank_has_no_rows() -> None:
     found = run_on_warm_ranks(_keeps_whole_rows, 2)[0]
     wanted = train_unsharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, 2).final_state
     assert max(largest_difference(found, wanted).values()) <= 1e-5
+
+
+def test_a_second_fit_on_a_gpu_shards_after_the_first_ones_shards_are_freed() -> None:
+    assert run_on_warm_ranks(_fit_again, 2) == [[0, 0]] * 2
+
+
+def _fit_again() -> list[int]:
+    """Return how many shards and states of the first fit live where the second one shards, as if on a GPU."""
+    model = seeded(ClickModel, *ADAM)
+    _, trainer = train_sharded(model, 2)
+    shards = trainer.strategy.optimizers[0].param_groups[0]["params"]
+    old = [weakref.ref(p) for p in shards if hasattr(p, "of")]
+    states = [weakref.ref(trainer.strategy.optimizers[0].state[p]["exp_avg"]) for p in shards if hasattr(p, "of")]
+    del shards
+    assert old
+    assert states
+    alive: list[int] = []
+
+    def look(*args: Any, **options: Any) -> Any:
+        on_gpu.stop()
+        alive.extend(sum(of() is not None for of in found) for found in (old, states))
+        return shard_tables(*args, **options)
+
+    on_gpu = patch.object(gpu, "is_on_gpu", lambda tensor: True)
+    with patch.object(set_up, "shard_tables", look):
+        on_gpu.start()
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, DataLoader([make_batch(1)], batch_size=None))
+    return alive

@@ -6,9 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import gpu
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.pinning import moved_jagged, pinned
 from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
 from lightning_distrec.pipeline.streams import Streams
@@ -120,3 +122,14 @@ def test_batches_are_recognized_by_their_leaves() -> None:
         {"ids": ids, "rest": [features, 4, "text"]},
     ):
         assert not has_same_leaves(other, batch)
+
+
+def test_ranks_that_share_a_gpu_are_refused_on_all_of_them() -> None:
+    store = dist.HashStore()
+    for rank, device in enumerate(("GPU-a", "GPU-b", "GPU-a")):
+        store.set(f"device/{rank}", device)
+    for rank, device in enumerate(("GPU-a", "GPU-b", "GPU-a")):
+        with pytest.raises(ConfigError, match="ranks 0, 2 are all on the GPU GPU-a.*Leave Trainer"):
+            gpu.refuse_shared_devices(store, rank, 3, device)
+    gpu.refuse_shared_devices(store, 2, 3, "GPU-c")
+    assert gpu.device_id(CPU, "nccl") == gpu.device_id(torch.device("cuda", 0), "gloo") == ""

@@ -12,6 +12,8 @@ from lightning_distrec.versions import (
     TRIPLES,
     Found,
     build_of,
+    cuda_of,
+    linked_cuda,
     matching,
     minor,
     problem_with,
@@ -58,6 +60,10 @@ def test_local_suffixes_and_patch_releases_match_by_minor(torch):
         (changed(CUDA, fbgemm_cpu="1.8.0"), "fbgemm-gpu-cpu must be removed"),
         (changed(CPU, fbgemm_cpu=None, fbgemm_cuda="1.8.0"), "cannot be loaded with a CPU build"),
         (changed(CUDA, has_nvidia_driver=False), "without the NVIDIA driver"),
+        (
+            changed(CUDA, torch="2.13.0+cu129", torch_cuda="12", fbgemm_links_cuda="13"),
+            r"needs CUDA 13 \(libcudart.so.13\), and this torch brings CUDA 12(.|\n)*install torch==2.13.0\+cu130",
+        ),
         (changed(CPU, fbgemm_cpu=None), "fbgemm is missing"),
         (changed(CPU, torchrec=None), "torchrec is missing"),
         (changed(CPU, fbgemm_cpu="1.7.0"), "this fbgemm was made for another torch"),
@@ -211,3 +217,15 @@ def test_the_file_runs_by_its_path_with_the_standard_library_alone():
     usage = subprocess.run(command, capture_output=True, text=True, check=False)
     assert usage.returncode == 2
     assert "versions.py matching" in usage.stderr
+
+
+def test_cuda_of_torch_and_of_fbgemm_is_read_without_loading_them(tmp_path):
+    assert [cuda_of(f"2.13.0+cu{cuda}", "") for cuda in ("118", "126", "130")] == ["11", "12", "13"]
+    assert cuda_of("2.13.0", "cuda: Optional[str] = '13.0'\n") == "13"
+    assert cuda_of("2.13.0+cpu", "cuda: Optional[str] = None\n") == cuda_of("", "") == ""
+    (tmp_path / "empty.so").touch()
+    assert linked_cuda(tmp_path) == ""
+    (tmp_path / "fbgemm_gpu_py.so").write_bytes(b"\x7fELF\0libc.so.6\0libcudart.so.13\0")
+    assert linked_cuda(tmp_path) == "13"
+    assert problem_with(changed(CUDA, torch_cuda="13", fbgemm_links_cuda="13")) is None
+    assert problem_with(changed(CUDA, torch_cuda="13", fbgemm_links_cuda="")) is None

@@ -24,6 +24,7 @@ from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.cluster.threads import cpus_of_this_process, num_threads, use_threads
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.gpu import device_id, refuse_shared_devices
 from lightning_distrec.strategies.run.forked_ranks import (
     LAUNCHER_PID,
     check_fork,
@@ -133,13 +134,16 @@ def connect_ranks(
     store = meet(point, rank, num_ranks, timeout.total_seconds(), log_on_rank, nodes, **watches)
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
+    if (own := device_id(device, backend)) and num_ranks > 1:
+        refuse_shared_devices(store, rank, num_ranks, own)
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
+        # Bound to NCCL alone: with it gloo refuses groups of some ranks on GPUs.
+        device_id=device if device.type != "cpu" and "nccl" in backend else None,
     )
     if sets_threads:
         consensus, _ = consensus_of_all_ranks(timeout.total_seconds())

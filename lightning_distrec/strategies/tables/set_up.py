@@ -9,6 +9,7 @@ look up          the proxies get their lookups
 connect          optimizers and the shards
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,6 +115,9 @@ def _plan_and_shard(run: SetUpInputs, decisions: Decisions, earlier: ShardedTabl
     facts = find_facts(run, decisions.tables)
     plan = plan_tables(run, decisions, earlier, facts)
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
+    if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum
+        run.trainer.strategy.optimizers, run.trainer.strategy.lr_scheduler_configs = [], []
+        gc.collect()
     shards = _shard(run, decisions, plan.for_torchrec(facts.devices), rows)
     setup = _look_up(run, shards, plan, decisions.updates)
     _connect(setup, decisions)
