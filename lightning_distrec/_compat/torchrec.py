@@ -21,7 +21,7 @@ def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], g
     them too, but it also registers hooks on the unsharded parameter, which are of no use here.
     """
     parameter._optimizer_classes = [None]  # type: ignore[attr-defined]
-    # FBGEMM rounds what it writes to 16-bit tables at random unless it is told otherwise: no run would be reproducible.
+    # FBGEMM rounds what it writes to 16-bit tables at random by default, so that no run would be reproducible.
     own = {"stochastic_rounding": False, "_batch_key": group}
     parameter._optimizer_kwargs = [{**arguments, **own}]  # type: ignore[attr-defined]
 
