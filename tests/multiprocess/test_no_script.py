@@ -121,7 +121,7 @@ def test_an_interrupt_or_a_dead_rank_ends_all_forked_ranks(tmp_path: Path, how: 
     ) as notebook:
         ranks: dict[str, int] = {}
         while len(ranks) < 2:
-            if step := re.match(r"step 2 of rank (\d) in process (\d+)", notebook.stdout.readline()):
+            if step := re.search(r"of rank (\d) in process (\d+);", notebook.stdout.readline()):
                 ranks[step[1]] = int(step[2])
         if how == "terminal":
             os.killpg(notebook.pid, signal.SIGINT)

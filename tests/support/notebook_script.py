@@ -25,7 +25,7 @@ class Ratings(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if f"{self.global_rank} {self.global_step}" == FAILS:
             raise ValueError("on purpose")
-        print(f"step {self.global_step} of rank {self.global_rank} in process {os.getpid()}", flush=True)
+        os.write(1, f"step {self.global_step} of rank {self.global_rank} in process {os.getpid()};\n".encode())
         loss: Tensor = (self.layer(self.items(batch)) - 1).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
