@@ -114,6 +114,16 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def abort_process_groups() -> None:
+    """Give up the collectives of all NCCL groups, whose peers may be gone; the groups can be destroyed then.
+
+    Source: torch/distributed/distributed_c10d.py; not for gloo. Can go when torch has a public name for it.
+    """
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
 def collective_counts() -> list[int]:
     """Return how many collectives this process has started in each of its process groups, oldest group first.
 

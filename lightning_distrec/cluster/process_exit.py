@@ -15,7 +15,7 @@ from weakref import WeakMethod
 
 import torch.distributed as dist
 
-from lightning_distrec._compat.torch import default_store
+from lightning_distrec._compat.torch import abort_process_groups, default_store
 from lightning_distrec.cluster.consensus import forget_consensus
 
 FAREWELL_SECONDS = 10.0
@@ -43,6 +43,12 @@ def note_failure() -> None:
 
 def leave() -> None:
     """Destroy the process group, once all ranks are here or some seconds have passed."""
+    # sys.last_value: set by the interpreter when an exception reached the top of the script.
+    has_failed = _failed or hasattr(sys, "last_value")
+    if has_failed and dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+        # First: freeing a GPU's memory waits for kernels, which wait for ranks that are gone. Not run on a GPU yet.
+        with contextlib.suppress(Exception):
+            abort_process_groups()
     for weak in _releases:
         if (release := weak()) is not None:
             release()
@@ -50,8 +56,7 @@ def leave() -> None:
     gc.collect()
     if not dist.is_available() or not dist.is_initialized():
         return
-    # sys.last_value: set by the interpreter when an exception reached the top of the script.
-    if not (_failed or hasattr(sys, "last_value")) and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
+    if not has_failed and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
         _wait_for_all(default_store(), dist.get_world_size())
     dist.destroy_process_group()
 
