@@ -47,11 +47,13 @@ def check_batch(
     smallest_and_largest = list(torch.aminmax(values)) if values.numel() else []
     first_offset = [] if offsets is None else [offsets[0]]
     sums = lengths.view(-1, bags).sum(1) if bags else lengths.sum()
-    outside = []
-    if limits is not None and bags and smallest_and_largest and gpu.is_on_gpu(values):
+    outside, on_gpu = [], gpu.is_on_gpu(values)
+    if on_gpu and limits is not None and bags and smallest_and_largest:
         keys = features.keys()
         outside = [_any_outside(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
-    shortest, longest, *numbers = _read(*torch.aminmax(lengths), *outside, *first_offset, *smallest_and_largest, sums)
+    shortest, longest, *numbers = _read(
+        on_gpu, *torch.aminmax(lengths), *outside, *first_offset, *smallest_and_largest, sums
+    )
     all_inside = bool(outside) and numbers.pop(0) == 0
     if offsets is not None and (first := numbers.pop(0)) != 0:
         raise IdsError(f"{what} has offsets that begin with {first}; they must begin with 0.")
@@ -89,9 +91,9 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
 
 
-def _read(*tensors: Tensor) -> list[int]:
+def _read(on_gpu: bool, *tensors: Tensor) -> list[int]:
     """Return the values of all tensors, each of no or one dimension; the device is waited for once."""
-    if gpu.is_on_gpu(tensors[0]):
+    if on_gpu:
         numbers: list[int] = torch.cat([tensor.view(-1) for tensor in tensors]).tolist()
         return numbers
     numbers = []
