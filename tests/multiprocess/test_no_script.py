@@ -70,7 +70,7 @@ def found_in(folder: Path) -> dict[str, Any]:
 
 
 def test_a_program_from_stdin_trains_on_forked_ranks(tmp_path: Path) -> None:
-    printed = run(tmp_path, "-", stdin=PROGRAM, EPOCHS="1")
+    printed = run(tmp_path, "-", stdin=PROGRAM, EPOCHS="1", OMP_NUM_THREADS="2")
     assert "No script to run again: 2 ranks are forked from this process." in printed
     assert (found := found_in(tmp_path))["step"] == 6
     of_checkpoint = torch.load(found["best"][1])["state_dict"]
