@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_distrec._compat.torch import local_offsets
 from lightning_distrec.checkpoint.plain_state import STORED
 from lightning_distrec.checkpoint.storage import StoredTensors
-from lightning_distrec.chunks import Chunk, LazyTensor, copy_into
+from lightning_distrec.chunks import Box, Chunk, LazyTensor, copy_into, narrowed, overlap, row_ranges
 from lightning_distrec.errors import CheckpointError
 
 
@@ -101,6 +101,92 @@ class SafetensorsTensor:
         return tensor
 
 
+@dataclass(frozen=True, eq=False)
+class ShardRows:
+    """Some rows of a rectangle of a tensor."""
+
+    offsets: tuple[int, ...]
+    """Where the rectangle begins in the tensor; one number for a tensor of one number per row."""
+    sizes: tuple[int, ...]
+    """The rectangle's shape."""
+    ids: "RowIds"
+    rows: LazyTensor
+    """Their values, in the order of the ids: (num_ids, num_columns), or (num_ids,)."""
+
+
+class RowIds:
+    """Rows of a tensor by number, ascending; read once. first, count: the rows that they are of."""
+
+    def __init__(self, lazy: LazyTensor, first: int, count: int) -> None:
+        self._lazy, self._first, self._count = lazy, first, count
+        self._ids: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """Return the numbers, (num_ids,). Raises CheckpointError: they are damaged."""
+        if self._ids is None:
+            ids = self._lazy.read().long()
+            outside = ids.numel() and (int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count)
+            if outside or bool((ids[1:] <= ids[:-1]).any()):
+                raise CheckpointError("a difference is damaged: the numbers of its rows are not as they were written.")
+            self._ids = ids
+        return self._ids
+
+
+@dataclass(frozen=True, eq=False)
+class PatchedTensor:
+    """A tensor of one checkpoint with rows of a later one in their places."""
+
+    base: LazyTensor
+    shards: Sequence[ShardRows]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self.base.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's type."""
+        return self.base.dtype
+
+    def size(self) -> torch.Size:
+        """Return the shape, as Tensor.size does."""
+        return torch.Size(self.shape)
+
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
+        self.base.read_into(chunks)
+        for shard in self.shards:
+            for chunk in chunks:
+                box = overlap((shard.offsets, shard.sizes), chunk.box)
+                if box is not None:
+                    _put_rows(narrowed(chunk.tensor.detach(), chunk.offsets, box), box, shard)
+
+    def read(self) -> Tensor:
+        """Read and return the full tensor, on the host."""
+        tensor = self.base.read().clone()
+        self.read_into([Chunk((0,) * len(self.shape), tensor)])
+        return tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PatchedTensor":
+        return self  # as StoredTensor
+
+
+def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
+    """Write the shard's rows into `target`, which lies in `box` of the tensor."""
+    first, count = box[0][0], box[1][0]
+    ids = shard.ids.read()
+    begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
+    columns = shard.sizes[1:]
+    for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
+        values = torch.empty((number, *columns), dtype=shard.rows.dtype)
+        shard.rows.read_into([Chunk((begin + start, *[0] * len(columns)), values)])
+        places = ids[begin + start : begin + start + number] - first
+        if columns:
+            values = values.narrow(1, box[0][1] - shard.offsets[1], box[1][1])
+        target[places.to(target.device)] = values.to(target.device, target.dtype)
+
+
 def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTensors) -> StoredTensor:
     """Return the tensor that a folder's state names by a reference: a dict with its name, shape and type.
 
@@ -114,16 +200,19 @@ def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTenso
     return handle
 
 
+LAZY = (StoredTensor, MappedTensor, SafetensorsTensor, PatchedTensor)
+
+
 def as_lazy(value: Any) -> LazyTensor | None:
     """Return what can be read of `value` by the rectangle: a handle, or a tensor in memory; None for others."""
     if isinstance(value, Tensor):
         return MappedTensor(value)
-    return value if isinstance(value, (StoredTensor, MappedTensor, SafetensorsTensor)) else None
+    return value if isinstance(value, LAZY) else None
 
 
 def materialized(value: Any) -> Any:
     """Return the tensor of a handle, `value` itself for anything else."""
-    return value.read() if isinstance(value, (StoredTensor, MappedTensor, SafetensorsTensor)) else value
+    return value.read() if isinstance(value, LAZY) else value
 
 
 def materialized_as(value: Any, parameter: Any) -> Any:

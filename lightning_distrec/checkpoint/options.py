@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lightning_distrec.checkpoint.incremental_options import IncrementalOptions, as_incremental
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.units import parse_bytes
 
@@ -75,8 +76,17 @@ class CheckpointOptions:
     in_memory: InMemoryOptions | None = None
     """every, folder: copy the state to memory too, from which a restarted job resumes: see InMemoryOptions."""
 
+    incremental: IncrementalOptions | None = None
+    """Save the rows that have changed every few steps, besides what ModelCheckpoint saves; None: do not."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_memory", in_memory_options(self.in_memory))
+        object.__setattr__(self, "incremental", as_incremental(self.incremental))
+        if self.incremental is not None and self.distributed is False:
+            raise ConfigError(
+                "checkpoint: incremental and distributed=False: differences are folders, to which each rank writes. "
+                "Leave distributed out."
+            )
         self.single_file_bytes  # noqa: B018  an invalid size is an error at once
         if not isinstance(self.rename, dict):
             raise ConfigError(

@@ -5,13 +5,15 @@ the metadata's classes and refuses everything else.
 """
 
 import contextlib
+import io
 import math
 import os
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, TensorStorageMetadata
@@ -91,6 +93,17 @@ class StoredTensors:
             where = self._folder / METADATA_FILE
             raise CheckpointError(f"{where} is no metadata of a checkpoint: {error!r}.") from error
 
+    def records(self, first: int = 0, step: int = 1) -> Iterator[tuple[str, BinaryIO]]:
+        """Yield what each `step`-th chunk is called, and its bytes in the file. Raises CheckpointError."""
+        for name, file_name, offset, length in self.places()[first::step]:
+            try:
+                with open(self._folder / file_name, "rb") as stored:
+                    stored.seek(offset)
+                    record = io.BytesIO(stored.read(length))
+            except (OSError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{self._folder}: '{name}' cannot be read: {error}.") from error
+            yield f"'{name}' in {file_name}", record
+
     def entry(self, name: str) -> TensorStorageMetadata:
         """Return what is known of a tensor. Raises CheckpointError: there is none, or its chunks do not cover it."""
         entry = self._metadata.state_dict_metadata.get(name)
@@ -119,6 +132,14 @@ class StoredTensors:
         except dcp.CheckpointException as failure:
             reasons = dict.fromkeys(_reason(error) for error, _ in failure.failures.values())  # of this rank alone
             raise CheckpointError(f"{self._folder} cannot be read: {'; '.join(reasons)}.") from None
+
+
+def matches_checksums(content: BinaryIO) -> bool:
+    """Whether a file of torch.save, in its newer format, is as its checksums say."""
+    try:
+        return zipfile.ZipFile(content).testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError):
+        return False
 
 
 def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:

@@ -747,4 +747,29 @@ BREAKAGES = (
         "Trainer(devices=2) after one of 1 in the same process trains alone, with half of the data.",
         ("multiprocess/test_no_script.py",),
     ),
+    # ---- checkpoints by difference
+    Breakage(
+        "difference-pending",
+        "lightning_distrec/sharding/lookup",
+        r"if gradient is not None and gradient\.is_sparse:",
+        "if gradient is None:",
+        "Rows whose gradients wait for their optimizer when a full checkpoint is saved lack in later differences.",
+        ("multiprocess/test_incremental.py",),
+    ),
+    Breakage(
+        "difference-user-writes",
+        "lightning_distrec/sharding/weights",
+        r"writes\[self\.table\] \+= 1",
+        "pass",
+        "Rows that user code writes through .data lack in differences.",
+        ("multiprocess/test_incremental.py",),
+    ),
+    Breakage(
+        "difference-base-removed",
+        "lightning_distrec/strategies/checkpoints",
+        r" \| \{mark\.base_name for _, _, mark in newest\[:keep\]\}",
+        "",
+        "The full checkpoint that a kept difference needs is removed: a restart starts at step 0.",
+        ("multiprocess/test_incremental.py",),
+    ),
 )

@@ -27,12 +27,13 @@ SHARDING = {
     "sharding/plan_report",
 }
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
-CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/in_memory"}
+CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/in_memory", "checkpoint/incremental"}
 BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PIPELINE | {"optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
     "strategies/checkpoints",
+    "strategies/checkpoints/tables",
     "strategies/data_parallel",
     "strategies/fully_sharded",
     "strategies/estimates",
@@ -58,8 +59,9 @@ MAY_IMPORT = {
     "pipeline/computed": GROUND | {"pipeline/provenance"},
     "pipeline": GROUND | {"pipeline/provenance", "pipeline/computed"},
     "checkpoint": GROUND,
-    "checkpoint/tools": GROUND | {"checkpoint"},
     "checkpoint/in_memory": GROUND | {"checkpoint"},
+    "checkpoint/incremental": GROUND | {"checkpoint"},
+    "checkpoint/tools": GROUND | {"checkpoint", "checkpoint/incremental"},
     "cluster/watchdog/process": set(),  # it runs without the package
     "cluster/watchdog": GROUND | {"cluster/watchdog/process"},
     "cluster": GROUND | {"cluster/watchdog"},
@@ -70,7 +72,8 @@ MAY_IMPORT = {
     "sharding/plan": GROUND | {"sharding"},
     "sharding/planning": GROUND | {"sharding", "sharding/plan"},
     "sharding/plan_report": GROUND | {"sharding", "sharding/plan"},
-    "strategies/checkpoints": BELOW_STRATEGIES,
+    "strategies/checkpoints/tables": BELOW_STRATEGIES,
+    "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints"},
     "strategies/data_parallel": BELOW_STRATEGIES | {"strategies/run"},
     "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/run"},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
+from lightning_distrec.checkpoint.incremental.loading import with_base
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized, stored_tensor
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.plain_state import insert_tensors, map_nested, plain_optimizer_state, read_plain
@@ -55,7 +56,7 @@ def _read_folder(path: Path, pickles: bool) -> Contents:
     )
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path / STATE_FILE} is damaged: it holds a {type(checkpoint).__name__}.")
-    return Contents(checkpoint, marker)
+    return Contents(with_base(path, checkpoint, marker, pickles), marker)
 
 
 def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as TextTable
 
+from lightning_distrec.checkpoint.incremental.marks import mark_of
 from lightning_distrec.checkpoint.save import PLAN_FILE
 from lightning_distrec.checkpoint.tools.contents import Contents, num_bytes, read_contents, tensors_of
 from lightning_distrec.chunks import LazyTensor
@@ -58,6 +59,10 @@ class Description:
     versions: str | None = None
     """The torch, fbgemm and torchrec that wrote it."""
     lightning: str | None = None
+    base: str | None = None
+    """Of a difference: the full checkpoint next to it that it needs."""
+    changed_rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of a difference: full name of a table -> rows that it has of it; other tables are in it in full."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of a table -> its sharding type, kernel and ranks."""
     plan_file: bool = False
@@ -89,6 +94,7 @@ def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> De
     checkpoint, marker = contents.checkpoint, contents.marker or {}
     plan = marker.get("plan", {})
     state = checkpoint.get("state_dict")
+    mark = mark_of(path, marker)
     tables = {key: of_table for name, of_table in plan.items() for key in _keys_of(name)}
     tensors = [_tensor(name, lazy, tables.get(name)) for name, lazy in tensors_of(state).items()]
     return Description(
@@ -100,6 +106,8 @@ def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> De
         num_ranks=marker.get("num_ranks"),
         versions=marker.get("versions"),
         lightning=checkpoint.get("pytorch-lightning_version"),
+        base=(mark.base_name or None) if mark else None,
+        changed_rows=mark.changed if mark else {},
         plan=plan,
         plan_file=PLAN_FILE in marker.get("files", {}),
         tensors=sorted(tensors, key=lambda tensor: (tensor.sharding_type is None, -tensor.num_bytes, tensor.name)),
@@ -165,6 +173,9 @@ def print_description(found: Description, console: Console, show_all: bool) -> N
     for name, value in facts.items():
         if value is not None:
             console.print(f"{name:<11}{value}", soft_wrap=True)
+    if found.base is not None:
+        rows = ", ".join(f"{name} {count:,}" for name, count in found.changed_rows.items()) or "none"
+        console.print(f"difference to {found.base}, which it needs; changed rows: {rows}", soft_wrap=True)
     listed = found.tensors if show_all else found.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
     if rest := found.tensors[len(listed) :]:

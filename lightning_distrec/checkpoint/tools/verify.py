@@ -11,24 +11,35 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
+from lightning_distrec.checkpoint.incremental.marks import base_of, mark_of
 from lightning_distrec.checkpoint.save import CHECKSUMS
-from lightning_distrec.checkpoint.storage import StoredTensors
+from lightning_distrec.checkpoint.storage import StoredTensors, matches_checksums
 from lightning_distrec.errors import CheckpointError
 
 
 def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
     """Read all of a checkpoint, a folder or a file of torch, and return what has changed since it was written.
 
-    on_progress: called with the number of bytes read. Up to 64 MiB of a folder are in memory at once. The metadata have
-    no checksum; they are compared with the files when they are loaded.
+    Of a difference its base is read too. on_progress: called with the number of bytes read. Up to 64 MiB of a folder
+    are in memory at once. The metadata have no checksum; they are compared with the files when they are loaded.
     Raises CheckpointError: it cannot be read, or is a file without checksums.
     """
-    changed = []
+    changed = _changed_records(path, on_progress)
+    marker = read_marker(path) if path.is_dir() else None
+    mark = mark_of(path, marker)
+    if mark is not None and mark.is_difference:
+        base, _ = base_of(path, mark)
+        changed |= {f"{name} of its base {base.name}" for name in _changed_records(base, on_progress)}
+    return sorted(changed)
+
+
+def _changed_records(path: Path, on_progress: Callable[[int], None]) -> set[str]:
+    changed = set(_changed_files(path))
     for name, content in _records(path):
         on_progress(_size(content))
-        if not _matches_checksums(content):
-            changed.append(name)
-    return sorted({*changed, *_changed_files(path)})
+        if not matches_checksums(content):
+            changed.add(name)
+    return changed
 
 
 def _changed_files(path: Path) -> list[str]:
@@ -49,14 +60,7 @@ def _records(path: Path) -> Iterator[tuple[str, BinaryIO]]:
         return
     for file in sorted(path.glob("*.pt")):
         yield from _file(file)
-    for name, file_name, offset, length in StoredTensors(path).places():
-        try:
-            with open(path / file_name, "rb") as stored:
-                stored.seek(offset)
-                record = io.BytesIO(stored.read(length))
-        except (OSError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: '{name}' cannot be read: {error}.") from error
-        yield f"'{name}' in {file_name}", record
+    yield from StoredTensors(path).records()
 
 
 def _file(path: Path) -> Iterator[tuple[str, BinaryIO]]:
@@ -68,13 +72,6 @@ def _file(path: Path) -> Iterator[tuple[str, BinaryIO]]:
             yield path.name, file
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-
-
-def _matches_checksums(content: BinaryIO) -> bool:
-    try:
-        return zipfile.ZipFile(content).testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError):
-        return False
 
 
 def _size(content: BinaryIO) -> int:

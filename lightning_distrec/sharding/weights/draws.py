@@ -115,6 +115,7 @@ def _keep(target: Any, full: Tensor) -> None:
             return
         if not of.alone and target.data_ptr() != of.weights[0].data_ptr():
             raise of.refusal("a random draw into a copy")
+        of.note_write()
         for shard in [target] if of.alone else of.weights:
             with torch.no_grad():
                 shard.detach().copy_(shard.of.of_full(full))

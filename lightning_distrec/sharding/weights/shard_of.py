@@ -1,6 +1,7 @@
 """Where a guarded tensor's values lie in their table, and the error for what needs the full table."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -27,6 +28,10 @@ WAYS = {
     ),
     "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",
 }
+
+
+writes: Counter[str] = Counter()
+"""Table -> writes of user code into its weight, in any module; torch does not count those that go through `.data`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,11 @@ class ShardOf:
     def of_full(self, full: Tensor) -> Tensor:
         """Return the shard's rectangle of a full table, as a view."""
         return full[self.row : self.row + self.num_rows, self.column : self.column + self.num_columns]
+
+    def note_write(self) -> None:
+        """Note that user code writes into these values."""
+        if self.what == "weight":
+            writes[self.table] += 1
 
     def refusal(self, operation: str) -> ShardedWeightError:
         """Return the error for an operation that needs the full table."""

@@ -181,6 +181,7 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
     if is_attribute:
         raise of.refusal(name)
     if is_in_place:
+        of.note_write()
         Gathering.forget_all()
     if is_in_place and not isinstance(_first(args), (ShardValues, ShardWeight)):
         raise of.refusal(f"{name} into a tensor that is none of its shards")

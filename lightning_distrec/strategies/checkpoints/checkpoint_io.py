@@ -5,7 +5,8 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 
-from lightning_distrec.checkpoint.load import Loaded, load, of_content
+from lightning_distrec.checkpoint.incremental.loading import load
+from lightning_distrec.checkpoint.load import Loaded, of_content
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import CheckpointError, ConfigError, MissingCheckpointError
 
@@ -38,12 +39,15 @@ def read(path: str | Path, io: CheckpointIO, rank: int, num_ranks: int, pickles:
 
 def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:
     """Raise ConfigError where a CheckpointIO plugin would be ignored."""
-    if is_plugin(io) and (options.distributed or options.async_save):
-        setting = "distributed" if options.distributed else "async_save"
+    settings = {"distributed": options.distributed, "async_save": options.async_save}
+    settings["incremental"] = options.incremental is not None
+    if is_plugin(io) and any(settings.values()):
+        setting = next(name for name, is_set in settings.items() if is_set)
+        value = "{...}" if setting == "incremental" else "True"
         raise ConfigError(
-            f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': True}} goes to the file "
-            "system directly. For the plugin, set checkpoint={'distributed': False}; for a checkpoint that is written "
-            "in the background, checkpoint={'async_save': True} without a plugin."
+            f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': {value}}} goes to the "
+            "file system directly. For the plugin, set checkpoint={'distributed': False}; for a checkpoint that is "
+            "written in the background, checkpoint={'async_save': True} without a plugin."
         )
 
 

@@ -24,12 +24,13 @@ from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.announced import announce_in_flight
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, read, refuse_folder
 from lightning_distrec.strategies.checkpoints.in_memory import Copies
+from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves, begin_series
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters, refuse_callbacks
 from lightning_distrec.strategies.checkpoints.positions import Positions
-from lightning_distrec.strategies.checkpoints.saved_tables import SavedTables
+from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
 from lightning_distrec.strategies.checkpoints.zero_state import RankOf
 from lightning_distrec.versions import find_installed
 
@@ -62,6 +63,7 @@ class Checkpointing:
         self._module = module
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
+        self._incremental: IncrementalSaves | None = None
         self._zero_rank_of: RankOf | None = None
         self._positions = Positions(consensus)
         self._savers: list[Saver | Copies] = [self._saver] if copies is None else [self._saver, copies]
@@ -70,7 +72,7 @@ class Checkpointing:
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
         """Drop what belongs to the run before; called when a run's set-up starts. job: what its checkpoints are of."""
-        self._module, self._tables, self._zero_rank_of, self._job = module, None, None, job
+        self._module, self._tables, self._zero_rank_of, self._job, self._incremental = module, None, None, job, None
         self._positions = Positions(self._ranks)
 
     def begin(self, tables: SavedTables | None) -> None:
@@ -86,6 +88,7 @@ class Checkpointing:
             announce_in_flight(module.trainer, self._saver)
         if self.copies is not None and self.copies.folder is not None:
             self.copies.check_memory(module.trainer, self._table_optimizers, self.optimizer_state)
+        self._incremental = begin_series(self._options.incremental, self._ranks, tables, module, self._job, self._saver)
         path = self._options.start_from
         if path is None or self._has_started:
             return
@@ -156,13 +159,14 @@ class Checkpointing:
             "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
         }
         plan_files = {} if self._tables is None else self._tables.plan_files()
-        marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts}
+        mark = {} if self._incremental is None or is_copy else self._incremental.take(checkpoint, where)
+        marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts, **mark}
         if self.copies is not None and is_copy:
             self.copies.save(Path(where), checkpoint, rank_state, marker, plan_files, pickles)
             return
         uses_io = is_elsewhere(where, io) or storage_options is not None
         snapshot: Writable
-        if is_plugin(io) or fits_in_one_file(checkpoint, self._options, self._ranks):
+        if not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self._options, self._ranks)):
             checkpoint = self._positions.left_in(checkpoint, rank_state)
             target = Path(where).absolute()
             file = take_file_snapshot(target, checkpoint, rank_state, facts, self._ranks, plan_files, pickles)
@@ -216,6 +220,8 @@ class Checkpointing:
     def finish(self, has_failed: bool) -> None:
         """Collective. Wait for a checkpoint that is being written. has_failed: the run has; wait 120 s at most."""
         self._ranks.flags.watch_failures(None)
+        if self._incremental is not None:
+            self._incremental.release()
         try:
             for saver in self._savers:
                 saver.finish(LEAVING_SECONDS if has_failed else None)
@@ -285,14 +291,11 @@ class Checkpointing:
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
         states = OptimizerStates(self._module, self._tables, self._ranks, self._zero_rank_of)
+        grow = self._options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint",
             lambda: states.load(
-                checkpoint["optimizer_states"],
-                optimizers,
-                self._table_optimizers,
-                rank_zero_warn,
-                self._options.grow_tables,
+                checkpoint["optimizer_states"], optimizers, self._table_optimizers, rank_zero_warn, grow
             ),
         )
 

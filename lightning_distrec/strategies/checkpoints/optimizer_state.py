@@ -21,8 +21,8 @@ from lightning_distrec.checkpoint.plain_state import state_by_name
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.saved_tables import SavedTables
-from lightning_distrec.strategies.checkpoints.table_layout import (
+from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
+from lightning_distrec.strategies.checkpoints.tables.table_layout import (
     as_columns,
     class_name,
     describe,

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec.checkpoint.atomic_folder import clean_up
-from lightning_distrec.checkpoint.load import load, read_origin
+from lightning_distrec.checkpoint.incremental.loading import load
+from lightning_distrec.checkpoint.load import read_origin
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.in_memory import Copies

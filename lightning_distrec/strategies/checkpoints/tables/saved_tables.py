@@ -27,6 +27,10 @@ class SavedTables(Protocol):
     def table_optimizers(self) -> list[Optimizer]:
         """The optimizers of tables alone."""
 
+    @property
+    def all_optimizers(self) -> list[Optimizer]:
+        """Those of configure_optimizers, and those of tables alone."""
+
     def plan_files(self) -> dict[str, bytes]:
         """Return name -> content of the files that a checkpoint has about the plan."""
 

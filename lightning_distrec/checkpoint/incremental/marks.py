@@ -1,0 +1,67 @@
+"""What a marker says of a checkpoint that belongs to a series of full ones and differences."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_distrec.checkpoint.atomic_folder import read_marker
+from lightning_distrec.errors import CheckpointError
+
+INCREMENTAL = "incremental"
+"""Key in the marker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Of a full checkpoint, or of a difference, in a series of one job."""
+
+    id: str
+    """Drawn for each; a folder that was replaced under the same name has another."""
+    series: str
+    """What all checkpoints of one job say."""
+    base_name: str = ""
+    """The folder of the full checkpoint that a difference is to be laid over, next to its own; "" for a full one."""
+    base_id: str = ""
+    changed: dict[str, int]
+    """Full name of a table -> rows that the difference has of it; the other tables are in it in full."""
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether it needs a base."""
+        return bool(self.base_name)
+
+
+def mark_of(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
+    """Return what a marker says, None for checkpoints of no series. Raises CheckpointError: it is damaged."""
+    given = (marker or {}).get(INCREMENTAL)
+    if given is None:
+        return None
+    try:
+        mark = Mark(**given)
+        if not (mark.id and all(isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id))):
+            raise TypeError("no text")
+        if os.path.basename(mark.base_name) != mark.base_name or not isinstance(mark.changed, dict):
+            raise TypeError(f"a base {mark.base_name!r}")
+    except TypeError as error:
+        raise CheckpointError(f"{path} is damaged: its marker says {given!r} of its base ({error}).") from None
+    return mark
+
+
+def base_of(path: Path, mark: Mark) -> tuple[Path, dict[str, Any]]:
+    """Return the path of a difference's base, and its marker. Raises CheckpointError: it is not the one, or damaged."""
+    base = path.resolve().parent / mark.base_name
+    try:
+        marker = read_marker(base)
+        found = mark_of(base, marker)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} is a difference, and its base {base} cannot be read: {error} Keep the two in one folder."
+        ) from error
+    if found is None or found.id != mark.base_id:
+        raise CheckpointError(
+            f"{path} is a difference, and {base} is not its base but another checkpoint of that name. Use another "
+            "checkpoint."
+        )
+    return base, marker

@@ -1,0 +1,95 @@
+"""Notes which rows get a gradient, from the ids with which FBGEMM's kernels are called: a flag for each row of a shard.
+
+It is noted when the gradient arrives, before rows are updated by it; nothing waits for a device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_distrec.sharding.row_gradients import LocalShard
+from lightning_distrec.sharding.weights.shard_of import without_guards
+
+
+class TouchedRows:
+    """The rows of this rank's shards that have got gradients since the last `clear`.
+
+    kernels: FBGEMM's, each with the shards in its memory. Their lookups are noted until `release`.
+    """
+
+    def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
+        self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]
+        self._flags = {id(shard): flags for rows in self._kernels for shard, flags in rows.by_shard()}
+
+    def ids_of(self, shard: LocalShard) -> Tensor:
+        """Return the rows of a shard that were touched, ascending, counted from the shard's first."""
+        flags = self._flags.get(id(shard))
+        return torch.empty(0, dtype=torch.long) if flags is None else flags.nonzero().squeeze(1)
+
+    @without_guards
+    def clear(self) -> None:
+        """Forget all rows but those of gradients that no optimizer has used yet."""
+        for rows in self._kernels:
+            rows.flags.zero_()
+            for shard, flags in rows.by_shard():
+                gradient = shard.weight.grad
+                if gradient is not None and gradient.is_sparse:
+                    flags.index_fill_(0, gradient.coalesce().indices()[0], True)
+
+    def release(self) -> None:
+        """Stop noting."""
+        for rows in self._kernels:
+            rows.handle.remove()
+
+
+class _KernelRows:
+    def __init__(self, kernel: Any, shards: list[LocalShard]) -> None:
+        self._shards = shards
+        self._firsts = [0]
+        for shard in shards:
+            self._firsts.append(self._firsts[-1] + len(shard.weight))
+        device = shards[0].weight.device
+        self.flags = torch.zeros(self._firsts[-1], dtype=torch.bool, device=device)
+        # Feature -> where the rows of its table begin in `flags`.
+        firsts = [self._firsts[table] for table in kernel.feature_table_map]
+        self._first_of_all = firsts[0] if len(set(firsts)) == 1 else None
+        self._first_of_feature = torch.tensor(firsts, device=device)
+        self.handle = kernel.register_forward_hook(self._looked_up, with_kwargs=True)
+
+    def by_shard(self) -> list[tuple[LocalShard, Tensor]]:
+        return [
+            (shard, self.flags[first:end])
+            for shard, first, end in zip(self._shards, self._firsts[:-1], self._firsts[1:], strict=True)
+        ]
+
+    def _looked_up(self, _: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> None:
+        if output.requires_grad:
+            ids, offsets = arguments["indices"], arguments["offsets"]
+            sizes = arguments.get("batch_size_per_feature_per_rank")
+
+            def note(_: Tensor) -> None:
+                self._note(ids, offsets, sizes)
+
+            output.register_hook(note)
+
+    def _note(self, ids: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> None:
+        """ids: (num_ids,), feature by feature. offsets: (num_features * batch_size + 1,), where bags begin in `ids`.
+
+        batch_sizes: feature -> rank -> bags, where features have unequal batch sizes.
+        """
+        rows = ids if ids.dtype == torch.long else ids.long()
+        if self._first_of_all is None:
+            num_features = len(self._first_of_feature)
+            if batch_sizes is None:
+                ends = offsets[:: max(1, (len(offsets) - 1) // num_features)]
+            else:
+                bags = torch.tensor([0, *(sum(of_ranks) for of_ranks in batch_sizes)]).cumsum(0)
+                ends = offsets[bags.to(offsets.device, non_blocking=True)]
+            if len(ends) == 1:
+                return  # no bags
+            counts = ends.diff()
+            rows = rows + self._first_of_feature.repeat_interleave(counts, output_size=len(rows))
+        elif self._first_of_all:
+            rows = rows + self._first_of_all
+        self.flags.index_fill_(0, rows, True)

@@ -1,0 +1,194 @@
+"""Saves a series of checkpoints while a fit trains: a full one, then differences to it, then the next full one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_distrec.checkpoint.atomic_folder import MARKER, read_marker
+from lightning_distrec.checkpoint.incremental.marks import INCREMENTAL, Mark, mark_of
+from lightning_distrec.checkpoint.incremental_options import IncrementalOptions
+from lightning_distrec.checkpoint.save import Saver
+from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.strategies.checkpoints.job_fit import JobFit
+from lightning_distrec.strategies.checkpoints.tables.changed_tables import ChangedTables
+from lightning_distrec.strategies.checkpoints.tables.difference import as_difference, tensors_of_tables
+from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
+
+FOLDER = "incremental_checkpoints"
+"""In default_root_dir, with a folder for each job."""
+
+
+@dataclass(frozen=True)
+class _Base:
+    mark: Mark
+    name: str
+    step: int
+    tensors: set[str]
+    """Its tensors that lie along tables."""
+
+
+class IncrementalSaves:
+    """The series of one fit.
+
+    tables: None for a module without sharded tables. job: the label of the fit, which a restarted job keeps; "" for
+    none. remove: removes a checkpoint, on rank 0, once those in flight are complete.
+    Raises ConfigError on every rank: there are no tables.
+    """
+
+    def __init__(
+        self,
+        options: IncrementalOptions,
+        ranks: Consensus,
+        tables: SavedTables | None,
+        trainer: Trainer,
+        job: str,
+        remove: Callable[[Path], None],
+    ) -> None:
+        if tables is None:
+            raise ConfigError(
+                "checkpoint: incremental saves the rows of sharded tables that have changed, and this module has no "
+                "sharded tables. Leave it out; ModelCheckpoint(every_n_train_steps=...) saves all of the module."
+            )
+        self._options, self._ranks, self._tables, self._remove = options, ranks, tables, remove
+        self._trainer = trainer
+        self._series: str = ranks.all_gather(job or f"fit-{secrets.token_hex(4)}")[0]
+        given = options.dirpath or Path(trainer.default_root_dir, FOLDER, self._series)
+        self._folder = Path(ranks.all_gather(str(given))[0]).absolute()
+        self._changed = ChangedTables(tables, trainer.strategy.precision_plugin)
+        self._base: _Base | None = None
+        self._next_base: _Base | None = None
+        self._writing: Path | None = None
+        self._in_full: dict[str, str] | None = None
+        self._told: set[str] = set()
+        self._callback = _SaveEvery(self, options.every)
+        trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Stop saving, and following the tables; they are held no more."""
+        self._changed.release()
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._callback in callbacks:
+            callbacks.remove(self._callback)
+
+    def save(self, step: int) -> None:
+        """Collective. Save the next checkpoint of the series. Raises CheckpointError on every rank."""
+        self._in_full = self._tables_in_full(step)
+        kind = "full" if self._in_full is None else "difference"
+        self._writing = self._folder / f"step={step}-{kind}.ckpt"
+        try:
+            self._trainer.save_checkpoint(self._writing, weights_only=False)
+        finally:
+            written, self._writing = self._writing, None
+        self._base = self._next_base
+        if self._ranks.rank == 0:
+            self._remove_old(written)
+
+    def _tables_in_full(self, step: int) -> dict[str, str] | None:
+        """Collective. Return the tables that a difference has in full, and why; None: a full checkpoint is due."""
+        of_ranks = self._ranks.all_gather(self._changed.in_full())
+        in_full = {name: why for of_rank in of_ranks for name, why in of_rank.items()}
+        for name, why in in_full.items():
+            if name not in self._told and self._base is not None:
+                self._told.add(name)
+                rank_zero_info(f"checkpoint: incremental: table '{name}' is saved in full, because {why}.")
+        every = self._options.full_every
+        if self._base is None or step // every > self._base.step // every:
+            return None
+        if len(in_full) < len(self._tables.shards.tables):
+            return in_full
+        if "" not in self._told:
+            self._told.add("")
+            rank_zero_info("checkpoint: incremental: a full checkpoint is saved, since all tables are saved in full.")
+        return None
+
+    def take(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
+        """Collective where `path` is the next of the series: turn it into what is saved, in place.
+
+        Return what its marker says of it; nothing of another checkpoint.
+        """
+        if self._writing is None or path != str(self._writing):
+            return {}
+        drawn: str = self._ranks.all_gather(secrets.token_hex(8))[0]
+        if self._in_full is None:
+            self._base = None  # should this one fail, there is none, since what changed before is forgotten
+            self._changed.begin()
+            mark = Mark(id=drawn, series=self._series, changed={})
+            tensors = {each.where for each in tensors_of_tables(checkpoint, self._tables)}
+            self._next_base = _Base(mark, self._writing.name, self._trainer.global_step, tensors)
+            return {INCREMENTAL: asdict(mark)}
+        base = self._base
+        assert base is not None
+        rows = as_difference(checkpoint, self._tables, self._changed, self._in_full, base.tensors, self._ranks)
+        mark = Mark(id=drawn, series=self._series, base_name=base.name, base_id=base.mark.id, changed=rows)
+        return {INCREMENTAL: asdict(mark)}
+
+    def _remove_old(self, written: Path) -> None:
+        """Remove what is not among the newest of the series, nor needed by them. written: the newest, maybe in flight.
+
+        On rank 0.
+        """
+        found = []
+        for path in self._folder.glob("[!.]*.ckpt"):
+            with suppress(CheckpointError, OSError):  # damaged, or not complete: it is not known to be of this series
+                mark = mark_of(path, read_marker(path))
+                if path != written and mark is not None and mark.series == self._series:
+                    found.append(((path / MARKER).stat().st_mtime_ns, path, mark))
+        for path in no_longer_needed(found, self._options.keep - 1, self._base.name if self._base else ""):
+            self._remove(path)
+
+
+def no_longer_needed(found: list[tuple[int, Path, Mark]], keep: int, base: str) -> list[Path]:
+    """Return what to remove of a series, differences before their bases.
+
+    found: time, path and mark of each. keep: how many of the newest to keep. base: a folder's name that is needed too.
+    """
+    newest = sorted(found, key=lambda each: each[0], reverse=True)
+    needed = {base} | {path.name for _, path, _ in newest[:keep]} | {mark.base_name for _, _, mark in newest[:keep]}
+    old = [(path, mark) for _, path, mark in newest if path.name not in needed]
+    return [path for path, _ in sorted(old, key=lambda each: not each[1].is_difference)]
+
+
+def begin_series(
+    options: IncrementalOptions | None,
+    ranks: Consensus,
+    tables: SavedTables | None,
+    module: LightningModule,
+    job: JobFit | None,
+    saver: Saver,
+) -> IncrementalSaves | None:
+    """Collective. Return the series of a fit; None where none is asked for, and outside of fits."""
+    if options is None or module.trainer.state.fn != TrainerFn.FITTING:
+        return None
+    return IncrementalSaves(options, ranks, tables, module.trainer, job.label if job is not None else "", saver.remove)
+
+
+class _SaveEvery(Callback):
+    """Saves after every so many optimizer steps."""
+
+    def __init__(self, saves: IncrementalSaves, every: int) -> None:
+        self._saves, self._every = saves, every
+        self._last = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, last = trainer.global_step, self._last
+        self._last = step
+        if step // self._every > last // self._every:
+            self._saves.save(step)

@@ -1,0 +1,144 @@
+"""Which rows of tables may have changed since a moment: those that were looked up, or all of a table, and why.
+
+Who writes rows:
+
+    FBGEMM inside of backward        rows that get a gradient (TouchedRows)
+    the user's optimizer, sparse     rows that get a gradient, by optimizers that move no others
+    the user's optimizer, dense      all rows
+    anything else                    all rows: callbacks, user code, loading. torch counts writes into a tensor
+                                     (`_version`), and FBGEMM's are not among them; those of optimizers are taken out
+                                     here, and those through `.data`, which torch does not count, are in `writes`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_distrec._compat.lightning import call_after_closure
+from lightning_distrec._compat.torch import versions_of, without_torch_function
+from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
+
+if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
+    from lightning_distrec.sharding.row_gradients import LocalShard
+
+
+class ChangedTables:
+    """Follows all writes into the tables of a fit, and into their optimizers' state, until `release`.
+
+    plugin: Lightning's precision plugin, by whose closures optimizers step.
+    """
+
+    def __init__(self, tables: SavedTables, plugin: Any) -> None:
+        from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
+        from lightning_distrec.sharding.weights.shard_of import writes
+
+        self._tables, self._writes = tables, writes
+        self._touched = TouchedRows(tables.shards.kernels)
+        self._undo: list[Callable[[], None]] = [self._touched.release]
+        self._fused_state = tables.shards.fused_state()
+        shards = tables.shards.shards
+        self._kept = [n for n, u in tables.updates.items() if not u.in_backward and not shards[n][0].replicated]
+        """Tables whose gradients are left to the user's optimizers."""
+        self._written = {name: _Writes(partial(self.memory_of, name)) for name in tables.shards.shards}
+        for optimizer in tables.all_optimizers if self._kept else ():
+            self._undo.append(optimizer.register_step_pre_hook(self._before_update).remove)
+            self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
+        if self._kept:
+            self._undo.append(call_after_closure(plugin, self._before_update))
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has changed so far."""
+        self._touched.clear()
+        self._written_by_user = dict(self._writes)
+        for written in self._written.values():
+            written.begin()
+
+    def release(self) -> None:
+        """Stop following."""
+        while self._undo:
+            self._undo.pop()()
+
+    def ids_of(self, shard: LocalShard) -> Tensor:
+        """Return the rows of a shard that may have changed, counted from its first; not of tables in `in_full`."""
+        return self._touched.ids_of(shard)
+
+    def in_full(self) -> dict[str, str]:
+        """Return full name of a table of which all rows may have changed on this rank -> why."""
+        found = {}
+        for name, written in self._written.items():
+            if self._shards(name)[0].replicated:
+                found[name] = "every rank has all of it"
+            elif name in self._kept and (why := self._moves_all(name)):
+                found[name] = why
+            elif written.look() or self._writes[name] != self._written_by_user.get(name, 0):
+                found[name] = "something besides its optimizer has written its rows, a callback for example"
+        return found
+
+    def memory_of(self, name: str) -> list[Tensor]:
+        """Return what this rank has of a table: its weights and its optimizer's state."""
+        weights = [shard.weight for shard in self._shards(name)]
+        states = [state for shard in self._shards(name) for state in self._fused_state.get(id(shard), [])]
+        if name in self._kept:
+            held = [o.state[w] for o in self._tables.all_optimizers for w in weights if w in o.state]
+            states += [value for state in held for value in state.values() if isinstance(value, Tensor)]
+        return [*weights, *states]
+
+    def _shards(self, name: str) -> list[LocalShard]:
+        return self._tables.shards.shards[name]
+
+    def _moves_all(self, name: str) -> str:
+        """Return why the user's optimizer may move all rows of a table; "" if it does not."""
+        from lightning_distrec.optimizers.param_groups import param_group_of
+        from lightning_distrec.optimizers.translation import sparse_form
+
+        shards = self._shards(name)
+        group = param_group_of(shards[0].weight, self._tables.all_optimizers)
+        if group is None or not self._tables.shards.learns(name):
+            return "" if all(shard.sparse for shard in shards) else "it was updated densely"
+        if all(shard.sparse for shard in shards) and sparse_form(group)[0] is not None:
+            return ""
+        return f"{type(group.optimizer).__name__} moves all of its rows"
+
+    def _before_update(self, *_: Any) -> None:
+        for name in self._kept:
+            self._written[name].look()
+
+    def _after_update(self, *_: Any) -> None:
+        for name in self._kept:
+            self._written[name].forgive()
+
+
+class _Writes:
+    """Whether anything but updates has written into some tensors. memory: returns them, as they are now."""
+
+    def __init__(self, memory: Callable[[], list[Tensor]]) -> None:
+        self._memory = memory
+        self._known: list[Tensor] = []
+        self._versions: list[int] = []
+        self._found = False
+
+    def begin(self) -> None:
+        """Forget all writes so far."""
+        self._found = False
+        self.forgive()
+
+    def look(self) -> bool:
+        """Return whether there was a write since `begin` that was not forgiven."""
+        with without_torch_function():
+            if not self._found:
+                now = self._memory()
+                same = len(now) == len(self._known) and all(map(is_, now, self._known))
+                self._found = not same or versions_of(now) != self._versions
+            return self._found
+
+    def forgive(self) -> None:
+        """Take no notice of writes since the last look: an update has made them."""
+        with without_torch_function():
+            self._known = self._memory()
+            self._versions = versions_of(self._known)

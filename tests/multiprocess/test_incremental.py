@@ -1,0 +1,259 @@
+"""Checkpoints by difference hold what a full one of the same step holds, bit by bit, whoever has written the rows."""
+
+import io
+import itertools
+import json
+import shutil
+import struct
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from lightning_distrec.checkpoint.incremental.loading import load
+from lightning_distrec.checkpoint.incremental.marks import Mark
+from lightning_distrec.checkpoint.tools.describe import describe
+from lightning_distrec.checkpoint.tools.verify import verify
+from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.strategies.checkpoints import job_fit, resuming
+from lightning_distrec.strategies.checkpoints.incremental_saves import no_longer_needed
+from tests.support import incremental_runs as runs
+from tests.support.incremental_runs import assert_same_as_full, fit, resume, series_in
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+
+SGD = (torch.optim.SGD, {"lr": 0.5})
+ADAGRAD = (torch.optim.Adagrad, {"lr": 0.05})
+ROWWISE = (RowWiseAdagrad, {"lr": 0.05})
+ADAM = (torch.optim.Adam, {"lr": 0.01})
+SPARSE_ADAM = {"table_optimizer": {"class_path": "torch.optim.SparseAdam", "init_args": {"lr": 0.01}}}
+TABLES = ("wide", "narrow", "shared")
+ALL = {f"ebc.{name}" for name in TABLES}
+SPARSE = {"embedding_update": "sparse"}
+DENSE_TABLE = {"tables": {"narrow": {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}}}
+
+
+def _cut(sharding_type: str, **more: Any) -> dict[str, Any]:
+    return {"tables": {name: {"sharding_types": [sharding_type], "min_partition": 4} for name in TABLES}, **more}
+
+
+QUICK = {
+    "by columns": (SGD, _cut("column_wise")),
+    "by rows": (ROWWISE, _cut("row_wise")),
+    "sparse": (ADAGRAD, SPARSE, runs.KeepsGradients),
+    "written": (ADAGRAD, {}, runs.WritesInStep),
+}
+
+
+def _series(folder: Path, cases: dict[str, tuple[Any, ...]], steps: int = 6) -> dict[str, list[set[str]]]:
+    """Train the cases and compare all that they save; return the tables that each difference has by rows."""
+    run_each_on_ranks({name: (fit, str(folder / name), steps, *case) for name, case in cases.items()}, 2)
+    found = {name: assert_same_as_full(folder / name) for name in cases}
+    return {name: [set(m.changed) for m in series.values() if m.is_difference] for name, series in found.items()}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[set[str]]]]:
+    """Folders of the quick cases, and the tables that each of their differences has by rows."""
+    folder = tmp_path_factory.mktemp("incremental")
+    return folder, _series(folder, QUICK, steps=4)
+
+
+def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
+    quick: tuple[Path, dict[str, list[set[str]]]],
+) -> None:
+    _, by_rows = quick
+    assert by_rows["by columns"] == by_rows["by rows"] == by_rows["sparse"] == [ALL]
+    assert by_rows["written"] == [ALL - {"ebc.narrow"}]
+
+
+def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(
+    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
+) -> None:
+    shutil.copytree(quick[0] / "sparse" / "series", tmp_path / "series")
+    base, difference = tmp_path / "series" / "step=2-full.ckpt", tmp_path / "series" / "step=4-difference.ckpt"
+    described = describe(difference)
+    assert described.base == base.name
+    assert described.changed_rows.keys() == ALL
+    assert max(described.changed_rows.values()) <= 60
+    assert verify(difference) == []
+    _change_byte(base)
+    assert [name.partition(" of ")[2] for name in verify(difference)] == ["its base step=2-full.ckpt"]
+    shutil.copytree(quick[0] / "by rows" / "series" / base.name, base, dirs_exist_ok=True)
+    with pytest.raises(CheckpointError, match=r"step=4-difference.ckpt is a difference, and .*step=2-full.ckpt is not"):
+        load(difference, 0, 2)
+    shutil.rmtree(base)
+    with pytest.raises(CheckpointError, match=r"is a difference, and its base .*step=2-full.ckpt cannot be read"):
+        load(difference, 0, 2)
+
+
+def test_loading_finds_a_changed_byte_in_a_difference(
+    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
+) -> None:
+    shutil.copytree(quick[0] / "sparse" / "series", tmp_path / "series")
+    difference = tmp_path / "series" / "step=4-difference.ckpt"
+    _change_byte(difference)
+    failed = 0
+    for rank in range(2):  # each checks a part
+        with suppress(CheckpointError):
+            load(difference, rank, 2)
+            failed -= 1
+        failed += 1
+    assert failed == 1
+
+
+def _change_byte(checkpoint: Path) -> None:
+    """Change a byte of some tensor's values."""
+    from lightning_distrec.checkpoint.storage import StoredTensors
+
+    _, name, offset, length = max(StoredTensors(checkpoint).places(), key=lambda place: place[3])
+    content = bytearray((checkpoint / name).read_bytes())
+    with zipfile.ZipFile(io.BytesIO(content[offset : offset + length])) as record:
+        header = next(info.header_offset for info in record.infolist() if info.filename.endswith("/data/0"))
+    begin = offset + header
+    name_length, extra_length = struct.unpack("<HH", content[begin + 26 : begin + 30])
+    content[begin + 30 + name_length + extra_length + 5] ^= 255
+    (checkpoint / name).write_bytes(content)
+
+
+def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    from lightning_distrec import CheckpointOptions
+
+    for given, message in (
+        ({"every": 200, "full_every": 300}, "full_every=300 is no multiple of every=200"),
+        ({"every": 0, "full_every": 300}, "every=0 must be a whole number"),
+        ({"every": 200}, "every and full_every"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CheckpointOptions(incremental=given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="distributed=False"):
+        CheckpointOptions(incremental={"every": 1, "full_every": 1}, distributed=False)  # type: ignore[arg-type]
+
+
+def test_a_base_stays_as_long_as_a_difference_needs_it() -> None:
+    def of(step: int, base: int = 0) -> tuple[int, Path, Mark]:
+        name = f"step={base}-full.ckpt" if base else ""
+        kind = "difference" if base else "full"
+        mark = Mark(id=str(step), series="a", base_name=name, base_id=str(base), changed={})
+        return step, Path(f"step={step}-{kind}.ckpt"), mark
+
+    found = [of(1), of(2, base=1), of(3, base=1), of(4)]
+    for keep, base, removed in (
+        (3, "", []),
+        (2, "step=4-full.ckpt", ["step=2-difference.ckpt"]),
+        (1, "step=4-full.ckpt", ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"]),
+        (0, "step=4-full.ckpt", ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"]),
+    ):
+        assert [path.name for path in no_longer_needed(found, keep, base)] == removed
+
+
+WRITERS = {
+    f"{model.__name__}, {update}": (ADAGRAD, {"embedding_update": update}, model)
+    for model in (runs.WritesInPlace, runs.Draws, runs.Loads, runs.ResetsState, runs.Unfreezes)
+    for update in ("auto", "sparse")
+} | {
+    "normalize": (ADAGRAD, {}, runs.LargeTables, (runs.normalize,)),
+    "normalize, sparse": (ADAGRAD, SPARSE, runs.LargeTables, (runs.normalize,)),
+    "average": (ADAGRAD, {}, runs.LargeTables, (runs.average,)),
+    "average, sparse": (ADAGRAD, SPARSE, runs.LargeTables, (runs.average,)),
+    "dense table": (ADAGRAD, DENSE_TABLE),
+    "all dense": (ADAM,),
+    "Adam unfreezes": (ADAM, {}, runs.Unfreezes),
+    "own optimizer": (SGD, SPARSE_ADAM),
+    "in background": (ADAGRAD, {}, runs.LargeTables, (), None, {"async_save": True}),
+}
+
+
+@pytest.mark.slow
+def test_whatever_writes_rows_is_in_the_difference(tmp_path: Path) -> None:
+    by_rows = _series(tmp_path, WRITERS)
+    assert by_rows["dense table"] == [ALL - {"ebc.narrow"}] * 2
+    assert by_rows["all dense"] == []  # each is a full one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"]
+)
+def test_a_difference_resumes_on_other_ranks_as_the_full_checkpoint_does(tmp_path: Path, kind: str) -> None:
+    optimizers = [SGD, ADAGRAD] if "column" in kind else [SGD, ADAGRAD, ROWWISE]
+    of_table = {name: {"sharding_types": [kind], "min_partition": 4} for name in ("wide", "narrow")}
+    for optimizer in optimizers:
+        folder = tmp_path / optimizer[0].__name__
+        run_on_warm_ranks(fit, 2, str(folder), 6, optimizer, {"tables": of_table})
+        assert_same_as_full(folder)
+        for num_ranks, strategy in ((3, {}), (1, {}), (2, {"tables": of_table})):
+            calls = {
+                path: (resume, str(folder / path), optimizer, strategy)
+                for path in ("series/step=6-difference.ckpt", "full/step=6.ckpt")
+            }
+            found, wanted = run_each_on_ranks(calls, num_ranks)[0].values()
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.slow
+def test_only_what_is_needed_stays(tmp_path: Path) -> None:
+    options = {"every": 1, "full_every": 4, "keep": 2}
+    for steps, names in (
+        (3, ["step=1-full", "step=2-difference", "step=3-difference"]),
+        (5, ["step=4-full", "step=5-difference"]),
+        (8, ["step=4-full", "step=7-difference", "step=8-full"]),
+    ):
+        for is_async in (False, True):
+            folder = tmp_path / f"{steps}{is_async}"
+            case = (steps, ADAGRAD, {}, runs.LargeTables, (), options, {"async_save": is_async})
+            run_on_warm_ranks(fit, 2, str(folder), *case)
+            assert [name.removesuffix(".ckpt") for name in series_in(folder)] == names
+            for name in names:
+                assert verify(folder / "series" / f"{name}.ckpt") == []
+
+
+def _start(folder: str, dies: bool) -> list[str]:
+    """Start a job, for the first time or again, and return what it says of where it begins."""
+    job_fit._fits = itertools.count(1)
+    said: list[str] = []
+    resuming.rank_zero_info = resuming.rank_zero_warn = said.append  # type: ignore[assignment]
+    strategy = {"stopping": {"run_name": "clicks"}}
+    callbacks = (runs.Dies,) if dies else ()
+    with suppress(ZeroDivisionError):
+        state = fit(folder, 9, ADAGRAD, strategy, runs.LargeTables, callbacks, {"dirpath": None, "keep": 3})
+        torch.save(state, f"{folder}/final-{rank_and_num_ranks()[0]}.pt")
+    return said
+
+
+@pytest.mark.slow
+def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path: Path) -> None:
+    whole = run_on_warm_ranks(_whole, 2, str(tmp_path / "whole"))[0]
+    folder = tmp_path / "job"
+    run_on_warm_ranks(_start, 2, str(folder), True)
+    for path in [*folder.glob("full/*"), *folder.glob("full")]:
+        path.unlink() if path.is_file() else path.rmdir()
+    (series,) = folder.glob("incremental_checkpoints/*")
+    assert sorted(path.name for path in series.iterdir()) == [
+        "step=2-full.ckpt",
+        "step=4-difference.ckpt",
+        "step=6-difference.ckpt",
+    ]
+    _change_byte(series / "step=6-difference.ckpt")
+    said = run_on_warm_ranks(_start, 2, str(folder), False)[0]
+    assert any("skipped" in line and "step=6-difference.ckpt" in line for line in said)
+    assert any("training resumes from" in line and "step=4-difference.ckpt, step 4" in line for line in said)
+    marker = json.loads(next(series.glob("step=8-*/complete.json")).read_text())
+    assert marker["incremental"]["series"] == series.name
+    found = torch.load(folder / "final-0.pt")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[key]) for key, value in found.items())
+
+
+def _whole(folder: str) -> Any:
+    return fit(folder, 9, ADAGRAD)
+
+
+@pytest.mark.slow
+def test_a_module_without_sharded_tables_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="ConfigError: checkpoint: incremental saves the rows of sharded tables"):
+        run_on_warm_ranks(fit, 2, str(tmp_path), 2, SGD, {}, runs.WithoutTables)
