@@ -10,10 +10,10 @@ class IncrementalOptions:
     """When to save the rows that have changed, and when everything. Every saving is a folder of its own."""
 
     every: int
-    """Save after every so many steps: the rows that were looked up since the last full checkpoint of these."""
+    """Steps between two checkpoints, of the rows that were looked up since the last full one of these."""
 
     full_every: int
-    """Save everything after every so many steps, and first of all in each fit; a multiple of `every`."""
+    """Steps between two full ones, a multiple of `every`; the first one of each fit is full too."""
 
     keep: int = 2
     """Newest checkpoints to keep, with the full ones that they need."""

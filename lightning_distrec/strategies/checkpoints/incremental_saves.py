@@ -70,7 +70,7 @@ class IncrementalSaves:
         self._next_base: _Base | None = None
         self._writing: Path | None = None
         self._in_full: dict[str, str] | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._callback = _SaveEvery(self, options.every)
         trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
 
@@ -99,16 +99,16 @@ class IncrementalSaves:
         of_ranks = self._ranks.all_gather(self._changed.in_full())
         in_full = {name: why for of_rank in of_ranks for name, why in of_rank.items()}
         for name, why in in_full.items():
-            if name not in self._told and self._base is not None:
-                self._told.add(name)
+            if name not in self._reported and self._base is not None:
+                self._reported.add(name)
                 rank_zero_info(f"checkpoint: incremental: table '{name}' is saved in full, because {why}.")
         every = self._options.full_every
         if self._base is None or step // every > self._base.step // every:
             return None
         if len(in_full) < len(self._tables.shards.tables):
             return in_full
-        if "" not in self._told:
-            self._told.add("")
+        if "" not in self._reported:
+            self._reported.add("")
             rank_zero_info("checkpoint: incremental: a full checkpoint is saved, since all tables are saved in full.")
         return None
 
@@ -174,7 +174,7 @@ def begin_series(
 
 
 class _SaveEvery(Callback):
-    """Saves after every so many optimizer steps."""
+    """Saves after every `every` optimizer steps."""
 
     def __init__(self, saves: IncrementalSaves, every: int) -> None:
         self._saves, self._every = saves, every

@@ -23,7 +23,7 @@ WORTH = 0.8
 """Share of a table's rows from which on it is written in full."""
 
 
-class Piece(NamedTuple):
+class ShardPlace(NamedTuple):
     """A shard of a table on some rank, with the number of its rows that have changed."""
 
     row: int
@@ -84,46 +84,48 @@ def as_difference(
     wanted = [t for t in tensors_of_tables(checkpoint, tables) if t.where in in_base and t.table not in in_full]
     shards = {name: [s for s in tables.shards.shards[name] if s.weight.numel()] for name in {t.table for t in wanted}}
     ids = {name: [changed.ids_of(shard) for shard in of_table] for name, of_table in shards.items()}
-    mine = {name: _pieces(shards[name], ids[name]) for name in shards}
+    mine = {name: _places(shards[name], ids[name]) for name in shards}
     dims = {table.full_name: table.config.embedding_dim for table in tables.shards.tables}
     with without_torch_function():
         memory = {tensor.data_ptr() for name in shards for tensor in changed.memory_of(name)}
     chunks = {t.where: _chunks(t.tensor, mine[t.table], dims[t.table], memory) for t in wanted}
     known = {where: of_tensor is not None for where, of_tensor in chunks.items()}
     of_ranks = [
-        ({name: [Piece(*piece) for piece in pieces] for name, pieces in of_rank.items()}, known_there)
+        ({name: [ShardPlace(*place) for place in places] for name, places in of_rank.items()}, known_there)
         for of_rank, known_there in ranks.all_gather((mine, known))
     ]
     sizes = {t.full_name: t.config.num_embeddings for t in tables.shards.tables}
     num_rows = {
-        name: sum(piece.num_changed for of_rank, _ in of_ranks for piece in of_rank[name] if not piece.column)
+        name: sum(place.num_changed for of_rank, _ in of_ranks for place in of_rank[name] if not place.column)
         for name in shards
     }
     num_rows = {name: count for name, count in num_rows.items() if count < WORTH * sizes[name]}
     numbers: dict[str, ChunkedTensor] = {}
+    by_rows = set()
     for each in wanted:
         if each.table not in num_rows or not all(known_there[each.where] for _, known_there in of_ranks):
             continue
         shape, dtype = tuple(each.tensor.shape), each.tensor.dtype
-        pieces = []
+        places = []
         for rank, (of_rank, _) in enumerate(of_ranks):
-            for i, piece in enumerate(of_rank[each.table]):
-                if not piece.num_changed:
+            for i, place in enumerate(of_rank[each.table]):
+                if not place.num_changed:
                     continue
                 is_mine = rank == ranks.rank
-                offsets, box = piece.box_in(shape, dims[each.table])
-                name = f"{each.table}@{piece.row},{piece.column}"
-                count = piece.num_changed
+                offsets, box = place.box_in(shape, dims[each.table])
+                name = f"{each.table}@{place.row},{place.column}"
+                count = place.num_changed
                 own_ids = ids[each.table][i] if is_mine else None
                 rows = (chunks[each.where] or [])[i].index_select(0, own_ids) if own_ids is not None else None
                 if name not in numbers:
-                    in_table = None if own_ids is None else (own_ids + piece.row).to(_ids_type(sizes[each.table]))
+                    in_table = None if own_ids is None else (own_ids + place.row).to(_ids_type(sizes[each.table]))
                     numbers[name] = _alone((count,), _ids_type(sizes[each.table]), in_table)
-                of_piece = _alone((count, *box[1:]), dtype, rows)
-                pieces.append({"offsets": offsets, "sizes": box, "ids": name, "rows": of_piece})
-        each.holder[each.key] = {CHANGED: pieces, "shape": shape}
+                of_shard = _alone((count, *box[1:]), dtype, rows)
+                places.append({"offsets": offsets, "sizes": box, "ids": name, "rows": of_shard})
+        each.holder[each.key] = {CHANGED: places, "shape": shape}
+        by_rows.add(each.table)
     checkpoint[ROW_IDS] = numbers
-    return num_rows
+    return {name: count for name, count in num_rows.items() if name in by_rows}
 
 
 def _ids_type(num_rows: int) -> torch.dtype:
@@ -135,16 +137,16 @@ def _alone(shape: tuple[int, ...], dtype: torch.dtype, tensor: Tensor | None) ->
     return ChunkedTensor(shape, dtype, [] if tensor is None else [Chunk((0,) * len(shape), tensor)])
 
 
-def _pieces(shards: list[LocalShard], ids: list[Tensor]) -> list[Piece]:
+def _places(shards: list[LocalShard], ids: list[Tensor]) -> list[ShardPlace]:
     return [
-        Piece(shard.row, shard.column, shard.weight.shape[0], shard.weight.shape[1], len(changed))
+        ShardPlace(shard.row, shard.column, shard.weight.shape[0], shard.weight.shape[1], len(changed))
         for shard, changed in zip(shards, ids, strict=True)
     ]
 
 
-def _chunks(tensor: ChunkedTensor, pieces: list[Piece], dim: int, memory: set[int]) -> list[Tensor] | None:
-    """Return this rank's chunk of each piece; None where one is a copy or an average of the table."""
+def _chunks(tensor: ChunkedTensor, places: list[ShardPlace], dim: int, memory: set[int]) -> list[Tensor] | None:
+    """Return this rank's chunk of each place; None where one is a copy or an average of the table."""
     by_box = {chunk.box: chunk.tensor for chunk in tensor.chunks}
-    found = [by_box.get(piece.box_in(tuple(tensor.shape), dim)) for piece in pieces]
+    found = [by_box.get(place.box_in(tuple(tensor.shape), dim)) for place in places]
     chunks = [chunk for chunk in found if chunk is not None and chunk.data_ptr() in memory]
-    return chunks if len(chunks) == len(pieces) else None
+    return chunks if len(chunks) == len(places) else None
