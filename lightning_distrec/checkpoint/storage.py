@@ -64,11 +64,12 @@ class _Writer(FileSystemWriter):
 class StoredTensors:
     """The tensors of a checkpoint's folder.
 
+    is_part: whether it holds the rows of some ranks only; see in_memory/part.py.
     Raises CheckpointError: the metadata is not there, or holds something that no checkpoint of ours does.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, is_part: bool = False) -> None:
+        self._folder, self._is_part = folder, is_part
         self._checked: set[str] = set()
         try:
             with open(folder / METADATA_FILE, "rb") as file:
@@ -113,7 +114,7 @@ class StoredTensors:
             try:
                 shape = tuple(entry.size)
                 boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-                is_covered = _cover(boxes, shape)
+                is_covered = self._is_part or _cover(boxes, shape)
             except (AttributeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{self._folder} is damaged: '{name}' lies nowhere ({error!r}).") from error
             if not is_covered:
@@ -123,8 +124,13 @@ class StoredTensors:
 
     def read(self, wanted: Mapping[str, Sequence[Chunk]]) -> None:
         """Read into `wanted`, tensors by name, on this rank alone; what no chunk in the file covers stays as it is."""
-        for name in wanted:
-            self.entry(name)
+        for name, chunks in wanted.items():
+            entry = self.entry(name)
+            if self._is_part and not all(_holds(entry, chunk) for chunk in chunks):
+                raise CheckpointError(
+                    f"{self._folder} lacks rows of '{name}' that this rank has now: they were on another node when it "
+                    "was written. Set planning={'plan_file': ...}, so that they stay, or remove it to use a checkpoint."
+                )
         reader = _Reader(self._folder, self._metadata)
         try:
             with _without_single_process_warning():
@@ -140,6 +146,13 @@ def matches_checksums(content: BinaryIO) -> bool:
         return zipfile.ZipFile(content).testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError):
         return False
+
+
+def _holds(entry: TensorStorageMetadata, wanted: Chunk) -> bool:
+    """Whether what is stored of a tensor, each number once, has all of a rectangle of it."""
+    stored = [overlap(wanted.box, (tuple(chunk.offsets), tuple(chunk.sizes))) for chunk in entry.chunks]
+    inside = overlap(wanted.box, ((0,) * len(entry.size), tuple(entry.size)))
+    return inside is None or sum(math.prod(box[1]) for box in stored if box is not None) == math.prod(inside[1])
 
 
 def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:

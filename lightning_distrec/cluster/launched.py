@@ -59,6 +59,7 @@ def by_torchrun(given: Mapping[str, str]) -> Launched | None:
     if "TORCHELASTIC_RUN_ID" not in given:
         return None
     attempt, run = given.get("TORCHELASTIC_RESTART_COUNT", "0"), given["TORCHELASTIC_RUN_ID"]
+    is_hosted = given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return Launched(
         by="torchrun",
         rank=number(given, "RANK"),
@@ -70,8 +71,9 @@ def by_torchrun(given: Mapping[str, str]) -> Launched | None:
         point=MeetingPoint(
             given["MASTER_ADDR"],
             (number(given, "MASTER_PORT"),),
-            f"torchrun {run} attempt {attempt}",
-            is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
+            # Nodes count attempts each for themselves: see attempts.py; without a shared store each has its own port.
+            f"torchrun {run}" if is_hosted else f"torchrun {run} at {given['MASTER_PORT']}",
+            is_hosted=is_hosted,
         ),
         job="" if run == "none" else "torchrun-" + re.sub(r"\W", "_", run),  # "none": torchrun's default
         attempt=int(attempt) if attempt.isdecimal() else 0,

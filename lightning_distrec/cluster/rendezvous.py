@@ -13,12 +13,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from lightning_distrec.cluster.attempts import answer, identity_of_attempt
 from lightning_distrec.cluster.introduction import (
     LOOPBACK,
     TRY_SECONDS,
@@ -86,6 +87,15 @@ def meet(
     waiting = _Waiting(timeout_seconds, log)
     timeout = timedelta(seconds=timeout_seconds)
     try:
+        if point.is_hosted:
+            what = f"waiting for rank 0 in the store at {point.host}"
+            identity = identity_of_attempt(
+                point.identity,
+                rank,
+                lambda identity: _find(replace(point, identity=identity), waiting, timeout),
+                lambda: waiting.pause(lambda: what),
+            )
+            point = replace(point, identity=identity)
         if rank == 0:
             key = key_of_rank_0(os.environ)
             with _host(point, key, waiting, timeout) as store:
@@ -212,6 +222,8 @@ def _gather(
 
     try:
         while missing:
+            if point.is_hosted:
+                answer(store, missing)
             arrived = [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]
             for rank in arrived:
                 theirs = _check_arrived(store, point, rank, num_ranks, key, nonce)

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -78,6 +78,9 @@ class TorchRecRun(Run):
         """Collective. Plan and shard the module's tables, and connect their optimizers; None where it has none."""
         # Shards of a module that is no longer used are in reference cycles, which Python would collect much later.
         gc.collect()
+        copies = self.session.checkpoints.copies
+        if self.is_fitting and copies is not None and copies.plan_file and settings.planning.plan_file is None:
+            settings = replace(settings, planning=replace(settings.planning, plan_file=copies.plan_file))
         tables = set_up_tables(
             SetUpInputs(
                 trainer=self.trainer,

@@ -58,7 +58,7 @@ def test_torchrun_gives_all_and_hosts_the_meeting() -> None:
         local_num_ranks=1,
         node=1,
         num_nodes=2,
-        point=MeetingPoint("node1", (29500,), "torchrun abc/1 attempt 2", is_hosted=True),
+        point=MeetingPoint("node1", (29500,), "torchrun abc/1", is_hosted=True),
         job="torchrun-abc_1",
         attempt=2,
     )

@@ -218,17 +218,45 @@ def test_a_rank_with_another_key_is_refused_and_says_what_to_set(
     assert "missing: rank 1" in str(outcomes[0])
 
 
+def _other_than(before: str, of_job: PrefixStore) -> str:
+    """Return the identity of the attempt after another, once it is there."""
+    while not of_job.check(["latest"]) or of_job.get("latest").decode() == before:
+        time.sleep(0.02)
+    return of_job.get("latest").decode()
+
+
+def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(point: MeetingPoint) -> None:
+    """Also where one of the ranks comes first, as that of a node that was replaced may."""
+    agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
+    hosted = replace(point, ports=point.ports[:1], is_hosted=True)
+    assert _run(*(_rank(hosted, rank, 2, []) for rank in range(2))) == ["job 1.0"] * 2
+    before = PrefixStore(hosted.identity, agent).get("latest").decode()
+
+    def late() -> Any:
+        time.sleep(1.5)
+        return _rank(hosted, 0, 2, [])()
+
+    assert _run(late, _rank(hosted, 1, 2, [])) == ["job 1.0"] * 2
+    assert _other_than(before, PrefixStore(hosted.identity, agent)) != before
+
+
 def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
     point: MeetingPoint, set_key: Callable[[str], None]
 ) -> None:
     set_key("a secret")
     agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
     hosted = replace(point, ports=point.ports[:1], is_hosted=True)
-    assert _run(*(_rank(hosted, rank, 2, []) for rank in range(2))) == ["job 1.0"] * 2
-    again = replace(hosted, identity="job 1.0 attempt 1")
-    place = PrefixStore(again.identity, agent)
-    place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
-    outcomes = _run(_rank(again, 0, 3, []), _rank(again, 2, 3, []))
+    of_job = PrefixStore(hosted.identity, agent)
+
+    def take_its_place() -> None:
+        latest = _other_than("", of_job)
+        place = PrefixStore(latest, agent)
+        place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
+
+    thread = threading.Thread(target=take_its_place)
+    thread.start()
+    outcomes = _run(_rank(hosted, 0, 3, []), _rank(hosted, 2, 3, []))
+    thread.join()
     wanted = f"rank 1 does not have the key of this job, which rank 0 has from {VARIABLE}. Set {VARIABLE}"
     assert all(str(outcome).startswith(wanted) for outcome in outcomes), outcomes
 
@@ -239,11 +267,20 @@ def test_who_takes_rank_0s_place_in_a_launchers_store_is_refused(
     set_key("a secret")
     agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
     hosted = replace(point, ports=point.ports[:1], is_hosted=True)
-    place = PrefixStore(hosted.identity, agent)
+    PrefixStore(hosted.identity, agent).set("latest", "a stranger's")
+    place = PrefixStore("a stranger's", agent)
     place.set("challenge", json.dumps({"nonce": "x", "offer": "variable", "watch": 0}))
     place.set("complete/1/proof", "0" * 64)
     place.set("complete", "")
+
+    def answer() -> None:
+        place.wait(["hello/1"])
+        place.set(f"hello/1/{place.get('hello/1').decode()}", "")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
     (outcome,) = _run(_rank(hosted, 1, 2, []))
+    thread.join()
     assert str(outcome).startswith("whoever answers for rank 0 does not have the key of this job")
 
 

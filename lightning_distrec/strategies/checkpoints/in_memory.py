@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.atomic_folder import remove
+from lightning_distrec.checkpoint.in_memory.copying import NodeCopy, once_on_node, send_parts
 from lightning_distrec.checkpoint.in_memory.node_folder import NodeFolder
-from lightning_distrec.checkpoint.in_memory.part import (
-    Part,
-    check,
-    checksums_of,
-    facts_of,
-    parts_in,
-    path_of,
-    write_checksums,
-)
+from lightning_distrec.checkpoint.in_memory.part import Part, check, facts_of, parts_in, path_of
 from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.options import InMemoryOptions
-from lightning_distrec.checkpoint.save import RanksOfThread, Saver, Snapshot, on_all_ranks, take_snapshot
+from lightning_distrec.checkpoint.save import PLAN_FILE, Saver, take_snapshot
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.copy_sizes import check_memory, own_bytes
@@ -66,10 +59,11 @@ class Copies:
         self._folder, self._found, self.is_unwanted = folder, None, False
 
         def make() -> None:
-            if len(self._nodes) > 1:
+            if len({len(of_node) for of_node in self._nodes}) > 1:
+                counts = ", ".join(str(len(of_node)) for of_node in self._nodes)
                 raise ConfigError(
-                    f"checkpoint: in_memory keeps copies on one node, and the ranks are on {len(self._nodes)}: one "
-                    "that is lost would take its copies with it. Set in_memory to null, and save often."
+                    f"checkpoint: in_memory needs as many ranks on each node, because each sends its copy to one of "
+                    f"the next node: there are {counts}. Start as many, or set in_memory to null."
                 )
             if self._node.rank == 0:
                 folder.open()
@@ -86,29 +80,52 @@ class Copies:
         held = self._ranks.all_gather(parts_in(self._folder.path) if self._node.rank == 0 else [])
         steps = sorted({(part.step, part.job) for of_rank in held for part in of_rank if suits(part.job)}, reverse=True)
         for step, label in self._ranks.all_gather(steps)[0]:
-            mine = self._part_of(step, label, held[self._mine[0]])
+            try:
+                mine = self._take(step, label, held)
+            except CheckpointError as error:
+                rank_zero_warn(f"A copy in memory is skipped: {error}")
+                continue
             problems = self._ranks.all_gather(self._problem(mine, pickles))
             if mine is not None and not any(problems):
                 self._found = mine
                 return mine.path, step, label
-            if problem := next(filter(None, problems), ""):
-                rank_zero_warn(f"A copy in memory is skipped: {problem}.")
+            rank_zero_warn(f"A copy in memory of step {step} is skipped: {next(filter(None, problems))}.")
         return None
 
-    def _part_of(self, step: int, label: str, held: list[Part]) -> Part | None:
-        """Return the part in this node's memory from which its ranks can go on."""
-        suitable = [
-            part
-            for part in held
-            if (part.step, part.job) == (step, label)
-            and (part.is_full or (part.ranks == self._mine and part.num_ranks == self._ranks.num_ranks))
+    def _take(self, step: int, label: str, held: list[list[Part]]) -> Part | None:
+        """Collective. Return the part for the ranks on this node, from another node where it is not here; or None.
+
+        held: the parts in the memory of each rank's node, where the rank is the node's first. Raises CheckpointError on
+        every rank: it could not be sent.
+        """
+        assert self._folder is not None
+        of_nodes = [
+            [p for p in held[of_node[0]] if (p.step, p.job) == (step, label) and self._is_for(p, of_node)]
+            for of_node in self._nodes
         ]
-        return suitable[0] if suitable else None
+        here = self._nodes.index(self._mine)
+        for number, of_node in enumerate(self._nodes):
+            if of_nodes[number]:
+                continue
+            for source, there in enumerate(self._nodes):
+                part = next((p for p in held[there[0]] if (p.step, p.job, p.ranks) == (step, label, of_node)), None)
+                if part is not None:
+                    target = path_of(self._folder.path, of_node, step)
+                    paths = {source: Path(part.path)} if here == source else {source: target} if here == number else {}
+                    send_parts([(source, number)], paths, self._nodes, self._ranks, self._node)
+                    of_nodes[number] = [replace(part, path=str(target))]
+                    break
+        return of_nodes[here][0] if all(of_nodes) else None
+
+    def _is_for(self, part: Part, of_node: tuple[int, ...]) -> bool:
+        return part.is_full or (part.ranks == of_node and part.num_ranks == self._ranks.num_ranks)
 
     def _problem(self, part: Part | None, pickles: bool) -> str:
         """Return why this rank cannot go on from a part; "" if it can."""
         if part is None:
-            return f"not all nodes have it, or it was taken on other nodes than the {len(self._nodes)} of now"
+            return (
+                f"no node has that of every node, or it was taken by other ranks than those on {len(self._nodes)} now"
+            )
         try:
             rank, num_ranks = self._place_in(part)
             load(Path(part.path), rank, num_ranks, pickles)
@@ -127,9 +144,14 @@ class Copies:
         return self._place_in(self._found) if self._found is not None and str(path) == self._found.path else None
 
     def keep(self, path: str | None) -> None:
-        """Collective. Remove all copies but the one that a fit goes on from. path: None: it goes on from none."""
-        if self._folder is not None and self._node.rank == 0:
-            _remove_others(self._folder.path, Path(path) if path is not None else None)
+        """Collective. Remove all copies but those that a fit goes on from. path: None: it goes on from none."""
+        if self._folder is None or self._node.rank:
+            return
+        found = self._found if self.place(path) else None
+        kept = [p.path for p in parts_in(self._folder.path) if found and (p.step, p.job) == (found.step, found.job)]
+        for each in self._folder.path.glob("ranks_*/*"):
+            if str(each) not in kept:
+                remove(each)
 
     # -- while a fit trains
 
@@ -144,8 +166,18 @@ class Copies:
         folder, optimizers = self._folder, [*trainer.optimizers, *of_tables]
         state = {**trainer.strategy.lightning_module_state_dict(), "": [state_of(each) for each in optimizers]}
         of_ranks = self._ranks.all_gather(own_bytes(state, optimizers, len(self._mine)))
-        on_node = sum(of_ranks[rank] for rank in self._mine)
-        self._ranks.all_or_none("setup", lambda: check_memory(folder, on_node, on_node))
+        on_nodes = [sum(of_ranks[rank] for rank in of_node) for of_node in self._nodes]
+        here = self._nodes.index(self._mine)
+        guests = on_nodes[here - 1] if len(self._nodes) > 1 else 0
+        self._ranks.all_or_none("setup", lambda: check_memory(folder, on_nodes[here], on_nodes[here] + guests))
+
+    @property
+    def plan_file(self) -> str | None:
+        """The plan by which the copy was taken that the fit goes on from; None where any plan will do."""
+        if self._found is None or self._found.is_full:
+            return None
+        path = Path(self._found.path) / PLAN_FILE
+        return str(path) if path.exists() else None
 
     def path_at(self, step: int) -> Path:
         """Return where this node's copy of a step is."""
@@ -171,9 +203,12 @@ class Copies:
         """
         self._saver.finish()
         marker = {**facts, **facts_of(self._mine, self._ranks.num_ranks)}
+        if len(self._nodes) > 1:
+            checkpoint = once_on_node(checkpoint, self._node)
         snapshot = take_snapshot(path, checkpoint, rank_state, marker, self._node, plan_files, pickles)
         assert self._folder is not None
-        self._saver.save(_Copy(snapshot, self._folder.path, self._of_thread))
+        step = int(checkpoint["global_step"])
+        self._saver.save(NodeCopy(snapshot, self._folder.path, step, self._of_thread, self._nodes))
 
     @property
     def has_failed(self) -> bool:
@@ -191,42 +226,6 @@ class Copies:
         folder, self._folder, self._found = self._folder, None, None
         if folder is not None and self._node.rank == 0:
             folder.remove()
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """What one rank writes to the memory of its node. root: where the job's parts are."""
-
-    snapshot: Snapshot
-    root: Path
-    of_thread: Consensus
-
-    @property
-    def path(self) -> Path:
-        """The part's path."""
-        return self.snapshot.path
-
-    def on_host(self) -> "_Copy":
-        """Return a copy whose tensors share no memory with the module and its optimizers."""
-        return replace(self, snapshot=self.snapshot.on_host())
-
-    def write(self, ranks: RanksOfThread) -> None:
-        """Collective. Write the part; older ones are removed once all nodes have theirs. ranks: on this node."""
-        self.of_thread.all_or_none("copying to memory", lambda: self._write(ranks))
-        if ranks.rank == 0:
-            _remove_others(self.root, self.path)
-
-    def _write(self, ranks: RanksOfThread) -> None:
-        self.snapshot.write(ranks)
-        mine = on_all_ranks(ranks, self.path, lambda: checksums_of(self.path, ranks.rank))
-        of_ranks = ranks.all_gather(mine)
-        on_all_ranks(ranks, self.path, lambda: write_checksums(self.path, of_ranks) if ranks.rank == 0 else None)
-
-
-def _remove_others(root: Path, kept: Path | None) -> None:
-    for path in root.glob("ranks_*/*"):
-        if path != kept:
-            remove(path)
 
 
 class CopyToMemory(Checkpoint):

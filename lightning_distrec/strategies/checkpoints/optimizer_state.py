@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lightning_distrec.checkpoint.chunking import split_replicated
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized_as
 from lightning_distrec.checkpoint.plain_state import state_by_name
 from lightning_distrec.chunks import Chunk, ChunkedTensor
@@ -124,7 +123,7 @@ class OptimizerStates:
         shape += (1,) if kind == "columns of 1" else ()
         tensors = [(s, optimizer.state[s.weight][key]) for s in shards if s.weight.numel()]
         if shards[0].replicated:
-            return split_replicated(tensors[0][1], self._consensus.rank, self._consensus.num_ranks, turn=0)
+            return tensors[0][1].detach()
         chunks = [Chunk(offsets_in_table(s, len(shape), kind), tensor) for s, tensor in tensors]
         return ChunkedTensor(shape, value, chunks)
 

@@ -1,0 +1,124 @@
+"""A node that is lost with its memory is replaced: its ranks get their copies from the node that is left."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.debian import require
+from tests.support.environments import environment
+from tests.support.kills import check_trained, read_trained
+from tests.support.launches import ONE_THREAD
+from tests.support.ports import free_port
+from tests.support.shared_memory import folder_in_memory
+from tests.support.two_machines import Machine, NoMachines, two_machines
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+EVERY = 4
+LIMIT_SECONDS = 120
+REORDERED = 1e-6
+"""How much losses may differ from those of one node, which has another plan."""
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    require(["ip"], ["iproute2"])
+    try:
+        with two_machines() as both:
+            yield both
+    except NoMachines as reason:
+        pytest.skip(f"no network namespaces: {reason}")
+
+
+class _Agents:
+    """torchrun on each machine, with memory of its own."""
+
+    def __init__(self, machines: tuple[Machine, Machine], folder: Path, memory: Path) -> None:
+        self.machines, self.folder, self.memory = machines, folder, memory
+        self.port = free_port()
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, number: int, options: dict[str, Any]) -> None:
+        machine, memory = self.machines[number], self.memory / str(number)
+        memory.mkdir(exist_ok=True)
+        copies = {"in_memory": {"every": EVERY, "folder": str(memory)}}
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.machines[0].address}:{self.port}", "--rdzv-id=job"]
+        command += [f"--rdzv-conf=is_host={int(number == 0)}"]
+        command += [f"--local-addr={machine.address}", "--max-restarts=3", "-m", "tests.support.killed_script"]
+        # torch 2.13 gives an agent that joins later no address in the store that it shares among attempts.
+        given = environment(
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            KILLED_OPTIONS=json.dumps({"checkpoint": copies, **options}),
+            **ONE_THREAD,
+        )
+        given.pop("GLOO_SOCKET_IFNAME", None)
+        with open(self.folder / f"printed.{number}", "a") as file:
+            self.running[number] = subprocess.Popen(
+                machine.command(*command, str(self.folder)), env=given, stdout=file, stderr=file
+            )
+
+    def lose(self, number: int) -> None:
+        """Kill a machine's agent and its rank, and lose its memory."""
+        pids = [path for path in self.folder.glob("pid.*.*") if self._is_on(number, int(path.read_text()))]
+        self.running[number].kill()
+        self.running[number].wait()
+        for path in pids:
+            os.kill(int(path.read_text()), signal.SIGKILL)
+        shutil.rmtree(self.memory / str(number))
+
+    def _is_on(self, number: int, pid: int) -> bool:
+        try:
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            return False
+        return int(parent) == self.running[number].pid
+
+    def wait(self, met: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not met():
+            assert time.monotonic() < deadline, self.printed()[-6000:]
+            time.sleep(0.05)
+
+    def printed(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("printed.*")))
+
+
+@pytest.mark.timeout(2 * LIMIT_SECONDS)
+@pytest.mark.parametrize("kind", ["a node is replaced", "a rank is killed"])
+def test_a_job_goes_on_from_memory_when_a_node_is_replaced(
+    machines: tuple[Machine, Machine], tmp_path: Path, kind: str
+) -> None:
+    options = {"on_disk": False, "pause": 0.1}
+    with folder_in_memory() as memory:
+        agents = _Agents(machines, tmp_path, memory)
+        try:
+            for number in (0, 1):
+                agents.start(number, options)
+            agents.wait(lambda: max(read_trained(tmp_path).last_steps.values(), default=0) >= 2 * EVERY)
+            if kind == "a node is replaced":
+                agents.lose(1)
+                agents.start(1, options)
+            else:
+                os.kill(int((tmp_path / "pid.0.1").read_text()), signal.SIGKILL)
+            agents.wait(lambda: all(agent.poll() is not None for agent in agents.running.values()))
+        finally:
+            for agent in agents.running.values():
+                agent.kill()
+        trained = read_trained(tmp_path, agents.printed())
+        assert [agent.returncode for agent in agents.running.values()] == [0, 0], trained.printed[-6000:]
+        assert [*memory.glob("*/*/*")] == []
+        (restart,) = trained.restarts
+        check_trained(trained, memory, REORDERED)
+    assert restart.step >= EVERY
+    assert restart.reached is not None
+    assert restart.reached - restart.step <= 2 * EVERY
