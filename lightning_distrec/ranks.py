@@ -31,6 +31,9 @@ class Ranks(Protocol):
     def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order."""
 
+    def barrier(self, seconds: float) -> bool:
+        """Collective. Return whether all ranks arrive within `seconds`; if not, no other method may be called."""
+
     def all_or_none(self, what: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise."""
 

@@ -35,21 +35,9 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
     return Watch()
 
 
-def arguments_of(operation: Any) -> list[tuple[str, bool]]:
-    """Return the name of each argument of an operation, and whether it may be a size: an integer that is no dim.
-
-    Source: torch/_ops.py, OpOverload._schema.
-    """
-    found = _arguments.get(operation)
-    if found is None:
-        arguments = operation._schema.arguments
-        names = [(of.name, "int" in str(of.type).lower() and "dim" not in of.name) for of in arguments]
-        # The end of torch.arange is a Scalar, and a size all the same.
-        found = _arguments[operation] = [(name, is_size or name == "end") for name, is_size in names]
-    return found
-
-
-_arguments: dict[Any, list[tuple[str, bool]]] = {}
+def argument_names(operation: Any) -> list[str]:
+    """Return the names of the arguments of an operation, in their order. Source: torch/_ops.py, OpOverload._schema."""
+    return [argument.name for argument in operation._schema.arguments]
 
 
 def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

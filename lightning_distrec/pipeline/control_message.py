@@ -6,13 +6,14 @@ ahead, and whether the step that is running has failed on any rank.
 
 from dataclasses import dataclass
 
-from lightning_distrec.errors import ProvenanceError, RankError
+from lightning_distrec.errors import RankError
 from lightning_distrec.pipeline.even_batches import HAS_BATCH
 from lightning_distrec.ranks import MinReduction, Ranks
 
 NO_FAILURE = 2**31
-"""No rank has failed; a rank that has sends rank * 2 + kind."""
-BROKEN_PROVENANCE, FAILED_STEP = 0, 1
+DIFFERING_CALL = 2**30
+"""What a rank sends: that nothing failed; this plus its number where a call differs; its number where its step failed.
+The smallest is received: where a step failed, ranks do not gather what differs."""
 UNREADY, REFUSED = (-1, -1), (-2, -2)
 """In place of a lookup's sizes: it cannot be sent ahead in this batch, or in no later one either."""
 
@@ -39,7 +40,6 @@ class ControlMessage:
     """Collective. One message of all ranks in flight. All ranks send the same number of sizes."""
 
     def __init__(self, ranks: Ranks, own: BatchStatus) -> None:
-        self._own = own
         flags = (own.state, int(own.ready), int(own.ids_in_range), own.failure, own.form, -own.form)
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
         mins = [smallest for smallest, _ in own.sizes]
@@ -63,15 +63,14 @@ class ControlMessage:
         if self._reduction is not None:
             self._reduction.wait_up_to(seconds)
 
-    def raise_failure(self) -> None:
-        """Raise an error that names the rank that failed; that rank itself raises its own exception instead."""
+    def rank_of_differing_call(self) -> int | None:
+        """Return a rank on which a call differs, the same one on all ranks; None: on none.
+
+        Raises RankError: a rank failed otherwise. That rank itself raises its own exception instead.
+        """
         failure = self.read().failure
-        if failure == NO_FAILURE or self._own.failure != NO_FAILURE:
-            return
-        rank, kind = divmod(failure, 2)
-        if kind == BROKEN_PROVENANCE:
-            raise ProvenanceError(
-                f"rank {rank}: a sharded table was called with another input than in the first step; that rank's own "
-                "message names it. Set pipeline={'depth': 1} to look tables up as they are called."
-            )
-        raise RankError(f"rank {rank} failed inside of its step; that rank's own message says why.")
+        if failure == NO_FAILURE:
+            return None
+        if failure >= DIFFERING_CALL:
+            return failure - DIFFERING_CALL
+        raise RankError(f"rank {failure} failed inside of its step; that rank's own message says why.")

@@ -41,6 +41,9 @@ class Prefetchable(Protocol):
     def look_up(self, request: Any) -> Any:
         """Collective. Look up ids that have arrived; returns lazy outputs."""
 
+    def zeros(self, arguments: tuple[Any, ...], looked_up: Any) -> Any:
+        """Return zeros as a call with these arguments returns rows. Their gradients reach `looked_up`."""
+
     def state(self) -> Any:
         """Return what rows depend on besides the ids; once it has changed, rows looked up before are stale."""
 
@@ -83,6 +86,10 @@ class PrefetchedLookup:
         compare = compare if isinstance(self.call, ComputedCall) else None
         same = all(is_same_input(given, ours, compare) for given, ours in zip(arguments, self._arguments, strict=True))
         return same and are_unwritten(self._versions)
+
+    def zeros(self, arguments: tuple[Any, ...], looked_up: Any) -> Any:
+        """Return zeros in place of what was looked up, in the shapes of a call with these arguments."""
+        return self._table.zeros(arguments, looked_up)
 
     def take(self) -> tuple[Any, bool]:
         """Collective where rows must be looked up now. Return the outputs, and whether they were looked up before."""
@@ -241,12 +248,14 @@ class InFlightBatch:
         if self.exchange is not None:
             self.exchange.send_ids()
 
-    def find(self, path: str, arguments: tuple[Any, ...], compare: Compare | None = None) -> PrefetchedLookup | None:
+    def find(
+        self, path: str, arguments: tuple[Any, ...], compare: Compare | None = None
+    ) -> tuple[PrefetchedLookup | None, ProvenanceError | None]:
         """Return the prefetched lookup of this call, or None: it must be looked up as it is called.
 
         compare: compares computed inputs where the host cannot without waiting.
 
-        Raises ProvenanceError: the module's calls were prefetched with other arguments.
+        The error: it was prefetched with other arguments.
         """
         waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.taken]
         if path in self.by_place:  # another call may have the same input by chance, but not on all ranks
@@ -255,10 +264,10 @@ class InFlightBatch:
             waiting = [lookup for lookup in waiting if getattr(lookup.call, "place", None) == place]
         for lookup in waiting:
             if lookup.is_called_with(arguments, compare):
-                return lookup
+                return lookup, None
         if not waiting:
-            return None
-        raise ProvenanceError(_broken(waiting[0].call))
+            return None, None
+        return waiting[0], ProvenanceError(_broken(waiting[0].call))
 
     @property
     def waiting(self) -> list[PrefetchedLookup]:

@@ -120,6 +120,18 @@ class StepCalls:
         self.order = FeatureOrder(objects, [path for source in sources for path in paths_of(source)], names)
 
 
+@dataclass
+class LookupCounts:
+    """Lookups of one kind of step."""
+
+    lookups: int = 0
+    ahead: int = 0
+    """Those whose ids were sent before their step began."""
+
+    def __str__(self) -> str:
+        return f"{self.ahead:,} of {self.lookups:,} lookups"
+
+
 @dataclass(frozen=True)
 class _RankCalls:
     """What one rank has recorded in the first step."""

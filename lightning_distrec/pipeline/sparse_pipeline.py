@@ -12,40 +12,22 @@ backward        the control message is read
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_distrec import spans
-from lightning_distrec.errors import IdsError, ProvenanceError
+from lightning_distrec.errors import IdsError
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.pipeline.computed.late_comparison import LateComparison
-from lightning_distrec.pipeline.control_message import (
-    BROKEN_PROVENANCE,
-    FAILED_STEP,
-    NO_FAILURE,
-    BatchStatus,
-    ControlMessage,
-)
+from lightning_distrec.pipeline.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
+from lightning_distrec.pipeline.differing_calls import DifferingCalls
 from lightning_distrec.pipeline.in_flight_batch import Exchange, InFlightBatch, Prefetchable
 from lightning_distrec.pipeline.learner import Learner, Record
+from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.ranks import Ranks
 
 FAILURE_NOTICE_SECONDS = 5.0
 """How long a rank whose step failed waits for the others to read its message."""
-
 NOT_RECORDED = nullcontext()
-
-
-@dataclass
-class LookupCounts:
-    """Lookups of one kind of step."""
-
-    lookups: int = 0
-    ahead: int = 0
-    """Those whose ids were sent before their step began."""
-
-    def __str__(self) -> str:
-        return f"{self.ahead:,} of {self.lookups:,} lookups"
 
 
 class SparsePipeline:
@@ -88,7 +70,7 @@ class SparsePipeline:
         self._pending_rows: set[int] = set()
         self._counts = LookupCounts()
         self._was_sent = False
-        self._differences = LateComparison()
+        self.differing = DifferingCalls(ranks)
         self._has_warned = False
         self.failed = False
         """Whether a step has failed on this rank: what is in flight must not be waited for."""
@@ -176,7 +158,7 @@ class SparsePipeline:
     def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
         """Collective. Return what was looked up for a call of the module at `path`, or None: it was not prefetched.
 
-        Raises ProvenanceError: it was prefetched with other arguments.
+        Where it was prefetched with other arguments: zeros. All ranks raise ProvenanceError later in the step.
         """
         with OWN:
             return self._take(path, arguments)
@@ -188,18 +170,21 @@ class SparsePipeline:
         self._counts.lookups += 1
         if self._learner.is_recording:
             self._learner.note_call(path, arguments)
-        if not self._differences.is_empty:
-            self._differences.check()
-        lookup = current.find(path, arguments, self._differences.add)
+        differing = self.differing
+        if not differing.late.is_empty:
+            differing.check_late()
+        lookup, difference = current.find(path, arguments, differing.late.add)
         if lookup is None:
             return None
         looked_up, was_early = lookup.take()
         self._counts.ahead += self._was_sent
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
+        if difference is not None:
+            looked_up = differing.note(difference, lambda: lookup.zeros(arguments, looked_up))
         if not current.waiting:
-            if not self._following and not self._differences.is_empty:
-                self._differences.check(wait=True)
+            if not self._following and not differing.late.is_empty:
+                differing.check_late(wait=True)
             self._send_message()
         return looked_up
 
@@ -230,7 +215,7 @@ class SparsePipeline:
         self._takes_prefetched = False
         if self._learner.is_recording and self._learner.end_step():
             self._prefetch_following()
-        self._differences.end_step()
+        self.differing.late.end_step()
         self._pending_rows = set()
         self._send_following()
         if self._message is None:
@@ -238,23 +223,28 @@ class SparsePipeline:
         if not has_backward:
             self._read_message()
 
-    def abandon(self, failure: BaseException) -> None:
+    def abandon(self) -> None:
         """Take part in the lookups that the other ranks still make, and report that the step failed on this rank."""
         current = self.current
-        if not self._in_step or current is None or not isinstance(failure, Exception):
+        if not self._in_step or current is None:
             return
         self._in_step = self._takes_prefetched = False
         self.failed = True
-        if self._message is not None or not current.is_complete:
+        if not current.is_complete:
             return  # the others are, or will be, in a collective that this rank does not reach
-        kind = BROKEN_PROVENANCE if isinstance(failure, ProvenanceError) else FAILED_STEP
         with suppress(Exception):  # the failure that is being raised is the one to see
-            for lookup in current.waiting:
-                lookup.take()
-            self._send_message(self.ranks.rank * 2 + kind).wait_up_to(FAILURE_NOTICE_SECONDS)
+            if self._message is None:
+                for lookup in current.waiting:
+                    lookup.take()
+                self._send_following()  # as the others do: another fit may follow
+                self._send_message(self.ranks.rank).wait_up_to(FAILURE_NOTICE_SECONDS)
+            elif self.differing.is_unreported:
+                self._read_message()  # the others, who read it, gather what differs
 
     def _send_message(self, failure: int = NO_FAILURE) -> ControlMessage:
         """Collective. Send the step's control message, with the status of the first batch that was not announced."""
+        if failure == NO_FAILURE and self.differing.failure is not None:
+            failure = DIFFERING_CALL + self.ranks.rank
         batch = next((batch for batch in self._following if not batch.is_announced), None)
         self._message = message = self._message_about(batch, failure)
         if batch is not None:
@@ -266,7 +256,8 @@ class SparsePipeline:
         with spans.span(spans.WAIT_CONTROL_MESSAGE):
             self._message.read()
         try:
-            self._message.raise_failure()
+            if (rank := self._message.rank_of_differing_call()) is not None:
+                self.differing.raise_failure(rank)
         except Exception:
             self.failed = True
             raise

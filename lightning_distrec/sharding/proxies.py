@@ -34,8 +34,19 @@ class Lookup(Protocol):
         """
 
 
+class DifferingCalls(Protocol):
+    """Calls that differ from what was prefetched: pipeline/differing_calls.py has it."""
+
+    def raise_in_lookup(self) -> None:
+        """Raise this rank's failure, if any, in a lookup that is made as it is called; that carries it to all ranks."""
+
+
 class PrefetchedLookups(Protocol):
     """Lookups that were started before the user's step calls them: pipeline/sparse_pipeline.py has it."""
+
+    @property
+    def differing(self) -> DifferingCalls:
+        """What this rank has found, for all ranks to raise."""
 
     def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
         """Collective. Return what a call of the proxy of `path` looks up, or None: it was not prefetched."""
@@ -86,8 +97,13 @@ class ShardedProxy(nn.Module):
             refuse_module("exported or traced", self.path)
         looked_up = None if self.prefetched is None else self.prefetched.take(self.path, args)
         if looked_up is None:
-            looked_up = self.lookup(partial(self.features, *args))
+            looked_up = self.lookup(partial(self._features_or_failure, *args))
         return self.output(looked_up, *args)
+
+    def _features_or_failure(self, *args: Any) -> Any:
+        if self.prefetched is not None:
+            self.prefetched.differing.raise_in_lookup()
+        return self.features(*args)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the tables as ShardedTensors, under the names that they have unsharded."""

@@ -18,8 +18,8 @@ from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.optimizers.loss_weight import LossReduction
 from lightning_distrec.pipeline.even_batches import EndPolicy, UnevenInputs
 from lightning_distrec.pipeline.fetcher import ReadyBatch
+from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PipelineOptions
-from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
 from lightning_distrec.sharding.lookup.ids_check import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.node_layout import NodeLayout

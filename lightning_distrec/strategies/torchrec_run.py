@@ -16,8 +16,8 @@ from lightning_distrec._compat.lightning import call_after_closure, move_optimiz
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import EndPolicy
+from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PipelineOptions
-from lightning_distrec.pipeline.sparse_pipeline import LookupCounts
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.weights.plain_shards import plain_shards

@@ -16,7 +16,8 @@ from tests.support.ranks import run_on_warm_ranks
 STEPS = 11
 LAST = ("truncate_to_longest", "branch_never", "branch_both", "branch_between_inputs", "assert_range", "branch_on_item")
 """Shapes that read a value of the batch: what follows them in a step may depend on it."""
-ALONE = ("numpy_negatives", "python_random", "branch_on_rows", "schedule_after")
+DIFFER = ("schedule_after", *(name for name in SHAPES if name.endswith("_on_rank_1")))
+ALONE = ("numpy_negatives", "python_random", "branch_on_rows", *DIFFER)
 """Shapes that no computed input may follow."""
 GROUPS = {
     "quick": [
@@ -91,7 +92,32 @@ def test_a_call_that_differs_after_the_trial_is_an_error_on_all_ranks_that_names
         assert found.error.startswith("ProvenanceError"), (rank, found.error)
         assert "aten.add.Tensor" in found.error
         assert "pipeline={'computed_ids': False}" in found.error
-        assert len(found.losses) == 7
+        assert len(found.losses) == 8
+
+
+BESIDE = [
+    ("schedule_on_rank_1",),
+    ("schedule_on_rank_1", "random_negatives"),
+    ("random_negatives", "attribute_offsets", "schedule_on_rank_1"),
+    ("fewer_on_rank_1", "cat_two"),
+    ("other_bags_on_rank_1",),
+    ("zeros_fail_on_rank_1",),
+    ("zeros_fail_between_on_rank_1",),
+]
+"""A call that differs on rank 1 alone, without and with lookups that are made as they are called."""
+
+
+def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
+    one, other = run_on_warm_ranks(models.fit_each, 2, BESIDE)
+    for names, found_there, found in zip(BESIDE, other, one, strict=True):
+        assert found_there.error.startswith("ProvenanceError: 'tables."), (names, found_there.error)
+        assert "aten." in found_there.error
+        assert "pipeline={'computed_ids': False}" in found_there.error
+        if names == ("zeros_fail_between_on_rank_1",):
+            assert found.error.startswith("RankError: rank 1 failed inside of its step")
+        else:
+            assert found.error == found_there.error.replace("ProvenanceError: ", "ProvenanceError: rank 1: ")
+        assert len(found.losses) <= 8
 
 
 def test_the_switch_looks_up_what_is_computed_as_it_is_called() -> None:

@@ -226,13 +226,18 @@ def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
 # -- what was prefetched is not called
 
 BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
-    "another entry, one rank": ("another entry", (1,), "'table' is called with an input", "rank 1: a sharded table"),
+    "another entry, one rank": ("another entry", (1,), "'table' is called with an input", "rank 1: 'table' is called"),
     "another entry": ("another entry", (0, 1), "'table' is called with an input", ""),
-    "written, one rank": ("written", (0,), "'table' is called with an input", "rank 0: a sharded table"),
+    "written, one rank": ("written", (0,), "'table' is called with an input", "rank 0: 'table' is called"),
     "written": ("written", (0, 1), "'table' is called with an input", ""),
     "fails before": ("fails before", (1,), "out of cheese", "rank 1 failed inside of its step"),
     "fails between": ("fails between", (0,), "out of cheese", "rank 0 failed inside of its step"),
-    "another entry of the second": ("second entry", (1,), "'other' is called with an input", "rank 1: a sharded table"),
+    "another entry of the second": (
+        "second entry",
+        (1,),
+        "'other' is called with an input",
+        "rank 1: 'other' is called",
+    ),
 }
 """What goes wrong in the step after two others, on which ranks; what they say, and what the others say."""
 

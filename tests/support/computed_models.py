@@ -453,6 +453,54 @@ def schedule_after(m: Any, b: Any) -> Rows:
 SHAPES["schedule_after"] = ShapeOfStep(schedule_after, plain, None, 1)
 
 
+def schedule_on_rank_1(m: Any, b: Any) -> Rows:
+    """Change after the trial, on one rank."""
+    m.count += 1
+    return [m.t(b["x"] + (2 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else 1))]
+
+
+SHAPES["schedule_on_rank_1"] = ShapeOfStep(schedule_on_rank_1, plain, None, 1)
+
+
+def fewer_on_rank_1(m: Any, b: Any) -> Rows:
+    """Look up fewer ids after the trial, on one rank; then what is computed of the rows, and a bag of the table."""
+    m.count += 1
+    rows = m.t((b["x"] + 1)[:, : 2 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else 4])
+    return [rows, m.u((rows.sum((1, 2)) > 0).long())]
+
+
+SHAPES["fewer_on_rank_1"] = ShapeOfStep(fewer_on_rank_1, plain, None, 1)
+
+
+def zeros_fail_on_rank_1(m: Any, b: Any) -> Rows:
+    """Look up something else after the trial, on one rank, and fail where rows are zeros."""
+    rows = schedule_on_rank_1(m, b)
+    assert rows[0].any()
+    return rows
+
+
+SHAPES["zeros_fail_on_rank_1"] = ShapeOfStep(zeros_fail_on_rank_1, plain, None, 1)
+
+
+def zeros_fail_between_on_rank_1(m: Any, b: Any) -> Rows:
+    """As above, before another lookup."""
+    return [*zeros_fail_on_rank_1(m, b), m.u(b["a"])]
+
+
+SHAPES["zeros_fail_between_on_rank_1"] = ShapeOfStep(zeros_fail_between_on_rank_1, plain, None, 2)
+
+
+def other_bags_on_rank_1(m: Any, b: Any) -> Rows:
+    """Look up fewer bags after the trial, on one rank."""
+    m.count += 1
+    size = len(b["a"]) - 3 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else len(b["a"])
+    ids = torch.cat([b["a"][:size], b["b"][:size]])
+    return m.bags(KeyedJaggedTensor(["f", "g"], ids, lengths=torch.ones_like(ids)))
+
+
+SHAPES["other_bags_on_rank_1"] = ShapeOfStep(other_bags_on_rank_1, plain, None, 1)
+
+
 @dataclass
 class Fitted:
     """What a fit gave on this rank."""
@@ -499,3 +547,8 @@ def fit(names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, 
 def fit_at_both_depths(names: Sequence[str], options: dict[str, Any]) -> tuple[Fitted, Fitted]:
     """Return what fits without and with look-ahead give. options: of `fit`."""
     return fit(names, 1, **options), fit(names, 3, **options)
+
+
+def fit_each(groups: Sequence[Sequence[str]]) -> list[Fitted]:
+    """Train each of these lists of shapes on this rank."""
+    return [fit(names) for names in groups]

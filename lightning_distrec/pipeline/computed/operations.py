@@ -74,8 +74,6 @@ class Number:
     """An integer that is given to an operation. It has come from any of these origins in every step so far."""
 
     origins: frozenset[Origin]
-    is_size: bool = False
-    """Whether it is a size or an index, so that a constant may stand for what depends on the batch's sizes."""
 
     @property
     def reads(self) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_distrec._compat.dispatch import arguments_of, storage_key, watch_operations, written_by
+from lightning_distrec._compat.dispatch import argument_names, storage_key, watch_operations, written_by
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.computed.held_tensors import held_by, weights_of
 from lightning_distrec.pipeline.computed.numbers import LARGEST, NumberOrigins
@@ -191,26 +191,23 @@ class Recorder:
             self.spoiled[storage] = reason
 
     def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> int:
-        arguments = arguments_of(function)
-        sizes = dict(arguments)
-        names = [name for name, _ in arguments]
-        encoded = [self._encode(name, sizes, value) for name, value in zip(names, args, strict=False)]
-        options = {name: self._encode(name, sizes, value) for name, value in kwargs.items()}
+        encoded = [self._encode(name, value) for name, value in zip(argument_names(function), args, strict=False)]
+        options = {name: self._encode(name, value) for name, value in kwargs.items()}
         storages = frozenset(map(storage_key, tensors))
         self.operations.append(Operation(function, encoded, options, storages))
         return len(self.operations) - 1
 
-    def _encode(self, name: str, sizes: dict[str, bool], value: Any) -> Any:
+    def _encode(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self.known[id(value)][1]
         if name in HINTS:
             return None
         if type(value) in (list, tuple):
-            return type(value)(self._encode(name, sizes, child) for child in value)
+            return type(value)(self._encode(name, child) for child in value)
         if type(value) is int and value < LARGEST and "dim" not in name:
             origins = self._numbers.of(value)
             self._note_use(origins)
-            return Number(origins, sizes.get(name, False))
+            return Number(origins)
         return value
 
     def _note_use(self, origins: frozenset[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchrec.modules.embedding_configs import PoolingType
@@ -41,6 +42,7 @@ class LookupOutputs:
         self.summed_means = _summed_means(tables, uses) if tables[0].pooled else {}
         """Output -> feature, of those that arrive as sums over ranks and are to become means."""
         self._replicated = _outputs_of(tables, lambda table: uses[table.name].sharding_type == "data_parallel")
+        self._features = _outputs_of(tables, lambda _: True)
         self._output_dtype = output_dtype
 
     def jagged(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
@@ -64,6 +66,18 @@ class LookupOutputs:
         with order.of(lambda: list(columns.values())):
             columns = self._columns(rows, features, frozen)
         return PooledEmbeddings(self.names, self.widths, order, columns=columns)
+
+    def zeros(self, features: KeyedJaggedTensor, looked_up: KeyedTensor | dict[str, JaggedTensor]) -> Any:
+        """Return zeros as the collection returns rows for `features`. Their gradients reach `looked_up`, as zeros."""
+        if isinstance(looked_up, KeyedTensor):
+            rows = looked_up.values()
+            zeros = rows.new_zeros(features.stride(), sum(self.widths)) + rows[:0].sum()
+            return KeyedTensor(self.names, self.widths, self._typed(zeros))
+        found = {}
+        for name, width in zip(self.names, self.widths, strict=True):
+            ids, rows = features[self._features[name]], looked_up[name].values()
+            found[name] = _with_values(ids, rows.new_zeros(len(ids.values()), width) + rows[:0].sum())
+        return found
 
     def _columns(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> dict[str, torch.Tensor]:
         columns = dict(zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True))

@@ -181,6 +181,10 @@ class ShardedLookup:
             return LazyKeyedTensor(self._outputs.names, self._outputs.widths, output)
         return {name: LazyJaggedTensor(name, output) for name in self._outputs.names}
 
+    def zeros(self, features: Any, looked_up: LookedUp) -> LookedUp:
+        """Return zeros as a lookup of `features` returns rows. Their gradients reach `looked_up`, as zeros."""
+        return self._outputs.zeros(features, looked_up)  # type: ignore[no-any-return]
+
     def state(self) -> Any:
         """Return what a lookup depends on besides its ids, rows and learning rates."""
         # Inside of an activation checkpoint, what a lookup saves for backward must be saved inside too.
