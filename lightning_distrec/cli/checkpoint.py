@@ -1,4 +1,4 @@
-"""The commands `checkpoint inspect` and `checkpoint diff`."""
+"""The commands `checkpoint inspect`, `checkpoint diff` and `checkpoint merge`."""
 
 import json
 import sys
@@ -10,22 +10,25 @@ from lightning_distrec.cli.output import EXIT_ERROR, EXIT_NEGATIVE, EXIT_OK, con
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of both commands."""
+    """Return the parser of the commands."""
     parser = ArgumentParser(
         prog="lightning-distrec checkpoint",
-        description="Inspect a checkpoint, or compare two: folders, and single files of torch or safetensors.",
+        description="Inspect a checkpoint, compare two, or merge a difference with its base: folders, and single files "
+        "of torch or safetensors.",
     )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
-    inspect, diff = _inspect_parser(), _diff_parser()
+    inspect, diff, merge = _inspect_parser(), _diff_parser(), _merge_parser()
     commands.add_subcommand("inspect", inspect, help="Print what a checkpoint contains.")
     commands.add_subcommand("diff", diff, help="Print the differences between two checkpoints.")
+    commands.add_subcommand("merge", merge, help="Write a difference and its base as one full checkpoint.")
+    merge.prog = "lightning-distrec checkpoint merge"
     inspect.prog, diff.prog = "lightning-distrec checkpoint inspect", "lightning-distrec checkpoint diff"
     return parser
 
 
 def run(options: Namespace) -> int:
-    """Run `inspect` or `diff` and return its exit code."""
-    command = {"inspect": _inspect, "diff": _diff}[options.subcommand]
+    """Run a command and return its exit code."""
+    command = {"inspect": _inspect, "diff": _diff, "merge": _merge}[options.subcommand]
     return command(options[options.subcommand])
 
 
@@ -52,6 +55,16 @@ def _diff_parser() -> ArgumentParser:
     parser.add_argument("b", type=str, help="Compare it with this one, which may have another format.")
     parser.add_argument("--values", action="store_true", help="Compare the values of all tensors too.")
     parser.add_argument("--json", action="store_true", help="Print JSON with all differences.")
+    return parser
+
+
+def _merge_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Write a checkpoint by difference and its base as one full checkpoint, with little memory. Exit "
+        "codes: 0: written; 2: it cannot be."
+    )
+    parser.add_argument("difference", type=str, help="Merge this difference; its base is next to it.")
+    parser.add_argument("out", type=str, help="Write this folder, which must not exist.")
     return parser
 
 
@@ -93,3 +106,10 @@ def _diff(options: Namespace) -> int:
     else:
         print_comparison(comparison, console())
     return EXIT_OK if comparison.is_same else EXIT_NEGATIVE
+
+
+def _merge(options: Namespace) -> int:
+    from lightning_distrec.checkpoint.tools.merge import merge
+
+    merge(Path(options.difference), Path(options.out))
+    return EXIT_OK

@@ -25,6 +25,13 @@ def parser() -> ArgumentParser:
         help="Write this file. *.pt or *.safetensors: the state_dict of the unsharded module. *.ckpt: a Lightning "
         "checkpoint, from which any Trainer resumes.",
     )
+    parser.add_argument(
+        "--since",
+        type=str,
+        default=None,
+        help="Write only what has changed since this checkpoint: of tables NAME.ids and NAME.rows, of other layers all "
+        "weights. For *.pt and *.safetensors.",
+    )
     parser.add_argument("--overwrite", action="store_true", help="Replace OUT if it exists.")
     return parser
 
@@ -44,6 +51,7 @@ def run(options: Namespace) -> int:
             Path(options.checkpoint),
             Path(options.out),
             overwrite=options.overwrite,
+            since=None if options.since is None else Path(options.since),
             on_progress=lambda written, total: progress.update(task, completed=written, total=total),
         )
     return EXIT_OK

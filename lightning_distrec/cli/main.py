@@ -25,7 +25,7 @@ COMMANDS = {
     "doctor": "Check the ranks, machines and network links of a job.",
     "slurm": "Write an sbatch script that runs a recipe.",
     "export": "Convert a checkpoint into a single file.",
-    "checkpoint": "Inspect a checkpoint, or compare two.",
+    "checkpoint": "Inspect a checkpoint, compare two, or merge a difference.",
 }
 """Our own commands: each is a file of this folder with the functions `parser` and `run`."""
 

@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.checkpoint.incremental.loading import load
 from lightning_distrec.checkpoint.incremental.marks import Mark
+from lightning_distrec.checkpoint.tools.contents import read_full
 from lightning_distrec.checkpoint.tools.describe import describe
+from lightning_distrec.checkpoint.tools.merge import merge
 from lightning_distrec.checkpoint.tools.verify import verify
+from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints import job_fit, resuming
 from lightning_distrec.strategies.checkpoints.incremental_saves import no_longer_needed
@@ -88,6 +92,51 @@ def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(
     shutil.rmtree(base)
     with pytest.raises(CheckpointError, match=r"is a difference, and its base .*step=2-full.ckpt cannot be read"):
         load(difference, 0, 2)
+
+
+def test_a_difference_and_its_base_merge_into_a_full_checkpoint(
+    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
+) -> None:
+    for name in quick[1]:
+        difference = quick[0] / name / "series" / "step=4-difference.ckpt"
+        merged = tmp_path / name / "merged.ckpt"
+        assert main(["checkpoint", "merge", str(difference), str(merged)]) == 0
+        found, wanted = runs.tensors_in(merged), runs.tensors_in(quick[0] / name / "full" / "step=4.ckpt")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[where], wanted[where]) for where in wanted)
+        assert verify(merged) == []
+        one, other = load(merged, 0, 2), load(difference, 0, 2)
+        assert describe(merged).base is None
+        assert one.rank_state is not None
+        assert one.checkpoint.keys() == other.checkpoint.keys()
+        assert one.checkpoint["global_step"] == other.checkpoint["global_step"]
+    with pytest.raises(CheckpointError, match="is no difference"):
+        merge(merged, tmp_path / "again.ckpt")
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_an_export_since_a_checkpoint_has_the_rows_that_changed(
+    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path, by_values: bool
+) -> None:
+    for name in quick[1]:
+        series, full = quick[0] / name / "series", quick[0] / name / "full"
+        base, difference = series / "step=2-full.ckpt", series / "step=4-difference.ckpt"
+        out = tmp_path / f"{name}.safetensors"
+        since = full / "step=2.ckpt" if by_values else base
+        assert main(["export", str(difference), str(out), "--since", str(since)]) == 0
+        found = load_file(out)
+        before, after = (read_full(path, with_optimizers=False)["state_dict"] for path in (base, difference))
+        assert {key.rpartition(".")[0] for key in found if key.endswith(".ids")} == {
+            key for key in after if "ebc" in key
+        }
+        for key, table in after.items():
+            if "ebc" not in key:
+                assert torch.equal(found[key], table)
+                continue
+            ids = found[f"{key}.ids"]
+            before[key][ids] = found[f"{key}.rows"]
+            assert torch.equal(before[key], table)
+            assert 0 < len(ids) <= 60 or "narrow" in key
 
 
 def test_loading_finds_a_changed_byte_in_a_difference(

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.plain_state import plain_optimizer_state
+from lightning_distrec.checkpoint.tools.changes import changes_since
 from lightning_distrec.checkpoint.tools.contents import num_bytes, read_contents, tensors_of
 from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
 from lightning_distrec.checkpoint.tools.torch_file import write_torch_file
@@ -19,7 +20,12 @@ SUFFIXES = {".pt": "a state_dict", ".safetensors": "a state_dict", ".ckpt": "a L
 
 
 def export(
-    source: Path, target: Path, *, overwrite: bool = False, on_progress: Callable[[int, int], None] | None = None
+    source: Path,
+    target: Path,
+    *,
+    overwrite: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+    since: Path | None = None,
 ) -> None:
     """Write the checkpoint `source` as one plain file; tables pass through memory in blocks of 64 MiB.
 
@@ -27,6 +33,7 @@ def export(
     target: its suffix decides the format, see SUFFIXES. The file appears under its name when it is complete, and
     nothing is left behind if it fails. The state of single ranks, generators and dataloaders, is left out.
     overwrite: whether to replace an existing file. on_progress: called with the bytes written, and their total.
+    since: an earlier checkpoint: write what has changed since then alone, see `changes_since`; a state_dict's formats.
     Raises CheckpointError: the target exists, or its disk is full; the source is not complete, or has values that the
     format cannot hold.
     """
@@ -36,7 +43,9 @@ def export(
             "Lightning checkpoint."
         )
     _must_be_free(target, overwrite)
-    value = _content_for(source, target)
+    if since is not None and target.suffix == ".ckpt":
+        raise CheckpointError(f"{target}: rows that have changed are no checkpoint. Name it *.safetensors or *.pt.")
+    value = _content_for(source, target) if since is None else changes_since(source, since)
     total = sum(num_bytes(lazy) for lazy in tensors_of(value).values())
     _check_disk_space(target, total)
     written = 0

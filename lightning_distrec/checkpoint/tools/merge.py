@@ -1,0 +1,103 @@
+"""Writes a difference and its base as one full checkpoint, in one process, with little memory."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_distrec.atomic_files import write_file
+from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, read_marker
+from lightning_distrec.checkpoint.incremental.loading import CHANGED, ROW_IDS
+from lightning_distrec.checkpoint.incremental.marks import INCREMENTAL, mark_of
+from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, map_nested, read_plain, to_bytes
+from lightning_distrec.checkpoint.save import PLAN_FILE, STATE_FILE, rank_file
+from lightning_distrec.checkpoint.storage import write_tensors
+from lightning_distrec.checkpoint.tools.contents import read_contents, tensors_of
+from lightning_distrec.checkpoint.tools.verify import verify
+from lightning_distrec.chunks import Chunk, ChunkedTensor, LazyTensor
+from lightning_distrec.errors import CheckpointError
+
+
+def merge(source: Path, target: Path) -> None:
+    """Write the full checkpoint that the difference `source` stands for into the folder `target`.
+
+    Blocks of 64 MiB are in memory at a time. All bytes of both are compared with their checksums first.
+    Raises CheckpointError: `source` is no difference, or damaged; `target` exists, or cannot be written.
+    """
+    marker = read_marker(source) if source.is_dir() else None
+    mark = mark_of(source, marker)
+    if marker is None or mark is None or not mark.is_difference:
+        raise CheckpointError(f"{source} is no difference: there is nothing to merge it with.")
+    if target.exists():
+        raise CheckpointError(f"{target} exists already. Choose another name.")
+    if changed := verify(source):
+        raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
+    handles = tensors_of(read_contents(source).checkpoint)
+    state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
+    kept = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
+    sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
+    content = {key: value for key, value in marker.items() if key not in ("format", "name", "files", INCREMENTAL)}
+    unfinished = None
+    try:
+        unfinished = UnfinishedFolder(target.absolute())
+        write_tensors(unfinished.path, tensors, None, target)
+        write_file(unfinished.path / STATE_FILE, to_bytes(state))
+        for name in (name for name in kept if name in marker["files"]):
+            shutil.copyfile(source / name, unfinished.path / name)
+        unfinished.complete(content | {"tensors": sizes})
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}. No folder was left there.") from error
+    finally:
+        if unfinished is not None:
+            unfinished.abandon()
+
+
+def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[str, ChunkedTensor]]:
+    """Return the state of a full checkpoint, and its tensors, which are read when they are written.
+
+    raw: the difference's own state. handles: the tensors of both, by place.
+    """
+    tensors: dict[str, ChunkedTensor] = {}
+
+    def put(item: Any, where: str) -> Any:
+        if not isinstance(item, Mapping) or (STORED not in item and CHANGED not in item):
+            return map_nested(item, where, put)
+        lazy = handles[where]
+        shape = tuple(lazy.shape)
+        later: Any = _Later(lazy, 0, shape)
+        tensors[where] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
+        return {STORED: where, "shape": shape, "dtype": lazy.dtype, CHUNKED: item.get(CHUNKED, True)}
+
+    state = put({key: value for key, value in raw.items() if key != ROW_IDS}, "")
+    return state, tensors
+
+
+@dataclass(frozen=True)
+class _Later:
+    """Rows of a tensor in a file, with what the writer asks of a tensor; `detach` reads them."""
+
+    lazy: LazyTensor
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return self.lazy.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.size().numel()
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+    def __getitem__(self, rows: slice) -> "_Later":
+        return _Later(self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:]))
+
+    def detach(self) -> Tensor:
+        tensor = torch.empty(self.shape, dtype=self.lazy.dtype)
+        self.lazy.read_into([Chunk((self.first, *[0] * (len(self.shape) - 1)), tensor)])
+        return tensor

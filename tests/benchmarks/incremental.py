@@ -1,0 +1,131 @@
+"""Checkpoints by difference against full ones: bytes written, and what noting the rows costs a step.
+
+python -m tests.benchmarks.incremental [--rows 10000000] [--dim 16] [--steps 200] [--saves 4] [--turns 20]
+
+One rank; a table with Adagrad, of which Zipf(1.05) ids are looked up, 512 x 10 in a step. Steps with and without noting
+take turns in one process, in blocks of 50.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
+
+BATCH, IDS = 512, 10
+BLOCK = 50
+
+
+class Clicks(pl.LightningModule):
+    """One table, and a small network behind it."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(name="rows", embedding_dim=dim, num_embeddings=rows, feature_names=["items"])
+        self.ebc = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+        self.mlp = nn.Sequential(nn.Linear(dim, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        lengths = torch.full((BATCH,), IDS)
+        pooled = self.ebc(KeyedJaggedTensor(keys=["items"], values=batch, lengths=lengths)).values()
+        return nn.functional.binary_cross_entropy_with_logits(self.mlp(pooled).squeeze(1), torch.ones(BATCH))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
+def zipf_batches(rows: int, count: int) -> list[Tensor]:
+    """Return the ids of `count` steps: rank r of the rows with a probability in proportion to r ** -1.05."""
+    weights = numpy.arange(1, rows + 1, dtype=numpy.float64) ** -1.05
+    ends = numpy.cumsum(weights / weights.sum())
+    draw = numpy.random.default_rng(0)
+    return [
+        torch.from_numpy(numpy.searchsorted(ends, draw.random(BATCH * IDS)).clip(max=rows - 1)) for _ in range(count)
+    ]
+
+
+class Turns(pl.Callback):
+    """Notes rows in every other block of steps, and takes their times."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self.noting: TouchedRows | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % BLOCK == 0:
+            if self.noting is not None:
+                self.noting.release()
+                self.noting = None
+            else:
+                self.noting = TouchedRows(trainer.strategy.run_tables.shards.kernels)
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % BLOCK >= 3:
+            self.seconds[self.noting is not None].append(time.perf_counter() - self.began)
+
+
+class Sizes(pl.Callback):
+    """Lists the sizes of checkpoints as they are written."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.found = folder, {}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        for path in Path(self.folder).glob("*.ckpt"):
+            self.found.setdefault(path.name, sum(file.stat().st_size for file in path.iterdir()))
+
+    on_train_end = on_train_batch_start
+
+
+def main() -> None:
+    """Print both figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, value in (("rows", 10_000_000), ("dim", 16), ("steps", 200), ("saves", 4), ("turns", 20)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("LIGHTNING_DISTREC_RUN_NAME", "")
+    batches = zipf_batches(given.rows, max(given.steps * (given.saves + 1), 2 * BLOCK * given.turns))
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    turns = Turns()
+    trainer = pl.Trainer(strategy=TorchRecShardedStrategy(), callbacks=[turns], **options)
+    trainer.fit(Clicks(given.rows, given.dim), DataLoader(batches[: 2 * BLOCK * given.turns], batch_size=None))
+    without, with_noting = (statistics.median(turns.seconds[which]) * 1e3 for which in (False, True))
+    print(f"step without noting {without:.3f} ms, with {with_noting:.3f} ms: {100 * (with_noting / without - 1):+.2f}%")
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = Sizes(folder)
+        series = {"every": given.steps, "full_every": 1000 * given.steps, "dirpath": folder}
+        strategy = TorchRecShardedStrategy(checkpoint={"incremental": series})
+        trainer = pl.Trainer(strategy=strategy, callbacks=[sizes], **options)
+        data = DataLoader(batches[: given.steps * (given.saves + 1)], batch_size=None)
+        trainer.fit(Clicks(given.rows, given.dim), data)
+    full = sizes.found.pop(f"step={given.steps}-full.ckpt")
+    print(f"full checkpoint {full:,} bytes")
+    for name, size in sizes.found.items():
+        print(f"{name} {size:,} bytes: 1/{full / size:.1f}")
+
+
+if __name__ == "__main__":
+    main()
