@@ -4,7 +4,7 @@
 
 CHECKOUT: a folder with `tests/tests_pytorch` and `pyproject.toml` of the installed Lightning's version. The control is
 Lightning's DDPStrategy, put in place in the same way: a test counts only if that passes. Packages that the tests need
-(tensorboard, onnx, scikit-learn, psutil) may be on PYTHONPATH. docs/how_to/ddp_tuned.md says why some differ.
+(tensorboard, scikit-learn with narwhals, psutil) may be on PYTHONPATH. docs/how_to/ddp_tuned.md says why some differ.
 """
 
 import argparse
@@ -50,8 +50,9 @@ def run(checkout: Path, strategy: str, folder: str, results: Path, seconds: int)
         "PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
     }
-    plugins = ("-p", "tests.lightning_own.plugin", "-p", "no:cacheprovider", "-p", "no:rerunfailures")
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, *NO_OPTIONS_OF_THEIRS, "--timeout", "60", "--tb=short"]
+    options = ["-p", "tests.lightning_own.plugin", "-p", "no:cacheprovider", "-p", "no:rerunfailures"]
+    options += ["--continue-on-collection-errors", "--timeout", "60", "--tb=short", *NO_OPTIONS_OF_THEIRS]
+    command = [sys.executable, "-m", "pytest", "-q", *options]
     with (results / f"{strategy}-{folder}.log").open("w") as log:
         subprocess.run(
             [*command, f"tests_pytorch/{folder}"], cwd=copy / "tests", env=environment, stdout=log, stderr=log,

@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Function) -> None:
     earlier.extend(made)
-    if earlier and re.search("ddp|spawn|fork", item.nodeid + inspect.getsource(item.function)):
+    if earlier and re.search("ddp|spawn|fork|multi-process", item.nodeid + inspect.getsource(item.function)):
         leave()  # as at the end of a process: ranks that are forked must not inherit its threads
         earlier.clear()
     made.clear()

@@ -142,6 +142,8 @@ def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightni
     trainer.save_checkpoint(path := tmp_path / "before.ckpt")  # as Lightning's: the ranks have not met yet
     before_fit = torch.load(path)["state_dict"]
     assert all(torch.equal(before_fit[name], value) for name, value in model.state_dict().items())
+    trainer.strategy.remove_checkpoint(path)
+    assert not path.exists()
     trainer.fit(model, loader())
     assert len(model.losses) == 12
     assert set(os.environ) - before <= {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"}

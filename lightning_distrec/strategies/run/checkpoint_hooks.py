@@ -125,7 +125,7 @@ class CheckpointHooks(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if is_elsewhere(str(filepath), self.checkpoint_io):
+        if self._session is None or is_elsewhere(str(filepath), self.checkpoint_io):
             super().remove_checkpoint(filepath)
         else:
             self.session.checkpoints.remove(filepath)
