@@ -20,6 +20,9 @@ from lightning_distrec.sharding.proxies import ShardedProxy
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
+SMALL_ROWS = 2**31
+"""Ids are sent as 32-bit numbers where no table of the collection has more rows."""
+
 
 @dataclass(frozen=True)
 class Table:

@@ -26,21 +26,21 @@ class Formula:
 
 FORMULAS = {
     "table_wise": Formula(
-        "(R - 1) / R * 8 * B * (1 + p)",
+        "(R - 1) / R * 4 * B * (1 + p)",
         "(R - 1) / R * 4 * B * D",
-        "(R - L) / R * 8 * B * (1 + p)",
+        "(R - L) / R * 4 * B * (1 + p)",
         "(R - L) / R * 4 * B * D",
     ),
     "row_wise": Formula(
-        "(R - 1) * 8 * B * (1 + p / R)",
+        "(R - 1) * 4 * B * (1 + p / R)",
         "(R - 1) * 4 * B * D",
-        "(R - L) * 8 * B * (1 + p / R)",
+        "(R - L) * 4 * B * (1 + p / R)",
         "(R - 1) / L * 4 * B * D",
     ),
     "table_row_wise": Formula(
-        "(R - 1) / R * 8 * B * (L + p)",
+        "(R - 1) / R * 4 * B * (L + p)",
         "((L - 1) + (N - 1) / N) * 4 * B * D",
-        "(R - L) / R * 8 * B * (L + p)",
+        "(R - L) / R * 4 * B * (L + p)",
         "(N - 1) / N * 4 * B * D",
     ),
     "data_parallel": Formula("0", "2 * (R - 1) / R * 4 * H * D", "0", "2 * (R - 1) / R * 4 * H * D / L"),
@@ -88,8 +88,8 @@ def most_ids_for_links(num_ranks: int, ranks_on_node: int, dim: int) -> float:
     """
     away, near = (num_ranks - ranks_on_node) / num_ranks, (ranks_on_node - 1) / num_ranks
     per_byte = away / CROSS_NODE - near / INTRA_NODE
-    per_id = 12 * dim / DEVICE - 8 * per_byte
-    return max(0.0, per_byte * (8 + 8 * dim) / per_id) if per_id > 0 else float("inf")
+    per_id = 12 * dim / DEVICE - 4 * per_byte
+    return max(0.0, per_byte * (4 + 8 * dim) / per_id) if per_id > 0 else float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Grouped:
     @property
     def exchanged_bytes(self) -> float:
         """Ids, rows and gradients of a rank, wherever they go."""
-        return self.num_tables * self.batch_size * (8 * (1 + self.ids) + 8 * self.dim)
+        return self.num_tables * self.batch_size * (4 * (1 + self.ids) + 8 * self.dim)
 
     @property
     def saved_seconds(self) -> float:

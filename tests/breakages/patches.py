@@ -303,7 +303,7 @@ BREAKAGES = (
     ),
     Breakage(
         "features-not-recorded",
-        "lightning_distrec/_compat/torchrec.py",
+        "lightning_distrec/_compat/torchrec_ids.py",
         r"features\.record_stream\(stream\)",
         "pass",
         "On a GPU later batches overwrite the lengths that pooling of means reads: wrong numbers.",

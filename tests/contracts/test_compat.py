@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torchrec import EmbeddingBagCollection
@@ -430,3 +431,9 @@ def test_current_backward_has_a_number_of_its_own_for_each_backward() -> None:
     again.sum().backward()
     assert seen[0] == seen[1] != seen[2]
     assert -1 not in seen
+
+
+def test_abort_process_groups_is_there() -> None:
+    assert list(inspect.signature(distributed_c10d._abort_process_group).parameters) == ["group"]
+    with pytest.raises(AssertionError, match="cannot be None"):  # it is called, and there is none here
+        _torch.abort_process_groups()

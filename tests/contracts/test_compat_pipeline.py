@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec as _torchrec
+from lightning_distrec._compat import torchrec_ids as _torchrec_ids
 from tests.support.click_model import FEATURES, NO_OUTPUT, ClickModel, make_batch, seeded, train_sharded
 from tests.support.ranks import run_on_ranks
 
@@ -258,7 +259,7 @@ def test_keyed_and_jagged_tensors_keep_their_values_where_lazy_ones_put_them() -
     assert set(_torchrec.JAGGED_TENSOR_FIELDS) <= set(vars(jagged))
 
 
-def exchanged() -> dict[str, Any]:
+def exchanged(sharding_type: str) -> dict[str, Any]:
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
     seen: dict[str, Any] = {}
 
@@ -267,35 +268,92 @@ def exchanged() -> dict[str, Any]:
             look(next(iter(trainer.strategy.run_tables.shards.sharded.values())))
 
     def look(sharded: Any) -> None:
-        batch = make_batch(dist.get_rank())
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        contexts = [sharded.create_context() for _ in range(2)]
-        splits = []
-        for context in contexts:
-            with _torchrec.defer_ids_exchange(sharded):
-                splits.append(sharded.input_dist(context, features))
-        fused = _torchrec.FusedSplits(splits, contexts, (dist.get_rank(), 7))
+        ways = _ways_to_send(make_batch(dist.get_rank()))
+        seen["equal"] = {name: _arrives_as_upstream(sharded, *way) for name, way in ways.items()}
+        contexts, splits = _prepare(sharded, ways["as usual"][:2])
+        fused = _torchrec_ids.FusedSplits(splits, contexts, (dist.get_rank(), 7), [True, True])
         seen["said"] = fused.wait_for_numbers()
         early = [awaitable.wait() for awaitable in fused.start_ids()]
-        context = sharded.create_context()
-        eager = sharded.input_dist(context, features).wait().wait()
-        seen["equal"] = all(
-            torch.equal(one.values(), other.values()) and torch.equal(one.lengths(), other.lengths())
-            for ids in early
-            for one, other in zip(ids.features, eager.features, strict=True)
-        )
         infos = [info for of_type in sharded.sharding_type_to_sharding_infos.values() for info in of_type]
         seen["meta"] = all(info.param.is_meta for info in infos) and len(infos) > 0
         seen["streams"] = all(hasattr(thing, "record_stream") for thing in (*early, *contexts))
 
-    train_sharded(model, 2, callbacks=[Look()])
+    train_sharded(model, 2, {"sharding_types": [sharding_type]}, callbacks=[Look()])
     return seen
+
+
+def _ways_to_send(batch: Any) -> dict[str, tuple[Any, Any, bool, int]]:
+    """Return name -> features of two lookups, whether their ids are small, and how many ranks are packed for."""
+    ids, lengths = batch["ids"], batch["lengths"]
+    wide = torch.where(ids % 2 == 0, ids + 2**40, -ids)
+    of_two_sizes = {"stride_per_key_per_rank": [[lengths.numel() // len(FEATURES)]] * len(FEATURES)}
+
+    def features(ids: Any, dtype: Any = None, lengths: Any = lengths, **options: Any) -> KeyedJaggedTensor:
+        weights = None if dtype is None else torch.rand(len(ids)).to(dtype)
+        return KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=lengths, weights=weights, **options)
+
+    usual = features(ids)
+    return {
+        "as usual": (usual, usual, True, 64),
+        "one by one": (usual, features(ids, torch.float32), True, 1),
+        "wide": (features(wide), features(wide, torch.float32), False, 64),
+        "of 32 bits": (features(ids.int()), features(ids, lengths=lengths.int()), True, 64),
+        "double": (features(ids, torch.float64), usual, True, 64),
+        "batch sizes of their own": (
+            features(ids, **of_two_sizes),
+            features(ids, torch.float32, **of_two_sizes),
+            True,
+            64,
+        ),
+    }
+
+
+def _prepare(sharded: Any, lookups: Any) -> tuple[list[Any], list[Any]]:
+    contexts, splits = [sharded.create_context() for _ in lookups], []
+    for context, features in zip(contexts, lookups, strict=True):
+        with _torchrec_ids.defer_ids_exchange(sharded):
+            splits.append(sharded.input_dist(context, features))
+    return contexts, splits
+
+
+def _arrives_as_upstream(sharded: Any, one: Any, other: Any, is_small: bool, max_packed: int) -> bool:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_torchrec_ids, "_MAX_PACKED_RANKS", max_packed)
+        contexts, splits = _prepare(sharded, (one, other))
+        started = _torchrec_ids.FusedSplits(splits, contexts, (), [is_small] * 2).start_ids()
+    found = [awaitable.wait() for awaitable in started]
+    for features, context, ids in zip((one, other), contexts, found, strict=True):
+        theirs = sharded.create_context()
+        expected = sharded.input_dist(theirs, features).wait().wait()
+        for a, b in zip(ids.features, expected.features, strict=True):
+            for mine, his in (
+                (a.values(), b.values()),
+                (a.lengths(), b.lengths()),
+                (a.weights_or_none(), b.weights_or_none()),
+            ):
+                if (mine is None) != (his is None) or (
+                    mine is not None and (mine.dtype != his.dtype or not torch.equal(mine, his))
+                ):
+                    return False
+        for mine, his in zip(context.sharding_contexts, theirs.sharding_contexts, strict=True):
+            if mine.batch_size_per_rank != his.batch_size_per_rank:
+                return False
+    return True
 
 
 def test_fused_splits_send_the_ids_that_an_ordinary_call_sends_and_say_more() -> None:
     # Also the use of free_unsharded_tables, and the use of record_stream, which runs on a GPU only.
-    for seen in run_on_ranks(exchanged, 2):
-        assert seen == {"said": [[0, 7], [1, 7]], "equal": True, "meta": True, "streams": True}
+    for seen in (*run_on_ranks(exchanged, 2, "table_wise"), *run_on_ranks(exchanged, 2, "row_wise")):
+        assert all(seen.pop("equal").values()), seen
+        assert seen == {"said": [[0, 7], [1, 7]], "meta": True, "streams": True}
+
+
+def test_fused_splits_send_weights_of_half_precision_as_they_are() -> None:  # which FBGEMM permutes on a GPU only
+    for dtype in (torch.float16, torch.bfloat16):
+        weights = torch.rand(7).to(dtype)
+        part = _torchrec_ids._Part.of(weights, [7], [7], is_small=True)
+        part.arrived = part.numbers
+        assert torch.equal(part.take(), weights)
 
 
 def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> None:

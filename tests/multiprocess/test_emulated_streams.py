@@ -39,7 +39,7 @@ def found() -> list[dict[str, Any]]:
 
 ON_HOST = ("cluster/consensus.py", "optimizers/joint_steps.py", "optimizer_step <", "computed/late_comparison.py")
 """Not of a GPU: these tensors are in the host's memory, such as Adam's step counts."""
-OF_IDS = ("batch_check.py", "_compat/torchrec.py", "start_exchange", "lookup/ids_exchange.py")
+OF_IDS = ("batch_check.py", "_compat/torchrec_ids.py", "start_exchange", "lookup/ids_exchange.py")
 """One for each lookup's ids, and those of torchrec's own pipeline: for sizes, before and after they are exchanged."""
 
 

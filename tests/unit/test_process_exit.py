@@ -1,12 +1,9 @@
 """What a process does with its process group at exit."""
 
-import inspect
 from unittest.mock import MagicMock, patch
 
 import pytest
-from torch.distributed import distributed_c10d
 
-from lightning_distrec._compat.torch import abort_process_groups
 from lightning_distrec.cluster import process_exit
 
 
@@ -29,9 +26,3 @@ def test_a_failed_rank_gives_up_nccls_collectives_before_it_frees_anything(
         process_exit.leave()
     order = [name for name, _, _ in calls.mock_calls if name in ("abort", "forget", "destroy_process_group")]
     assert order == ["abort"] * aborted + ["forget", "destroy_process_group"]
-
-
-def test_torch_can_abort_process_groups() -> None:
-    assert list(inspect.signature(distributed_c10d._abort_process_group).parameters) == ["group"]
-    with pytest.raises(AssertionError, match="cannot be None"):  # it is called, and there is none here
-        abort_process_groups()

@@ -44,7 +44,7 @@ def test_formulas_are_the_mean_over_ranks_of_what_is_estimated(kind: str, num_ra
 
 def test_links_decide_up_to_as_many_ids_as_make_both_take_equally_long() -> None:
     ids = most_ids_for_links(64, 8, 128)
-    num_bytes = 8 * (1 + ids) + 8 * 128
+    num_bytes = 4 * (1 + ids) + 8 * 128
     away = 56 / 64 * num_bytes / (12.5 * 2**30)
     near = 7 / 64 * num_bytes / (600 * 2**30) + 12 * ids * 128 / (897 * 2**30)
     assert away == pytest.approx(near)

@@ -31,7 +31,7 @@ def one(sharding_type: str, layout: NodeLayout, comms: QuantizedComms | None = N
 
 def test_ids_go_to_the_rank_of_a_whole_table_and_bags_come_back() -> None:
     traffic = one("table_wise", NodeLayout.equal(3, 3), ranks=[1])
-    ids = 2 * BATCH * 8 + (2 + 3) * BATCH * 8  # lengths, and ids
+    ids = 2 * BATCH * 4 + (2 + 3) * BATCH * 4  # lengths, and ids
     assert traffic.sent(IDS).tolist() == [2 * SIZES + ids, 2 * SIZES, 2 * SIZES + ids]
     assert traffic.sent(ROWS).tolist() == [0, 2 * (2 * BATCH * 8 * 4), 0]
     assert traffic.sent(ROW_GRADIENTS).tolist() == [2 * BATCH * 8 * 4, 0, 2 * BATCH * 8 * 4]
@@ -49,7 +49,7 @@ def test_weights_travel_with_ids() -> None:
 
 def test_ids_of_a_table_cut_by_rows_follow_the_sizes_of_the_blocks() -> None:
     traffic = one("row_wise", NodeLayout.equal(3, 3), num_rows=10)  # blocks of 4, 4 and 2 rows
-    lengths, ids = 2 * BATCH * 8, (2 + 3) * BATCH * 8
+    lengths, ids = 2 * BATCH * 4, (2 + 3) * BATCH * 4
     to = [SIZES + lengths + ids * share for share in (0.4, 0.4, 0.2)]
     assert traffic.sent(IDS) == pytest.approx([to[1] + to[2], to[0] + to[2], to[0] + to[1]])
     assert traffic.sent(ROWS).tolist() == [2 * 2 * BATCH * 8 * 4] * 3

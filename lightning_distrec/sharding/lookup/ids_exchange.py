@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from lightning_distrec import spans
-from lightning_distrec._compat.torchrec import FusedSplits, defer_ids_exchange, record_stream
+from lightning_distrec._compat.torchrec_ids import FusedSplits, defer_ids_exchange, record_stream
 from lightning_distrec.sharding.lookup.request import LookupRequest
 
 
@@ -43,7 +43,9 @@ class IdsExchange:
                 request.context = lookup.sharded.create_context()
                 with defer_ids_exchange(lookup.sharded, group):
                     splits.append(lookup.sharded.input_dist(request.context, request.padded_features))
-            self._sizes: FusedSplits | None = FusedSplits(splits, [request.context for request in requests], values)
+            contexts = [request.context for request in requests]
+            are_small = [request.lookup.has_small_ids for request in requests]
+            self._sizes: FusedSplits | None = FusedSplits(splits, contexts, values, are_small)
         self._ids: list[Callable[[], object]] = []
 
     def values_of_ranks(self) -> list[list[int]] | None:

@@ -34,7 +34,7 @@ from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
-from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.tables import SMALL_ROWS, Table
 from lightning_distrec.sharding.weights.shard_of import without_guards
 
 NEEDS_GRADIENT = attrgetter("requires_grad")
@@ -90,6 +90,8 @@ class ShardedLookup:
         """Watches steps of tables that are updated inside of backward, under manual optimization."""
         self.counts_ids = isinstance(tables[0].plain, torch.nn.Embedding)
         """Whether a call does not show its number of examples, so that ids are counted."""
+        self.has_small_ids = all(table.config.num_embeddings <= SMALL_ROWS for table in tables)
+        """Whether ids are sent as 32-bit numbers."""
         self._pooled = tables[0].pooled
         self._weights = {name: use.weight for name, use in uses.items()}
         self._outputs = LookupOutputs(tables, uses, output_dtype)

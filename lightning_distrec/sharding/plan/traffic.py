@@ -15,6 +15,7 @@ from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plan.planned_table import PlannedTable
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.tables import SMALL_ROWS
 
 Vector = NDArray[np.float64]
 
@@ -24,8 +25,10 @@ ROW_GRADIENTS = "row gradients"
 REPLICATED_GRADIENTS = "gradients of replicated tables"
 TRAFFIC_KINDS = (IDS, ROWS, ROW_GRADIENTS, REPLICATED_GRADIENTS)
 
-WORD_BYTES = 8
-"""Ids, lengths of bags, and their counts are sent as int64."""
+SIZE_BYTES = 8
+"""Of a number that says how much is sent."""
+LENGTH_BYTES = 4
+"""Of a bag's length."""
 WEIGHT_BYTES = 4
 COMM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -135,18 +138,22 @@ def estimate_traffic(
     num_ranks, num_nodes = layout.num_ranks, layout.num_nodes
     traffic = Traffic(layout, {kind: _no_flow(num_ranks, num_nodes) for kind in TRAFFIC_KINDS})
     groups: dict[tuple[str, str], list[PlannedTable]] = {}
+    wide = set()
     for table in tables:
+        if table.num_rows > SMALL_ROWS:
+            wide.add(table.collection)
         groups.setdefault((table.collection, table.sharding_type), []).append(table)
-    for (_, sharding_type), group in groups.items():
+    for (collection, sharding_type), group in groups.items():
         if sharding_type not in _BY_TYPE:
             raise PlanError(
                 f"table '{group[0].name}' is sharded {sharding_type!r}, whose exchanges are not known. Use one of "
                 f"{', '.join(_BY_TYPE)}."
             )
-        exchange = _Exchange(traffic, batch_size, comms, learns=any(table.learns for table in group))
+        learns = any(table.learns for table in group)
+        exchange = _Exchange(traffic, batch_size, comms, 8 if collection in wide else 4, learns)
         if sharding_type != "data_parallel":
             words = 4 if group[0].weighted else 3  # numbers of lengths, of ids, of weights, and the batch's size
-            traffic.flows[IDS].to_rank += words * WORD_BYTES
+            traffic.flows[IDS].to_rank += words * SIZE_BYTES
         for table in group:
             _BY_TYPE[sharding_type](exchange, table)
     if num_ranks == 1:
@@ -166,6 +173,7 @@ class _Exchange:
     traffic: Traffic
     batch_size: int
     comms: QuantizedComms
+    id_bytes: int
     learns: bool
     """Whether gradients are sent back: for all of these tables or for none."""
     forward_bytes: int = field(init=False)
@@ -225,10 +233,10 @@ class _Exchange:
         self.traffic.flows[ROW_GRADIENTS].to_rank += numbers * self.backward_bytes
 
     def _lengths(self, table: PlannedTable) -> float:
-        return self.batch_size * len(table.pooling_factors) * WORD_BYTES
+        return self.batch_size * len(table.pooling_factors) * LENGTH_BYTES
 
     def _ids(self, table: PlannedTable) -> float:
-        id_bytes = WORD_BYTES + (WEIGHT_BYTES if table.weighted else 0)
+        id_bytes = self.id_bytes + (WEIGHT_BYTES if table.weighted else 0)
         return self.batch_size * sum(table.pooling_factors) * id_bytes
 
 

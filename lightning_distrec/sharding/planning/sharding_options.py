@@ -17,7 +17,7 @@ from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraints
 from lightning_distrec.sharding.sharders import sharders
-from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.tables import SMALL_ROWS, Table
 
 Cells = tuple[tuple[int, int], ...]
 """Sizes, or offsets, of a table's shards: (rows, columns) of each."""
@@ -208,8 +208,10 @@ def _as_estimated(
     blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
     # ... and as if the rows of single ids were summed.
     sums = _sums_over_rows(topology) if option.sharding_type == "row_wise" and not option.is_pooled else 1.0
+    # Ids of 8 bytes are what torchrec estimates, too.
+    ids = (0.5 if option.tensor.shape[0] <= SMALL_ROWS else 1.0) / blocks
     parts = [
-        (p.fwd_compute, p.fwd_comms / sums, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms / blocks)
+        (p.fwd_compute, p.fwd_comms / sums, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms * ids)
         for p in perfs
     ]
     return EstimatedOption(

@@ -15,7 +15,7 @@ TORCHREC_FSDP = "torchrec_sharded with dense: fsdp"
 
 TRUE_ITEMSIZE = {"16-true": 2, "bf16-true": 2, "64-true": 8}
 MIXED_ITEMSIZE = {"16-mixed": 2, "bf16-mixed": 2}
-ID_BYTES = 8
+ID_BYTES = 4
 ROW_ITEMSIZE = 4
 """Rows and their gradients are sent as float32, unless quantized_comms chooses another type."""
 

@@ -1,0 +1,242 @@
+"""Private names of torchrec: how ids are sent to the ranks that have their rows.
+
+torchrec sends lengths, ids and weights by an exchange each, of 64-bit numbers, for each collection and sharding type.
+Here one exchange of 32-bit numbers takes all of them: half of the bytes, and the latency of one.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, SplitsAllToAllAwaitable
+from torchrec.distributed.embedding_sharding import (
+    KJTListAwaitable,
+    KJTSplitsAllToAllMeta,
+    _set_sharding_context_intra_a2a,
+)
+from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+_MAX_SPLITS = 4
+"""Of lengths, ids, batch sizes and weights. Source: KeyedJaggedTensor.dist_splits."""
+_MAX_PACKED_RANKS = 64
+"""Above it, tensors travel one by one: packing takes a view for each rank and tensor on the host."""
+
+
+@contextlib.contextmanager
+def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
+    """Inside of the context, input_dist of `sharded` prepares the exchange of ids and does not start it.
+
+    group: the process group of all ranks for the exchange of ids; None: the one of the tables.
+    Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines avoid that by replacing
+    KJTAllToAll.forward permanently; then every call of the module, evaluation included, must go through the pipeline.
+    So it is replaced for this call only: written into the instance's `__dict__`, which takes precedence over the class.
+    Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
+    """
+    exchanges = [dist._dist for dist in sharded._input_dists if isinstance(getattr(dist, "_dist", None), KJTAllToAll)]
+    for exchange in exchanges:
+        exchange.__dict__["forward"] = KJTAllToAllForward(
+            pg=group or exchange._pg, splits=exchange._splits, stagger=exchange._stagger
+        )
+    try:
+        yield
+    finally:
+        for exchange in exchanges:
+            del exchange.__dict__["forward"]
+
+
+class FusedSplits:
+    """Collective. One exchange for the splits (sizes) of several lookups' ids, and for numbers that ranks share.
+
+    splits: what each sharded module's input_dist returned inside of `defer_ids_exchange`.
+    contexts: the contexts of these calls, which torchrec creates.
+    numbers: what this rank sends to all others in the same exchange.
+    are_small: for each lookup, whether its ids fit into 32 bits.
+    Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py, which sends the splits alone, and
+    then the tensors one by one.
+    """
+
+    def __init__(self, splits: list[Any], contexts: list[Any], numbers: tuple[int, ...], are_small: list[bool]) -> None:
+        self._lookups = list(zip(splits, contexts, are_small, strict=True))
+        metas = [
+            meta for of_lookup in splits for meta in of_lookup.awaitables if isinstance(meta, KJTSplitsAllToAllMeta)
+        ]
+        tensors = [tensor for meta in metas for tensor in meta.splits_tensors]
+        self._num_numbers = len(numbers)
+        self._exchange: Any = None
+        self._received: list[list[int]] | None = None
+        if metas:
+            num_ranks = metas[0].pg.size()
+            # Ids with weights have more splits than others. Ranks that disagree must exchange as much, to find out.
+            unused = [torch.zeros_like(tensors[0])] * (_MAX_SPLITS * len(metas) - len(tensors))
+            sent = [tensors[0].new_full((num_ranks,), number) for number in numbers]
+            self._exchange = SplitsAllToAllAwaitable(tensors + unused + sent, metas[0].pg)
+
+    def wait_for_numbers(self) -> list[list[int]] | None:
+        """Collective. Wait for the exchange; return each rank's numbers, or None: there are no ids to exchange."""
+        if self._exchange is not None:
+            self._received, self._exchange = self._exchange.wait(), None
+        if self._received is None:
+            return None
+        numbers = self._received[len(self._received) - self._num_numbers :]
+        return [list(of_rank) for of_rank in zip(*numbers, strict=True)]
+
+    def start_ids(self) -> list[Any]:
+        """Collective. Wait for the exchange, and start that of ids. Return an awaitable for each lookup."""
+        self.wait_for_numbers()
+        received = iter(self._received or ())
+        started, ids_sent = [], []
+        for splits, context, is_small in self._lookups:
+            of_lookup: list[Any] = []
+            for awaitable in splits.awaitables:
+                if isinstance(awaitable, KJTSplitsAllToAllMeta):
+                    sizes = list(islice(received, len(awaitable.splits_tensors)))
+                    of_lookup.append(_SentIds(awaitable, sizes, is_small))
+                    ids_sent.append(of_lookup[-1])
+                else:  # every rank has these tables' rows
+                    of_lookup.append(awaitable.wait())
+            _set_sharding_context_intra_a2a(of_lookup, context)
+            started.append(KJTListAwaitable(of_lookup, context))
+        _start(ids_sent)
+        return started
+
+
+@dataclass
+class _Part:
+    """A tensor of one lookup on its way, as 32-bit numbers."""
+
+    numbers: Tensor
+    sent: list[int]
+    """How many of them go to each rank."""
+    received: list[int]
+    """How many come from each rank."""
+    dtype: torch.dtype
+    is_small: bool
+    arrived: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, sent: list[int], received: list[int], is_small: bool) -> "_Part":
+        """Exact: integers of 64 bits become one number where they are small, half precision becomes float32."""
+        dtype = tensor.dtype
+        if is_small and dtype == torch.int64:
+            tensor = tensor.to(torch.int32)
+        elif dtype in (torch.float16, torch.bfloat16):
+            tensor = tensor.float()
+        numbers = tensor.contiguous().view(torch.int32)
+        if tensor.element_size() == 8:
+            sent, received = [2 * size for size in sent], [2 * size for size in received]
+        return cls(numbers, sent, received, dtype, is_small)
+
+    def take(self) -> Tensor:
+        """Return the tensor that has arrived, in its own type."""
+        assert self.arrived is not None
+        arrived, self.arrived = self.arrived, None
+        if self.dtype in (torch.float16, torch.bfloat16):
+            return arrived.view(torch.float32).to(self.dtype)
+        return arrived.to(self.dtype) if self.is_small and self.dtype == torch.int64 else arrived.view(self.dtype)
+
+
+class _Exchange:
+    """Collective. One exchange of parts."""
+
+    def __init__(self, parts: list[_Part], group: Any) -> None:
+        self._parts = parts
+        sent, sizes, self._received_sizes = parts[0].numbers, parts[0].sent, parts[0].received
+        received_in_all = self._received_sizes
+        if len(parts) > 1:  # map and chain: the host's time counts
+            chunks = [part.numbers.split(part.sent) for part in parts]
+            sent = torch.cat(list(chain.from_iterable(zip(*chunks, strict=True))))
+            sizes = list(map(sum, zip(*[part.sent for part in parts], strict=True)))
+            of_ranks = list(zip(*[part.received for part in parts], strict=True))
+            self._received_sizes, received_in_all = list(chain.from_iterable(of_ranks)), list(map(sum, of_ranks))
+        self._received = sent.new_empty(sum(received_in_all))
+        self._work = dist.all_to_all_single(self._received, sent, received_in_all, sizes, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for it, and give each part what has arrived, the first time it is called."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        parts, received = self._parts, self._received
+        if len(parts) == 1:
+            parts[0].arrived = received
+            return
+        chunks = received.split(self._received_sizes)
+        for i, part in enumerate(parts):
+            part.arrived = torch.cat(chunks[i :: len(parts)])
+
+
+class _SentIds(KJTAllToAllTensorsAwaitable):
+    """The ids of one lookup and sharding type on their way. Source: KJTAllToAllTensorsAwaitable, with its own exchange.
+
+    meta: what input_dist has prepared. sizes: how much comes from each rank, for each tensor; then batch sizes.
+    """
+
+    def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: list[list[int]], is_small: bool) -> None:
+        is_variable = meta._input.variable_stride_per_key()
+        super().__init__(
+            pg=meta.pg,
+            input=meta._input,
+            splits=meta.splits,
+            input_splits=[],  # so that it sends nothing
+            output_splits=[],
+            input_tensors=[],
+            labels=[],
+            keys=meta.keys,
+            device=meta.device,
+            stagger=meta.stagger,
+            stride_per_rank=None if is_variable else sizes.pop(),
+        )
+        self._input_splits = dict(zip(meta.labels, meta.input_splits, strict=True))
+        self._output_splits = dict(zip(meta.labels, sizes, strict=True))
+        self.group = meta.pg
+        self.parts = [
+            _Part.of(tensor, sent, received, is_small or label != "values")
+            for tensor, sent, received, label in zip(
+                meta.input_tensors, meta.input_splits, sizes, meta.labels, strict=True
+            )
+        ]
+        self.exchanges: list[_Exchange] = []
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        for exchange in self.exchanges:
+            exchange.wait()
+        if self.exchanges:
+            self._output_tensors = [part.take() for part in self.parts]
+        return super()._wait_impl()
+
+
+def _start(ids_sent: list[_SentIds]) -> None:
+    """Collective. Start the exchanges of ids, those of one process group together."""
+    groups: dict[Any, list[_SentIds]] = {}
+    for ids in ids_sent:
+        groups.setdefault(ids.group, []).append(ids)
+    for group, of_group in groups.items():
+        if group.size() == 1:
+            continue
+        parts = list(chain.from_iterable([ids.parts for ids in of_group]))
+        is_packed = group.size() <= _MAX_PACKED_RANKS
+        exchanges = [
+            _Exchange(of_exchange, group) for of_exchange in ([parts] if is_packed else [[part] for part in parts])
+        ]
+        for ids in of_group:
+            ids.exchanges = exchanges
+
+
+def record_stream(ids: Any, context: Any, features: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the allocator from reusing the memory of a lookup's ids, context and features before `stream` has read them.
+
+    Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py. A KeyedJaggedTensor's
+    record_stream leaves its inverse indices out.
+    """
+    ids.record_stream(stream)
+    context.record_stream(stream)
+    features.record_stream(stream)
+    if (inverse := features.inverse_indices_or_none()) is not None:
+        inverse[1].record_stream(stream)
