@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class FusedSplits:
         metas = [
             meta for of_lookup in splits for meta in of_lookup.awaitables if isinstance(meta, KJTSplitsAllToAllMeta)
         ]
-        tensors = [tensor for meta in metas for tensor in meta.splits_tensors]
+        tensors = list(chain.from_iterable(map(attrgetter("splits_tensors"), metas)))
         self._num_numbers = len(numbers)
         self._exchange: Any = None
         self._received: list[list[int]] | None = None
@@ -151,8 +152,8 @@ class _Exchange:
         if len(parts) > 1:  # map and chain: the host's time counts
             chunks = [part.numbers.split(part.sent) for part in parts]
             sent = torch.cat(list(chain.from_iterable(zip(*chunks, strict=True))))
-            sizes = list(map(sum, zip(*[part.sent for part in parts], strict=True)))
-            of_ranks = list(zip(*[part.received for part in parts], strict=True))
+            sizes = list(map(sum, zip(*map(attrgetter("sent"), parts), strict=True)))
+            of_ranks = list(zip(*map(attrgetter("received"), parts), strict=True))
             self._received_sizes, received_in_all = list(chain.from_iterable(of_ranks)), list(map(sum, of_ranks))
         self._received = sent.new_empty(sum(received_in_all))
         self._work = dist.all_to_all_single(self._received, sent, received_in_all, sizes, group=group, async_op=True)
@@ -220,11 +221,13 @@ def _start(ids_sent: list[_SentIds]) -> None:
     for group, of_group in groups.items():
         if group.size() == 1:
             continue
-        parts = list(chain.from_iterable([ids.parts for ids in of_group]))
-        is_packed = group.size() <= _MAX_PACKED_RANKS
-        exchanges = [
-            _Exchange(of_exchange, group) for of_exchange in ([parts] if is_packed else [[part] for part in parts])
-        ]
+        parts: list[_Part] = []
+        for ids in of_group:
+            parts += ids.parts
+        if group.size() <= _MAX_PACKED_RANKS:
+            exchanges = [_Exchange(parts, group)]
+        else:
+            exchanges = [_Exchange([part], group) for part in parts]
         for ids in of_group:
             ids.exchanges = exchanges
 

@@ -205,4 +205,5 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
     @property
     @override
     def module_stays(self) -> bool:
-        return isinstance(self.module, FSDPModule)  # for the next run; a failed step leaves parameters gathered
+        # For the next run. A failed step leaves parameters gathered, a failed set-up part of the module sharded.
+        return any(isinstance(module, FSDPModule) for module in self.module.modules())

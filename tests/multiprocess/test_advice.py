@@ -114,9 +114,9 @@ def _sent(case: str, counted: list[dict[str, Any]]) -> dict[str, float]:
 @pytest.mark.parametrize("case", [*(name for name in CASES if "WithBags" not in name), *BY_TABLE])
 def test_a_rank_sends_what_is_estimated(case: str, counted: list[dict[str, Any]]) -> None:
     kind, optimizer, strategy, _ = (CASES | BY_TABLE)[case]
-    # What ranks agree on, some hundred bytes a step, is not estimated.
+    # What ranks agree on, some hundred bytes a step, is not estimated, nor that the first lookup sends 64-bit numbers.
     assert _row(_advice(kind, optimizer), strategy).sent_total == pytest.approx(
-        sum(_sent(case, counted).values()), rel=0.1, abs=500
+        sum(_sent(case, counted).values()), rel=0.1, abs=600
     )
 
 

@@ -49,7 +49,7 @@ def test_help_lists_all_commands(run: Run) -> None:
     assert code == 0
     for name in (*LightningCLI.subcommands(), *main.COMMANDS):
         assert f"\n    {name} " in text, name
-    assert "Inspect a checkpoint, or compare two." in text
+    assert "Inspect a checkpoint, compare two, or merge a difference." in text
     assert run("-h") == (0, text, "")
     assert run() == (2, "", text)
 

@@ -83,6 +83,8 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
         "kind": "checkpoint of lightning_distrec",
         "bytes_on_disk": sum(file.stat().st_size for file in path.iterdir()),
         "problem": None,
+        "base": None,
+        "changed_rows": {},
         "step": 30,
         "epoch": 2,
         "num_ranks": 3,

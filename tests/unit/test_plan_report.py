@@ -101,10 +101,10 @@ def test_time_and_bytes_are_printed_where_they_are_known() -> None:
     plan = {"ebc.t0": sharding(tables[0], "table_wise", [0])}
     text = " ".join(printed(tables, plan, layout, cost_of([4.0, 1.0, 1.0, 2.0])))
     assert "Estimated time for tables, per step: 4 ms on the slowest rank (0), 2 ms on average" in text
-    # Rank 0 sends bags of 32 KiB to each; the others send it ids and lengths of 8 KiB each, and gradients of 32 KiB.
+    # Rank 0 sends bags of 32 KiB to each; the others send it ids and lengths of 4 KiB each, and gradients of 32 KiB.
     # All send each other three numbers, 24 bytes.
     assert (
-        "Estimated bytes sent for tables, per rank and step: 60.1 KiB (20.0 KiB within its node, 40.0 KiB across "
+        "Estimated bytes sent for tables, per rank and step: 54.1 KiB (18.0 KiB within its node, 36.0 KiB across "
         "nodes); most by rank 0: 96.1 KiB"
     ) in text
     assert not any("Estimated time" in line for line in printed(tables, plan, layout))
