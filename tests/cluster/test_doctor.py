@@ -50,6 +50,7 @@ def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
     assert all(0 < link["latency_seconds"] < 0.1 and link["bytes_per_second"] > 1e6 for link in found["links"])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_reported(slurm: Slurm) -> None:
     command = f"[ $SLURM_PROCID = 1 ] || exec {' '.join(DOCTOR)} --timeout=3"
     done = slurm.srun(["-N2", "-n2"], ["bash", "-c", command])

@@ -19,6 +19,7 @@ def _agent(*arguments: str, **more: str) -> "subprocess.Popen[str]":
     return start(sys.executable, "-m", "torch.distributed.run", *arguments, *SCRIPT[1:], **more)
 
 
+@pytest.mark.slow
 def test_agents_may_have_unequal_numbers_of_ranks() -> None:
     together = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=unequal")
     out, _ = ended(*(_agent(*together, f"--nproc-per-node={ranks}") for ranks in (2, 1)))

@@ -173,6 +173,7 @@ def _all_fail() -> dict[str, dict[int, Seen]]:
     return {f"{where} {at}": {depth: faults.fails(depth, where, at, (0, 1)) for depth in (1, 3)} for where, at in cases}
 
 
+@pytest.mark.slow
 def test_fitting_again_after_an_exception_on_all_ranks_is_as_without_a_pipeline() -> None:
     assert_equal_to_depth_1(run_on_ranks(_all_fail, 2))
 

@@ -10,7 +10,6 @@ import yaml
 
 from lightning_distrec.cli.main import main
 from tests.support.console import fit_by_console
-from tests.support.parameters import slow_except
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAGMENTS = sorted((ROOT / "recipes" / "strategies").glob("*.yaml"))
@@ -88,7 +87,8 @@ def test_a_class_behind_a_class_keeps_the_options_that_it_has_too(
     assert "min_rows" not in strategy["init_args"]
 
 
-@pytest.mark.parametrize("name", slow_except(["torchrec_sharded"], CLASSES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_run_has_the_strategy_of_the_fragment(name: str, tmp_path: Path) -> None:
     other, *_ = (class_name for class_name in CLASSES.values() if class_name != CLASSES[name])
     arguments = [
