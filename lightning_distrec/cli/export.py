@@ -32,6 +32,12 @@ def parser() -> ArgumentParser:
         help="Write only what has changed since this checkpoint: of tables NAME.ids and NAME.rows, of other layers all "
         "weights. For *.pt and *.safetensors.",
     )
+    parser.add_argument(
+        "--pickles",
+        action="store_true",
+        help="Read a checkpoint that was saved with `checkpoint: {pickles: true}`. Code in it is run: set it for files "
+        "that you trust.",
+    )
     parser.add_argument("--overwrite", action="store_true", help="Replace OUT if it exists.")
     return parser
 
@@ -52,6 +58,7 @@ def run(options: Namespace) -> int:
             Path(options.out),
             overwrite=options.overwrite,
             since=None if options.since is None else Path(options.since),
+            pickles=options.pickles,
             on_progress=lambda written, total: progress.update(task, completed=written, total=total),
         )
     return EXIT_OK

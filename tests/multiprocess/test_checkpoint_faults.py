@@ -28,6 +28,8 @@ from lightning_distrec.checkpoint import atomic_folder, storage
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import load
+from lightning_distrec.checkpoint.tools.export import export
+from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.parameters import slow_except
@@ -882,6 +884,17 @@ def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -
             assert "set checkpoint={'pickles': True} in the strategy" in found["saved without"]
             if rank == 0:
                 assert found["loaded"] == (datetime(2026, 1, 1), "MSELoss", found["read"])
+    for kind in kinds:
+        saved = tmp_path / kind / "it.ckpt"
+        with pytest.raises(CheckpointError, match="a checkpoint of pickles: true needs that option"):
+            export(saved, tmp_path / f"{kind}.pt")
+        with pytest.raises(CheckpointError, match="--pickles reads weights alone"):
+            export(saved, tmp_path / f"{kind}.ckpt", pickles=True)
+        export(saved, tmp_path / f"{kind}.pt", pickles=True)
+        state = WithSettings.load_from_checkpoint(saved, weights_only=False).state_dict()
+        exported = torch.load(tmp_path / f"{kind}.pt")
+        assert list(exported) == list(state)
+        assert all(torch.equal(exported[name], state[name]) for name in state)
 
 
 def _hyperparameters(scratch: str) -> tuple[list[str], dict[str, Any]]:

@@ -1,5 +1,8 @@
 """LightningModules of public packages, as they are published, train on two ranks what one process trains."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,9 +34,17 @@ def packages(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("name", published.MODULES)
-def test_published_modules_train_and_recommend_as_in_one_process(name: str, packages: Path) -> None:
-    on_ranks = run_on_ranks(published.train, 2, name, str(packages), True)
-    (alone,) = run_on_ranks(published.train, 1, name, str(packages), False)
+def test_published_modules_train_recommend_and_export_as_in_one_process(
+    name: str, packages: Path, tmp_path: Path
+) -> None:
+    saved, exported = str(tmp_path / "saved.ckpt"), str(tmp_path / "exported.pt")
+    on_ranks = run_on_ranks(published.train, 2, name, str(packages), saved)
+    (alone,) = run_on_ranks(published.train, 1, name, str(packages))
+    command = [sys.executable, "-m", "lightning_distrec", "export", saved, exported]
+    command += ["--pickles"] if "TFT" in name else []
+    path = os.pathsep.join([*sys.path, *map(str, published.folders(packages))])
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path}, timeout=60)
+    assert too_far(torch.load(exported), on_ranks[0]["state"], 0.0) == {}
     wanted = without_bias_of_keys(alone["state"])
     for rank, found in enumerate(on_ranks):
         assert found["tables"], "nothing was sharded"

@@ -52,6 +52,11 @@ def install(folder: Path) -> str:
     return next(filter(None, each), "")
 
 
+def folders(folder: Path) -> list[Path]:
+    """Return where the packages are, and last what they need."""
+    return [folder / name for name in (*PACKAGES, "needed")]
+
+
 def _sequences() -> tuple[Tensor, Tensor]:
     """Return items 1 to 59, left-padded with 0, and where they are; one sequence more than all batches take."""
     lengths = torch.randint(3, LENGTH + 1, (SIZE,))
@@ -247,10 +252,14 @@ class SameDraws(pl.Callback):
         self.tables = tuple(run_tables.updates) if run_tables is not None else ()
 
 
-def train(name: str, folder: str, sharded: bool) -> dict[str, Any]:
-    """Train on each rank, or in one process; return the state, and what the ordinary module recommends."""
-    sys.path[:0] = [str(Path(folder) / package) for package in PACKAGES]
-    sys.path.append(str(Path(folder) / "needed"))
+def train(name: str, folder: str, saved_as: str = "") -> dict[str, Any]:
+    """Train; return the state, and what the ordinary module recommends.
+
+    saved_as: the path of a checkpoint that all ranks save, of tables that they shard; "": in one process, unsharded.
+    """
+    *packages, needed = map(str, folders(Path(folder)))
+    sys.path[:0] = packages
+    sys.path.append(needed)
     warnings.simplefilter("ignore")
     torch.manual_seed(7)
     np.random.seed(7)
@@ -258,7 +267,7 @@ def train(name: str, folder: str, sharded: bool) -> dict[str, Any]:
     rank, num_ranks = rank_and_num_ranks()
     noted = SameDraws()
     loader = DataLoader(batches[rank::num_ranks], batch_size=None)  # type: ignore[arg-type]
-    if sharded:
+    if saved_as:
         trainer = make_trainer({"convert_embeddings": "all"} | strategy, callbacks=[noted])
     else:  # the mean of two batches' gradients is that of two ranks
         trainer = pl.Trainer(**DEFAULTS, callbacks=[noted], devices=1, accumulate_grad_batches=2)
@@ -267,7 +276,8 @@ def train(name: str, folder: str, sharded: bool) -> dict[str, Any]:
     if predicts:
         trainer.validate(module, loader, verbose=False)
         predicted = trainer.predict(module, loader)
-    if sharded:
+    if saved_as:
+        trainer.save_checkpoint(saved_as)
         trainer.strategy.unshard()  # type: ignore[attr-defined]
     module.eval()
     torch.save(module.state_dict(), file := io.BytesIO())  # an ordinary module

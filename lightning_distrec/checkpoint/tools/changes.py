@@ -14,14 +14,14 @@ from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
 from lightning_distrec.errors import CheckpointError
 
 
-def changes_since(source: Path, since: Path) -> dict[str, Any]:
+def changes_since(source: Path, since: Path, pickles: bool = False) -> dict[str, Any]:
     """Return the weights of `source` that are not those of `since`.
 
     Of a sharded table `<name>.ids`, (num_changed,) int64, ascending, and `<name>.rows`, (num_changed, dim); they are in
     memory. Other weights in full, where they differ. Of a difference and its base no more than the rows that the
     difference has is read. Raises CheckpointError: their weights have other names or shapes.
     """
-    new, old = read_contents(source), read_contents(since)
+    new, old = read_contents(source, pickles), read_contents(since, pickles)
     mine, before = mark_of(source, new.marker), mark_of(since, old.marker)
     is_base = mine is not None and before is not None and mine.is_difference and mine.base_id == before.id
     tables = {tensor.name for tensor in description_of(source, new).tensors if tensor.sharding_type is not None}

@@ -26,6 +26,7 @@ def export(
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     since: Path | None = None,
+    pickles: bool = False,
 ) -> None:
     """Write the checkpoint `source` as one plain file; tables pass through memory in blocks of 64 MiB.
 
@@ -34,6 +35,7 @@ def export(
     nothing is left behind if it fails. The state of single ranks, generators and dataloaders, is left out.
     overwrite: whether to replace an existing file. on_progress: called with the bytes written, and their total.
     since: an earlier checkpoint: write what has changed since then alone, see `changes_since`; a state_dict's formats.
+    pickles: whether the checkpoints may hold any types, whose code is run; a state_dict's formats alone can be written.
     Raises CheckpointError: the target exists, or its disk is full; the source is not complete, or has values that the
     format cannot hold.
     """
@@ -45,7 +47,9 @@ def export(
     _must_be_free(target, overwrite)
     if since is not None and target.suffix == ".ckpt":
         raise CheckpointError(f"{target}: rows that have changed are no checkpoint. Name it *.safetensors or *.pt.")
-    value = _content_for(source, target) if since is None else changes_since(source, since)
+    if pickles and target.suffix == ".ckpt":
+        raise CheckpointError(f"{target}: --pickles reads weights alone. Name it *.safetensors or *.pt.")
+    value = _content_for(source, target, pickles) if since is None else changes_since(source, since, pickles)
     total = sum(num_bytes(lazy) for lazy in tensors_of(value).values())
     _check_disk_space(target, total)
     written = 0
@@ -78,9 +82,9 @@ def _must_be_free(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: the folder {target.parent} does not exist. Create it first.")
 
 
-def _content_for(source: Path, target: Path) -> dict[str, Any]:
+def _content_for(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     """Return what to write, with handles for tensors."""
-    checkpoint = read_contents(source).checkpoint
+    checkpoint = read_contents(source, pickles).checkpoint
     if not isinstance(state := checkpoint.get("state_dict"), dict):
         raise CheckpointError(
             f"{source} holds no state_dict, only {sorted(map(str, checkpoint))}; there is nothing to export."
