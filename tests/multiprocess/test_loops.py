@@ -201,5 +201,6 @@ def test_compiled_dense_layers_are_exact(compiled: dict[str, Any]) -> None:
     assert_equal(compiled["dense"], train_plain_click_model)
 
 
+@pytest.mark.slow
 def test_a_compiled_lightning_module_is_exact(compiled: dict[str, Any]) -> None:
     assert_equal(compiled["module"], train_plain_click_model)

@@ -23,6 +23,9 @@ RARE |= {f"{kind} {mode} (3, 3) (0, 2)" for kind in ("sized", "unsized") for mod
 RARE |= {"sized stop (6, 4, 5) (2, 2)", "unsized stop (4, 4) (3, 1, 2)", "combined min_size", "combined max_size"}
 RARE |= {"sized stop (4, 4) (3, 1, 2)", "sized error (4, 4) (3, 1, 2)"}
 RARE |= {"sized error (6, 4, 5) (2, 2)", "unsized error (4, 4) (3, 1, 2)", "sized error (4, 0) (2, 2)"}
+RARE |= {"limit of unsized", "max_steps of unsized", "should_stop unsized", "the same, unsized", "reloaded"}
+RARE |= {"val_check_interval over epochs", "min_size unsized", "max_size_cycle unsized", "saved endless"}
+RARE |= {"unsized stop (4, 0) (2, 2)", "unsized error (4, 0) (2, 2)"}
 """Those that are near others."""
 
 

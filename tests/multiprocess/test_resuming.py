@@ -280,14 +280,12 @@ GROUPS = {
 }
 USUAL = {
     "plans": ["from 2"],
-    "optimizers": ["RowWiseAdagrad", "Adam", "groups and rates in steps"],
-    "modules": ["EmbeddingCollection", "nn.Embedding", "frozen, Adam"],
+    "optimizers": ["Adam", "groups and rates in steps"],
+    "modules": ["nn.Embedding"],
     "loops": [
         "middle of an epoch",
         "middle, written behind the steps",
-        "validated in the middle",
         "16-mixed",
-        "random, middle",
         "moving average, middle",
     ],
     "files": ["one file, Adagrad", "stock, RowWiseAdagrad"],
