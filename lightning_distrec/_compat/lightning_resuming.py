@@ -20,6 +20,16 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> None:
     trainer._checkpoint_connector.find = find
 
 
+def update_plateaus_of_this_epoch(trainer: Any) -> None:
+    """Let the fit loop update ReduceLROnPlateau at the end of the epoch that it has resumed in.
+
+    Upstream leaves them out there, since their metrics are not in checkpoints. The public setter sets it for the loops
+    inside, too, and to True where a fit is limited by steps.
+    Source: lightning/pytorch/loops/fit_loop.py, `on_advance_end`, which alone reads it after an epoch has begun.
+    """
+    trainer.fit_loop._restarting = False
+
+
 class _Resumes(_CheckpointConnector):
     """What `resume_from` makes of a trainer's connector; at the top of the file, so that pickle finds it."""
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -80,6 +81,32 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
     trainer.ckpt_path = "set.ckpt"
     assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == "set.ckpt"
     assert asked == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
+
+
+class Restarts(Callback):
+    """Lets the fit loop believe that the epoch is one that it has resumed in."""
+
+    def __init__(self, is_let: bool) -> None:
+        self.is_let = is_let
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.fit_loop._restarting = True
+        if self.is_let:
+            lightning_resuming.update_plateaus_of_this_epoch(trainer)
+
+
+@pytest.mark.parametrize("is_let", [False, True])
+def test_plateaus_are_updated_in_a_resumed_epoch_where_it_is_let(is_let: bool) -> None:
+    trainer = Trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=0, callbacks=[Restarts(is_let)], **QUIET)
+    update, updates = trainer.fit_loop.epoch_loop.update_lr_schedulers, []
+
+    def note(interval: str, update_plateau_schedulers: bool) -> None:
+        updates.append((interval, update_plateau_schedulers))
+        update(interval, update_plateau_schedulers)
+
+    trainer.fit_loop.epoch_loop.update_lr_schedulers = note  # type: ignore[method-assign]
+    trainer.fit(BoringModel())
+    assert (("epoch", True) in updates) is is_let
 
 
 def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:

@@ -10,6 +10,7 @@ from lightning_distrec.checkpoint.generators import generator_states, set_genera
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.pipeline.position import PositionedLoader, adapt_progress, resumable, states_of_all_ranks
+from lightning_distrec.strategies.checkpoints.plateaus import warn_of_missed_epoch
 
 COUNTERS = ("ready", "started", "processed", "completed")
 POSITIONS = "distrec_positions"
@@ -24,6 +25,8 @@ class Positions:
         self._loaders: list[Any] = []
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
+        self._begins_at_an_end = False
+        """Whether that checkpoint was saved after the last batch of an epoch and before its end."""
 
     def keep(self, loader: Any) -> Any:
         """Return the training loader, with a position that checkpoints hold if it can have one."""
@@ -76,6 +79,9 @@ class Positions:
                     "number of ranks: an epoch that it was in the middle of starts again."
                 )
         adapt_progress(fit_loop, self._ranks.num_ranks)
+        epochs = fit_loop["epoch_progress"]["current"]
+        is_last = fit_loop["epoch_loop.batch_progress"]["is_last_batch"]
+        self._begins_at_an_end = bool(is_last and epochs["completed"] < epochs["ready"])
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Restore the random generators again, and set Lightning's count of batches to the loaders' positions."""
@@ -84,6 +90,9 @@ class Positions:
         if self._generators is not None and (self._are_kept or trainer.fit_loop.restarted_mid_epoch):
             set_generator_states(self._generators)
         self._generators = None
+        if self._begins_at_an_end:
+            warn_of_missed_epoch(trainer)
+            self._begins_at_an_end = False
 
     def _count_batches(self, trainer: Trainer) -> None:
         """Let Lightning count the batches before the positions that were loaded.
