@@ -65,10 +65,16 @@ print("end")
 @pytest.mark.parametrize(
     "imports",
     [
-        "import lightning_distrec, lightning_distrec.errors\nimport pytorch_lightning as pl",
-        "import pytorch_lightning as pl\nimport lightning_distrec, lightning_distrec.errors",
+        pytest.param(
+            "import lightning_distrec, lightning_distrec.errors\nimport pytorch_lightning as pl",
+            id="imported-after",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "import pytorch_lightning as pl\nimport lightning_distrec, lightning_distrec.errors",
+            id="imported-before",
+        ),
     ],
-    ids=["imported-after", "imported-before"],
 )
 def test_what_to_import_is_said_where_the_namespaces_meet(imports: str, tmp_path: Path) -> None:
     # import of lightning_distrec makes use of both

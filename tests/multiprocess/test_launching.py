@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.parameters import slow_except
 
 SCRIPT = "tests.support.dlrm_script"
 
@@ -49,7 +48,8 @@ def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_change
     assert "Adam moves rows that no id touched" in done.stdout
 
 
-@pytest.mark.parametrize("rank", slow_except(["1"], ["0", "1"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: str) -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", RAISE_ON_RANK=rank)
     # Lightning's launcher looks every five seconds whether a child has ended, and kills the process that it is in where
