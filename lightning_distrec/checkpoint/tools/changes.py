@@ -19,7 +19,8 @@ def changes_since(source: Path, since: Path, pickles: bool = False) -> dict[str,
 
     Of a sharded table `<name>.ids`, (num_changed,) int64, ascending, and `<name>.rows`, (num_changed, dim); they are in
     memory. Other weights in full, where they differ. Of a difference and its base no more than the rows that the
-    difference has is read. Raises CheckpointError: their weights have other names or shapes.
+    difference has is read. pickles: whether both may hold any types, whose code is run. Raises CheckpointError: their
+    weights have other names or shapes.
     """
     new, old = read_contents(source, pickles), read_contents(since, pickles)
     mine, before = mark_of(source, new.marker), mark_of(since, old.marker)

@@ -48,7 +48,10 @@ def export(
     if since is not None and target.suffix == ".ckpt":
         raise CheckpointError(f"{target}: rows that have changed are no checkpoint. Name it *.safetensors or *.pt.")
     if pickles and target.suffix == ".ckpt":
-        raise CheckpointError(f"{target}: --pickles reads weights alone. Name it *.safetensors or *.pt.")
+        raise CheckpointError(
+            f"{target}: --pickles reads weights alone, and a Lightning checkpoint needs more. Name it *.safetensors or "
+            "*.pt."
+        )
     value = _content_for(source, target, pickles) if since is None else changes_since(source, since, pickles)
     total = sum(num_bytes(lazy) for lazy in tensors_of(value).values())
     _check_disk_space(target, total)

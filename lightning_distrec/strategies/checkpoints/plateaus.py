@@ -12,7 +12,7 @@ def update_in_resumed_epoch(trainer: Trainer) -> None:
 
     Others stay without an update, as in Lightning: a training epoch's metrics are not in checkpoints.
     """
-    if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.fit_loop.restarting:
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.restarting:
         return
     monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     if monitors and all(monitor in trainer.callback_metrics for monitor in monitors):

@@ -1,4 +1,4 @@
-"""The hooks for checkpoints, which are the same for all strategies of ours, in a run and after it."""
+"""The hooks for checkpoints and for resuming, which are the same for all strategies of ours, in a run and after it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_distrec.cluster.process_exit import note_failure
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
+from lightning_distrec.strategies.checkpoints.plateaus import update_in_resumed_epoch
 from lightning_distrec.strategies.run.forked_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.session import Session
 
@@ -58,6 +59,16 @@ class CheckpointHooks(DDPStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         self.session.checkpoints.load_optimizers(checkpoint, self.optimizers)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.session.checkpoints.on_train_start()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        update_in_resumed_epoch(self.module.trainer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_i
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.in_memory import copying
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
-from lightning_distrec.strategies.checkpoints.plateaus import update_in_resumed_epoch
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
@@ -209,16 +208,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         loader = even(dataloader, self.session.consensus, self._uneven_inputs, rank_zero_warn)
         is_training = self.module.trainer.training
         return self.session.checkpoints.keep_position(loader) if is_training else loader
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self.session.checkpoints.on_train_start()
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        update_in_resumed_epoch(self.module.trainer)
 
     def before_training_step(self) -> AnyRun:
         """Begin every training step. Raises CheckpointError on every rank: a write in the background has failed."""
