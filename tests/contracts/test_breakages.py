@@ -7,7 +7,18 @@ import pytest
 from tests.breakages.patches import BREAKAGES, Breakage
 from tests.breakages.trial import ROOT, place_of
 
-ROOMS = ("cluster", "checkpoint", "pipeline", "sharding", "optimizers", "strategies", "callbacks", "cli", "advice")
+ROOMS = (
+    "cluster",
+    "checkpoint",
+    "pipeline",
+    "sharding",
+    "optimizers",
+    "strategies",
+    "callbacks",
+    "metrics",
+    "cli",
+    "advice",
+)
 
 
 def test_breakages_change_one_place_each_and_name_tests_that_exist() -> None:

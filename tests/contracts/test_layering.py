@@ -81,6 +81,7 @@ MAY_IMPORT = {
     "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans
+    "metrics": {"errors"},  # for any strategy, and for none
     "advice": BELOW_STRATEGIES | STRATEGIES,
     "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
     "cli": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "advice", "bench", "__init__"},

@@ -1,0 +1,139 @@
+"""Metrics over ranks are those of one process that has seen all examples."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_distrec.errors import ConfigError, DataError
+from lightning_distrec.metrics import retrieval_metrics, slice_of_rank, target_ranks
+from tests.support.parameters import slow_except
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.unit.test_retrieval_metrics import drawn
+
+QUERIES, CANDIDATES = 23, 50
+
+
+def _join() -> tuple[int, int]:
+    """Return this rank and the number of ranks, which have a process group from here on."""
+    rank, num_ranks = rank_and_num_ranks()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    return rank, num_ranks
+
+
+def _ranked(ties: str, held: str, max_bytes: int) -> tuple[Tensor, dict[str, float]]:
+    """Rank all queries: the first rank has none of them, the last one most."""
+    rank, num_ranks = _join()
+    queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
+    mine = slice(3 * (rank - 1), 3 * rank) if rank < num_ranks - 1 else slice(3 * (rank - 1), QUERIES)
+    mine = slice(0, 0) if rank == 0 else mine
+    columns, ids = slice_of_rank(CANDIDATES), None
+    if held == "all":
+        columns = slice(None)
+    elif held == "ids":
+        columns = slice(rank, None, num_ranks)
+        ids = torch.arange(CANDIDATES)[columns]
+    # Ranks whose queries have nothing to leave out pass a narrower tensor.
+    left_out = excluded[mine][:, : None if rank else 0]
+    ranks = target_ranks(
+        queries[mine], targets[mine], candidates[columns], CANDIDATES,
+        ids=ids, excluded=left_out, ties=ties, max_bytes=max_bytes,
+    )  # fmt: skip
+    metrics = retrieval_metrics(1, 5)
+    metrics.update(ranks)
+    return ranks, {name: float(value) for name, value in metrics.compute().items()}
+
+
+def _refused() -> dict[str, str]:
+    """Return the error of each call that does not fit on one rank, or on all."""
+    rank, _ = _join()
+    queries, candidates, targets, _ = drawn(4, 8, 1)
+    block = slice_of_rank(8)
+    doubled = torch.arange(8)[block].index_fill(0, torch.tensor([0]), 0)
+    calls: dict[str, Any] = {
+        "shape": lambda: target_ranks(queries, targets[rank:], candidates[block], 8),
+        "number": lambda: target_ranks(queries, targets, candidates[block], 9),
+        "differs": lambda: target_ranks(queries, targets, candidates[block], 8, max_bytes=100 + rank),
+        "absent": lambda: target_ranks(queries, targets * 0 + 8 * (rank == 0), candidates[block], 8),
+        "twice": lambda: target_ranks(queries, targets * 0, candidates[block], 8, ids=doubled),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ConfigError, DataError) as error:
+            found[name] = str(error)
+    return found
+
+
+class Retrieval(LightningModule):
+    """Validates as users do: by a collection, updated in each validation_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = retrieval_metrics(1, 5, prefix="val/")
+        self.layer = torch.nn.Linear(1, 1)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        _, candidates, _, _ = drawn(QUERIES, CANDIDATES, 2)
+        self.metrics.update(target_ranks(*batch, candidates[slice_of_rank(CANDIDATES)], CANDIDATES))
+        self.log_dict(self.metrics, batch_size=len(batch[0]))
+
+
+def _validated() -> dict[str, float]:
+    queries, _, targets, _ = drawn(QUERIES, CANDIDATES, 2)
+    data = torch.utils.data.TensorDataset(queries, targets)
+    rank, num_ranks = rank_and_num_ranks()
+    trainer = Trainer(
+        accelerator="cpu", devices=num_ranks, strategy="ddp", logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    return trainer.validate(Retrieval(), torch.utils.data.DataLoader(data, batch_size=4), verbose=False)[0]
+
+
+HELD = [("last", "slices", 2**20), ("id", "slices", 700), ("first", "ids", 700), ("last", "all", 700)]
+
+
+@pytest.fixture(scope="module", params=slow_except([3], [2, 3]))
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank found."""
+    calls: dict[str, Any] = {str(case): (_ranked, *case) for case in HELD}
+    return run_each_on_ranks({**calls, "refused": (_refused,), "validated": (_validated,)}, request.param)
+
+
+@pytest.mark.parametrize("case", HELD, ids=str)
+def test_targets_have_the_ranks_that_one_process_gives_them(found: list[dict[str, Any]], case: Any) -> None:
+    queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
+    truth = target_ranks(queries, targets, candidates, CANDIDATES, excluded=excluded, ties=case[0])
+    assert torch.equal(torch.cat([rank[str(case)][0] for rank in found]), truth)
+    metrics = retrieval_metrics(1, 5)
+    metrics.update(truth)
+    means = {name: float(value) for name, value in metrics.compute().items()}
+    for rank in found:
+        assert rank[str(case)][1] == pytest.approx(means, abs=1e-6)
+
+
+def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        refused = rank["refused"]
+        assert "one row for each query" in refused["shape"] or "arguments of rank 1 do not fit" in refused["shape"]
+        assert "neither slices of num_candidates=9" in refused["number"]
+        assert "max_bytes differs between ranks: [100, 101" in refused["differs"]
+        assert "target 8 is no candidate" in refused["absent"]
+        assert "target 0 is a candidate twice" in refused["twice"]
+
+
+def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(found: list[dict[str, Any]]) -> None:
+    queries, candidates, targets, _ = drawn(QUERIES, CANDIDATES, 2)
+    # Lightning's sampler fills up with the first examples.
+    filled = torch.arange(-(-len(queries) // len(found)) * len(found)) % len(queries)
+    metrics = retrieval_metrics(1, 5, prefix="val/")
+    metrics.update(target_ranks(queries[filled], targets[filled], candidates, CANDIDATES))
+    truth = {name: float(value) for name, value in metrics.compute().items()}
+    for rank in found:
+        assert rank["validated"] == pytest.approx(truth, abs=1e-6)
