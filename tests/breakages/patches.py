@@ -822,4 +822,12 @@ BREAKAGES = (
         "A collection takes recall@10 for recall@100, because both were 0 in the first batch.",
         ("unit/test_retrieval_metrics.py",),
     ),
+    Breakage(
+        "bins-of-one-user",
+        "lightning_distrec/metrics/gauc.py",
+        r"users\.long\(\) \* self\.bins \+ ",
+        "",
+        "A binned GAUC is the AUC of all users' examples, pairs of different users among them.",
+        ("unit/test_example_metrics.py",),
+    ),
 )

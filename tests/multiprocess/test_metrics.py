@@ -10,9 +10,20 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_distrec.errors import ConfigError, DataError
-from lightning_distrec.metrics import retrieval_metrics, slice_of_rank, target_ranks
+from lightning_distrec.metrics import (
+    GAUC,
+    Calibration,
+    DecayedAUC,
+    NormalizedEntropy,
+    TaskMetrics,
+    WindowedAUC,
+    retrieval_metrics,
+    slice_of_rank,
+    target_ranks,
+)
 from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.unit.test_example_metrics import examples
 from tests.unit.test_retrieval_metrics import drawn
 
 QUERIES, CANDIDATES = 23, 50
@@ -71,6 +82,49 @@ def _refused() -> dict[str, str]:
     return found
 
 
+def make_task_metrics() -> TaskMetrics:
+    """Return every metric of predictions and labels, for two tasks."""
+    metrics = {
+        "ne": NormalizedEntropy(),
+        "calibration": Calibration(),
+        "gauc": GAUC(),
+        "binned": GAUC(bins=50, num_users=30),
+        "windowed": WindowedAUC(1000),
+        "decayed": DecayedAUC(half_life=2.0),
+    }
+    return TaskMetrics(["click", "purchase"], metrics)
+
+
+def _updated(rank: int, num_ranks: int) -> dict[str, float]:
+    """Return what all metrics come to; `rank` takes each num_ranks-th example of each batch."""
+    preds, labels, users, _ = examples()
+    metrics = make_task_metrics()
+    for first in range(0, 400, 50):
+        mine = slice(first + rank, first + 50, num_ranks)
+        both = [{"click": of[mine], "purchase": 1 - of[mine]} for of in (preds, labels)]
+        metrics.update(*both, users=users[mine])
+    found = {name: float(value) for name, value in metrics.compute().items()}
+    gauc = metrics.tasks["click"]["binned"]
+    assert isinstance(gauc, GAUC)
+    return {**found, "bound": float(gauc.error_bound())}
+
+
+def _several_tasks() -> dict[str, float]:
+    return _updated(*_join())
+
+
+def _nothing_on_rank_0() -> float:
+    """Return a GAUC of examples that the last rank has alone."""
+    rank, num_ranks = _join()
+    metric = GAUC()
+    if rank == num_ranks - 1:
+        metric.update(*examples()[:3])
+    else:
+        metric.update(*(each[:0] for each in examples()[:3]))
+        metric.reset()
+    return float(metric.compute())
+
+
 class Retrieval(LightningModule):
     """Validates as users do: by a collection, updated in each validation_step."""
 
@@ -103,7 +157,16 @@ HELD = [("last", "slices", 2**20), ("id", "slices", 700), ("first", "ids", 700),
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank found."""
     calls: dict[str, Any] = {str(case): (_ranked, *case) for case in HELD}
-    return run_each_on_ranks({**calls, "refused": (_refused,), "validated": (_validated,)}, request.param)
+    return run_each_on_ranks(
+        {
+            **calls,
+            "refused": (_refused,),
+            "tasks": (_several_tasks,),
+            "one": (_nothing_on_rank_0,),
+            "validated": (_validated,),
+        },
+        request.param,
+    )
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)
@@ -137,3 +200,16 @@ def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(found: list
     truth = {name: float(value) for name, value in metrics.compute().items()}
     for rank in found:
         assert rank["validated"] == pytest.approx(truth, abs=1e-6)
+
+
+def test_metrics_of_several_tasks_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
+    truth = _updated(0, 1)
+    assert len(truth) == 13
+    for rank in found:
+        assert rank["tasks"] == pytest.approx(truth, abs=1e-6)
+
+
+def test_ranks_without_examples_take_part(found: list[dict[str, Any]]) -> None:
+    metric = GAUC()
+    metric.update(*examples()[:3])
+    assert [rank["one"] for rank in found] == pytest.approx([float(metric.compute())] * len(found))
