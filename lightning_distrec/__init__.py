@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
     from lightning_distrec.callbacks.normalize_rows import NormalizeRows
     from lightning_distrec.callbacks.plan_logger import PlanLogger
+    from lightning_distrec.callbacks.rank_monitor import RankMonitor
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.callbacks.timeline import Timeline
@@ -50,6 +51,7 @@ __all__ = [
     "PlanLogger",
     "PlanningOptions",
     "QuantizedComms",
+    "RankMonitor",
     "ScaledLearningRate",
     "TableOptions",
     "Throughput",
@@ -70,6 +72,7 @@ _HOMES = {
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "PlanningOptions": "lightning_distrec.sharding.planning.planning_options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
+    "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
     "Throughput": "lightning_distrec.callbacks.throughput",

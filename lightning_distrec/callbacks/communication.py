@@ -72,10 +72,16 @@ class Communication(Callback):
         """Bytes that this rank has sent per step of the fit, by kind: the mean over its steps so far."""
         return {kind: sent / max(self._fit.steps, 1) for kind, sent in self._fit.sent.items()}
 
+    @property
+    def mean_bytes_per_step(self) -> dict[str, float]:
+        """The mean over all ranks of what each sent per step of the fit, by kind; empty before its end."""
+        return {} if self._gathered is None else dict(zip(KINDS, self._gathered[:, 0].mean(0).tolist(), strict=True))
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
         self._fit, self._since_log, self._evaluating = SentTotals(), SentTotals(), False
+        self._gathered = None
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return

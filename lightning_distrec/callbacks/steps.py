@@ -25,6 +25,8 @@ class Step:
     """Its duration without pauses."""
     spans: list[Span]
     """The spans that ended in it, in the order of their ends."""
+    cpu_seconds: float = 0.0
+    """CPU time of all threads of this process, without pauses."""
 
 
 class StepClock:
@@ -35,6 +37,7 @@ class StepClock:
         self._begin = 0.0
         self._paused_seconds = 0.0
         self._paused_at: float | None = None
+        self._cpu_begin, self._cpu_paused = 0.0, 0.0
         self._spans: list[Span] = []
 
     def start(self) -> None:
@@ -45,24 +48,25 @@ class StepClock:
 
     def begin(self) -> None:
         """Begin a step now; the time since the end of the last one belongs to no step."""
-        self._begin = time.perf_counter()
+        self._begin, self._cpu_begin = time.perf_counter(), time.process_time()
         self._paused_seconds, self._paused_at, self._spans = 0.0, None, []
 
     def pause(self) -> None:
         """Stop the clock: the time until `resume`, and the spans in it, belong to no step."""
-        self._paused_at = time.perf_counter()
+        self._paused_at, self._cpu_paused = time.perf_counter(), time.process_time()
 
     def resume(self) -> None:
         """Continue after `pause`."""
         if self._paused_at is not None:
             self._paused_seconds += time.perf_counter() - self._paused_at
+            self._cpu_begin += time.process_time() - self._cpu_paused
             self._paused_at = None
 
     def end(self) -> Step:
         """End the step and begin the next."""
-        begin, paused, spans = self._begin, self._paused_seconds, self._spans
+        begin, paused, spans, cpu = self._begin, self._paused_seconds, self._spans, self._cpu_begin
         self.begin()
-        return Step(begin, self._begin, self._begin - begin - paused, spans)
+        return Step(begin, self._begin, self._begin - begin - paused, spans, self._cpu_begin - cpu)
 
     def stop(self) -> None:
         """Stop collecting spans; may be called at any time, and more than once."""

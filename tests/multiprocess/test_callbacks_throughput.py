@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_distrec import Communication, Throughput, Timeline
+from lightning_distrec import Communication, RankMonitor, Throughput, Timeline
 from lightning_distrec.callbacks.communication import print_table
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS, IDS, KINDS, OTHER, ROW_GRADIENTS, ROWS
 from lightning_distrec.errors import ConfigError
@@ -222,7 +222,7 @@ def test_watching_leaves_updates_inside_of_backward(sharded: list[dict[str, Any]
     assert sharded[0]["row_wise"]["updates"] == {"fused"}
 
 
-@pytest.mark.parametrize("callback", [Throughput, Communication, Timeline])
+@pytest.mark.parametrize("callback", [Throughput, Communication, Timeline, RankMonitor])
 def test_no_callback_of_ours_makes_updates_wait_for_the_step(callback: type) -> None:
     assert not {"on_after_backward", "on_before_optimizer_step"} & set(vars(callback))
 

@@ -1,0 +1,130 @@
+"""Gathers what every rank does: step time, waits, CPU, memory; names stragglers, and sums a fit up."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_distrec.callbacks.communication import Communication
+from lightning_distrec.callbacks.rank_records import RankRecord, RecordBoard, Totals, memory_of_rank
+from lightning_distrec.callbacks.run_summary import numbers_of, print_summary, stragglers, summary_of
+from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
+from lightning_distrec.callbacks.throughput import count_samples
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.units import format_ranks
+
+WAIT_SECONDS = 60.0
+"""How long rank 0 waits at the end of a fit for the other ranks' records."""
+FILE = "run_summary.json"
+
+_fits = itertools.count()
+"""Numbers the fits of this process; all ranks count alike, so that records of different fits differ."""
+
+
+class RankMonitor(Clocked):
+    """Logs what all ranks do, warns of stragglers, and sums the fit up as a table and as run_summary.json.
+
+    Each rank measures its steps with the host's clock. Every n steps it leaves a record in the process group's store,
+    and rank 0 logs the latest records of all ranks: no collective is added, and nothing waits for a GPU. With
+    `Communication` among the callbacks the summary has the bytes sent.
+
+    Args:
+        every_n_steps: optimizer steps between two records; None: the Trainer's log_every_n_steps.
+        straggler_share: a rank is a straggler if its own time, without waits for ranks and without backward, is above
+            the ranks' median by more than this share of a step.
+        samples_from: as in `Throughput`.
+    """
+
+    def __init__(
+        self, every_n_steps: int | None = None, straggler_share: float = 0.1, samples_from: str | None = None
+    ) -> None:
+        super().__init__()
+        if straggler_share <= 0:
+            raise ConfigError(f"RankMonitor: straggler_share={straggler_share} must be above 0.")
+        self._log_times = LogTimes("RankMonitor", every_n_steps)
+        self._share, self._samples_from = straggler_share, samples_from
+        self._latest, self._fit = Totals(), Totals()
+        self._board: RecordBoard | None = None
+        self._folder: str | None = None
+        self._named: set[int] = set()
+        self.summary: dict[str, Any] = {}
+        """The summary of the latest fit, on rank 0."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collective. Agree on the folder, and begin to measure."""
+        self._latest, self._fit, self._named, self.summary = Totals(), Totals(), set(), {}
+        self._log_times.start()
+        self._board = RecordBoard(f"lightning_distrec/ranks/{next(_fits)}/", trainer.global_rank)
+        self._folder = trainer.log_dir  # Lightning broadcasts it
+        self.clock.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._board is None or not self.clock.running:
+            return
+        samples = count_samples(batch, self._samples_from, warn=not self._fit.steps) or 0
+        step = self.clock.end()
+        by_span = seconds_by_span(step)
+        for totals in (self._latest, self._fit):
+            totals.add(step.seconds, step.cpu_seconds, samples, by_span)
+        if self._log_times.due(trainer):
+            self._put(trainer, "latest")
+            self._latest = Totals()
+            if trainer.is_global_zero:
+                self._log(trainer, self._board.records("latest"))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the last record; rank 0 waits for those of all ranks, at most WAIT_SECONDS."""
+        self.clock.stop()
+        if self._board is None or not self._fit.steps:
+            return
+        self._put(trainer, "last")
+        if trainer.is_global_zero:
+            records = self._board.records("last", WAIT_SECONDS)
+            self.summary = summary_of(records, self._board.missing(records), self._share, {})
+            self._board.clear()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the summary and write it, on rank 0."""
+        if not self.summary:
+            return
+        counts = [callback.mean_bytes_per_step for callback in trainer.callbacks if isinstance(callback, Communication)]  # type: ignore[attr-defined]
+        self.summary["bytes_sent_per_step"] = counts[0] if counts else {}
+        if trainer.progress_bar_callback is not None:
+            # An active progress bar would be drawn again below the table.
+            trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
+        print_summary(self.summary)
+        trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
+        if self._folder and "://" not in self._folder and not trial:
+            file = Path(self._folder, FILE)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(self.summary, indent=1))
+                rank_zero_info(f"RankMonitor: wrote {file}.")
+            except OSError as error:
+                rank_zero_warn(f"RankMonitor: the summary cannot be written to {file}: {error}.")
+
+    def _put(self, trainer: Trainer, kind: str) -> None:
+        if self._board is not None:
+            memory = memory_of_rank(trainer.strategy.root_device)
+            self._board.put(RankRecord(trainer.global_rank, self._latest, self._fit, memory=memory), kind)
+
+    def _log(self, trainer: Trainer, records: list[RankRecord]) -> None:
+        log(trainer, numbers_of(records))
+        slow = [records[place].rank for place in stragglers([record.latest for record in records], self._share)]
+        if new := sorted(set(slow) - self._named):
+            self._named |= set(new)
+            hosts = ", ".join(sorted({record.host for record in records if record.rank in new}))
+            rank_zero_warn(
+                f"RankMonitor: rank {format_ranks(new)} on {hosts} took more time of its own than the others, by more "
+                f"than {self._share:.0%} of a step; they wait for it. Look at its dataloader, and what else runs there."
+            )
