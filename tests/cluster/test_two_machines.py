@@ -1,5 +1,6 @@
 """Two machines that only one network joins: the interface is found, and a machine that is cut off is named."""
 
+import json
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.debian import require
+from tests.support.kills import check_trained, read_trained
 from tests.support.launches import SCRIPT, check, ended, results_of, start
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.two_machines import Machine, NoMachines, two_machines
@@ -60,3 +62,31 @@ def test_a_machine_that_is_cut_off_is_named(machines: tuple[Machine, Machine], t
     assert "rank 1 has been silent for 3 s: its machine or the network to it is down" in said[0]
     assert "rank 0 has been silent for 3 s" in said[1]
     assert all(rank.returncode for rank in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [5, 20])
+def test_a_link_that_comes_back_costs_time_alone(
+    machines: tuple[Machine, Machine], tmp_path: Path, seconds: int
+) -> None:
+    options = {"KILLED_OPTIONS": json.dumps({"pause": 0.02})}
+    job = JOB | {"MASTER_ADDR": machines[0].address} | options
+    ranks = _start(machines, [sys.executable, "-m", "tests.support.killed_script", str(tmp_path)], job)
+    try:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while max(read_trained(tmp_path).last_steps.values(), default=0) < 5:
+            assert time.monotonic() < deadline
+            assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()
+            time.sleep(0.02)
+        machines[1].cut_off()
+        time.sleep(seconds)
+        machines[1].join_again()
+        stood_still = max(read_trained(tmp_path).last_steps.values())
+        out, err = ended(*ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    trained = read_trained(tmp_path, out + err)
+    assert stood_still < max(trained.last_steps.values()), "the link was cut when all was trained"
+    check_trained(trained, tmp_path, allowed=1e-6)
+    assert trained.first_steps == {0: 0}

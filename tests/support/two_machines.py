@@ -32,6 +32,10 @@ class Machine:
         """Take the link down."""
         _run("ip", "-n", self.space, "link", "set", self.device, "down")
 
+    def join_again(self) -> None:
+        """Bring the link up."""
+        _run("ip", "-n", self.space, "link", "set", self.device, "up")
+
 
 @contextmanager
 def two_machines(mbit_per_second: int | None = None) -> Iterator[tuple[Machine, Machine]]:
