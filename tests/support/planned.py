@@ -114,7 +114,7 @@ def planned_at_random(
 def cost_of(facts: ShardingPlan, draw: np.random.Generator) -> PlanCost:
     """Return a cost that follows what ranks hold and send, with some noise."""
     num_ranks = facts.layout.num_ranks
-    per_byte = np.array([0.2, 1.0, 0.35, 1.0, 0.02, 0.3]) / 2e6
+    per_byte = np.array([0.2, 1.0, 0.35, 1.0, 0.02, 0.3, 0.5]) / 2e6
     sent = facts.traffic.sent() + 1e5
     noise = draw.lognormal(0, 0.25, (num_ranks, len(TIME_PARTS)))
     host = facts.host_memory

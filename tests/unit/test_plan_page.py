@@ -87,9 +87,9 @@ def two_ranks(**changes: Any) -> ShardingPlan:
 
 
 def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> PlanCost:
-    """Return a cost of which a fifth is each part of the time."""
+    """Return a cost of which every part takes as long of the time."""
     return PlanCost(
-        milliseconds=np.array(ms)[:, None].repeat(6, 1) / 6,
+        milliseconds=np.array(ms)[:, None].repeat(7, 1) / 7,
         device_bytes=np.array([int(size * GIB) for size in device_gib]),
         host_bytes=np.array([int(size * GIB) for size in host_gib]),
         device_bytes_usable=np.full(len(ms), GIB),
@@ -221,7 +221,7 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     assert axes.get_ylabel() == "GiB of GPU memory"
     axes = plan_pictures._draw_time(facts).axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
-        np.full((6, 2), [1 / 3, 1 / 2])
+        np.full((7, 2), [2 / 7, 3 / 7])
     )
 
 

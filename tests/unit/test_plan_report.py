@@ -70,7 +70,7 @@ def cost_of(milliseconds: list[float]) -> PlanCost:
     """Return a cost that says times only."""
     none = np.zeros(len(milliseconds), dtype=np.int64)
     return PlanCost(
-        milliseconds=np.array(milliseconds)[:, None].repeat(6, 1) / 6,
+        milliseconds=np.array(milliseconds)[:, None].repeat(7, 1) / 7,
         device_bytes=none,
         host_bytes=none,
         device_bytes_usable=none,

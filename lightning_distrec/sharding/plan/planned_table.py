@@ -1,7 +1,7 @@
 """One table of a plan: its sharding type, its kernel and its shards, with what estimates and reports need of it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -55,6 +55,10 @@ class PlannedTable:
     """Ids per example, of each of its features."""
     update: str = "fused"
     """The kind of its update."""
+    optimizer: str = ""
+    """Class of the optimizer that updates it."""
+    update_milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
+    """(S,): estimated time of a step that updates each shard; None where that was not estimated."""
     update_reason: str = ""
     """Why the update is of that kind."""
     update_bytes_per_element: float = 0.0
@@ -105,6 +109,11 @@ class PlannedTable:
     def learns(self) -> bool:
         """Whether gradients of its rows are exchanged."""
         return self.update != "frozen"
+
+    def update_on(self, rank: int) -> float:
+        """Return the milliseconds of a step that a rank updates this table; 0.0 where that was not estimated."""
+        times = self.update_milliseconds
+        return 0.0 if times is None else float(times[self.ranks == rank].sum())
 
     def for_torchrec(self, devices: list[str]) -> ParameterSharding:
         """Return it as torchrec's sharders take it. devices: of each rank, as that rank names it."""

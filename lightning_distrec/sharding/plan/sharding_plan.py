@@ -22,8 +22,9 @@ TIME_PARTS = (
     "backward exchange",
     "prefetch",
     "exchange of ids",
+    "update",
 )
-"""The parts of a step's time that torchrec's estimators know; planning minimizes their sum.
+"""The parts of a step's time; planning minimizes their sum. All but the updates are of torchrec's estimators.
 
 torchrec's own total, and therefore its planner, leaves the ids out: over a slow link they may be half of the bytes.
 """
@@ -37,7 +38,7 @@ class PlanCost:
     """The estimates for one plan; empty where it was not estimated. Shapes: R is the number of ranks."""
 
     milliseconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(TIME_PARTS))))
-    """(R, 6): time of a step that a rank spends on tables, by `TIME_PARTS`."""
+    """(R, 7): time of a step that a rank spends on tables, by `TIME_PARTS`."""
     device_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """(R,): memory of the rank's GPU that tables and their exchange take; on CPU, of its host."""
     host_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -59,6 +60,16 @@ class PlanCost:
         """(R,): all parts together."""
         total: NDArray[np.float64] = self.milliseconds.sum(axis=1)
         return total
+
+    @property
+    def slowest(self) -> int:
+        """The rank that spends most time on tables."""
+        return int(self.milliseconds_by_rank.argmax())
+
+    def part(self, name: str) -> NDArray[np.float64]:
+        """Return, (R,), the milliseconds of one of `TIME_PARTS`."""
+        of_part: NDArray[np.float64] = self.milliseconds[:, TIME_PARTS.index(name)]
+        return of_part
 
     @property
     def critical_path(self) -> float:

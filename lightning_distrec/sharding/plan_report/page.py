@@ -20,6 +20,7 @@ from lightning_distrec.sharding.plan_report.sentences import (
     milliseconds_in_words,
     sent_in_words,
     time_in_words,
+    updates_in_words,
 )
 from lightning_distrec.units import format_bytes, format_ranks
 
@@ -113,6 +114,8 @@ def _findings(plan: ShardingPlan) -> str:
         time_in_words(plan) or "The time of a step is not known: the plan was not estimated",
         sent_in_words(plan),
     ]
+    if updates := updates_in_words(plan):
+        found.insert(-1, updates)
     return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in found)}</ul>'
 
 

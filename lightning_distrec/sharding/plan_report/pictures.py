@@ -35,7 +35,7 @@ FAR_APART = 30
 DOTS_PER_INCH = 110
 
 TEXT, FAINT, LIMIT, FREE, RESERVED = "#1c2024", "#9aa0a6", "#c0392b", "#e9edf1", "#b9bfc6"
-COLOURS = ("#2f6fb2", "#e08a1e", "#3ba392", "#b4589a", "#6d7885", "#a3b93a")
+COLOURS = ("#2f6fb2", "#e08a1e", "#3ba392", "#b4589a", "#6d7885", "#a3b93a", "#8c564b")
 """Of stacked parts, from the bottom, and of sharding types."""
 
 

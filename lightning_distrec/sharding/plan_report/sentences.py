@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_distrec.sharding.plan.planned_table import PlannedTable
 from lightning_distrec.sharding.plan.sharding_plan import RankUsage, ShardingPlan
 from lightning_distrec.units import format_bytes, quantity
 
@@ -43,6 +44,35 @@ def time_in_words(plan: ShardingPlan) -> str:
         more = f", {slowest / mean - 1:.0%} more than the average of {milliseconds_in_words(mean)}"
     who = f"Rank {int(by_rank.argmax())}, the slowest,"
     return f"{who} spends {milliseconds_in_words(slowest)} of a step on tables{more}"
+
+
+def updates_in_words(plan: ShardingPlan) -> str:
+    """Return what takes most of the updates, and what would change it; "" unless updates outweigh all else.
+
+    Of the slowest rank.
+    """
+    if not plan.cost.known:
+        return ""
+    slowest = plan.cost.slowest
+    all_of_it, updates = plan.cost.critical_path, float(plan.cost.part("update")[slowest])
+    if 2 * updates <= all_of_it:
+        return ""
+    kinds: dict[tuple[str, str], list[PlannedTable]] = {}
+    for table in plan.tables.values():
+        kinds.setdefault((table.update, table.optimizer), []).append(table)
+    times = {key: sum(table.update_on(slowest) for table in tables) for key, tables in kinds.items()}
+    kind, optimizer = max(times, key=times.__getitem__)
+    tables, time = kinds[kind, optimizer], times[kind, optimizer]
+    name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")
+    share = f"{time:.3g} of {milliseconds_in_words(all_of_it)} on rank {slowest}"
+    rows = f"{'all' if kind == 'dense' else 'touched'} rows of {name}"
+    found = f"Updates outweigh lookups: {kind} {optimizer} moves {rows} in each step, {share}"
+    if kind != "dense":
+        return found
+    lazy = " or, not with the same numbers, embedding_update fused_lazy" if plan.on_gpu and "Adam" in optimizer else ""
+    if tables[0].sharding_type == "data_parallel":
+        return f"{found}. Sharded over the ranks, each would move its share"
+    return f"{found}. table_optimizer Adagrad{lazy} would move those that a step looks up"
 
 
 def sent_in_words(plan: ShardingPlan) -> str:

@@ -11,6 +11,7 @@ from lightning_distrec.sharding.plan.planned_table import PlannedTable
 from lightning_distrec.sharding.plan.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.plan.traffic import Traffic
 from lightning_distrec.sharding.plan_report.names import TableName, narrowest_width
+from lightning_distrec.sharding.plan_report.sentences import updates_in_words
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.units import format_bytes, format_ranks, quantity
 
@@ -43,6 +44,7 @@ def print_plan(
         + _types(tables, output_dtype)
         + _comms(plan.comms)
         + _time(plan.cost)
+        + (f"\n{updates}" if (updates := updates_in_words(plan)) else "")
         + _sent(plan.traffic)
         + _rest(tables)
         + (f"\n{planned_with}" if planned_with else ""),

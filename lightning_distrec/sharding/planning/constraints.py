@@ -42,6 +42,8 @@ class TableConstraints:
     """Ids per example of each of its features, if they were counted."""
     update: str = "fused"
     """The kind of its update, for reports."""
+    optimizer: str = ""
+    """Class of the optimizer that updates it."""
     update_reason: str = ""
     """Why the update is of that kind, for reports."""
 

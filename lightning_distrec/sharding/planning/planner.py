@@ -75,7 +75,7 @@ def make_plan(
         },
         cost=replace(_cost(found), lower_bound=totals.lower_bound),
     )
-    return _described(plan, tables, constraints, batch_size)
+    return _described(plan, found, tables, constraints, batch_size)
 
 
 def estimate_plan(
@@ -91,7 +91,7 @@ def estimate_plan(
     on_ranks = PartialPlan([[option] for option in options], budget_of(topology))
     for number, table in enumerate(tables):
         on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
-    return _described(replace(plan, cost=_cost(on_ranks)), tables, constraints, batch_size)
+    return _described(replace(plan, cost=_cost(on_ranks)), on_ranks, tables, constraints, batch_size)
 
 
 def budget_of(topology: Topology) -> MemoryBudget:
@@ -100,7 +100,11 @@ def budget_of(topology: Topology) -> MemoryBudget:
 
 
 def _described(
-    plan: ShardingPlan, tables: list[Table], constraints: Mapping[str, TableConstraints], batch_size: int
+    plan: ShardingPlan,
+    found: PartialPlan,
+    tables: list[Table],
+    constraints: Mapping[str, TableConstraints],
+    batch_size: int,
 ) -> ShardingPlan:
     """Return the plan with what reports need to know of its tables."""
     by_name = torchrec_constraints(tables, constraints)
@@ -112,12 +116,14 @@ def _described(
             weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
             pooling_factors=tuple(by_name[table.name].pooling_factors),
             update=wanted.update,
+            optimizer=wanted.optimizer,
+            update_milliseconds=option.milliseconds_by_part[option.which, TIME_PARTS.index("update")],
             update_reason=wanted.update_reason,
             update_bytes_per_element=wanted.bytes_per_element,
             update_bytes_per_row=wanted.bytes_per_row,
         )
-        for table in tables
-        for wanted in [constraints[table.full_name]]
+        for number, table in enumerate(tables)
+        for wanted, option in [(constraints[table.full_name], found.option_of(number))]
     }
     return replace(plan, tables=described, batch_size=batch_size)
 

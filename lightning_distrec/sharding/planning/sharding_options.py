@@ -16,6 +16,7 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraints
+from lightning_distrec.sharding.planning.update_costs import update_milliseconds
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import SMALL_ROWS, Table
 
@@ -35,7 +36,7 @@ class EstimatedOption:
     which: NDArray[np.intp]
     """(S,): the number of each shard's size."""
     milliseconds_by_part: NDArray[np.float64]
-    """(D, 6): estimated time of a shard of each size in a step, by `TIME_PARTS`."""
+    """(D, 7): estimated time of a shard of each size in a step, by `TIME_PARTS`."""
     device_bytes_by_size: NDArray[np.int64]
     """(D,): what such a shard takes of its rank's GPU; on CPU, of its rank's host."""
     host_bytes_by_size: NDArray[np.int64]
@@ -211,8 +212,8 @@ def _as_estimated(
     # Ids of 8 bytes are what torchrec estimates, too.
     ids = (0.5 if option.tensor.shape[0] <= SMALL_ROWS else 1.0) / blocks
     parts = [
-        (p.fwd_compute, p.fwd_comms / sums, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms * ids)
-        for p in perfs
+        (p.fwd_compute, p.fwd_comms / sums, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms * ids, u)
+        for p, u in zip(perfs, _updates(option, blocks, topology, constraints), strict=True)
     ]
     return EstimatedOption(
         option.sharding_type,
@@ -225,6 +226,21 @@ def _as_estimated(
         np.asarray(host_bytes, dtype=np.int64),
         None if option.cache_params is None else option.cache_params.load_factor,
     )
+
+
+def _updates(
+    option: ShardingOption, blocks: int, topology: Topology, constraints: TableConstraints
+) -> NDArray[np.float64]:
+    """Return, (D,), the milliseconds of a step that updates each shard."""
+    on_gpu = topology.compute_device == "cuda"
+    speed = topology.hbm_mem_bw if on_gpu else topology.ddr_mem_bw
+    if option.compute_kernel.startswith("fused_uvm"):
+        speed = topology.hbm_to_ddr_mem_bw
+    ranks = 1 if option.sharding_type == "data_parallel" else topology.world_size
+    ids = option.batch_size * ranks * sum(option.input_lengths) / blocks
+    sizes = [(shard.size[0], shard.size[1]) for shard in option.shards]
+    per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
+    return update_milliseconds(constraints.update, sizes, ids, per_element, per_row, on_gpu, speed)
 
 
 def _sums_over_rows(topology: Topology) -> float:

@@ -276,6 +276,7 @@ def _constraints(
         bytes_per_element=update.bytes_per_element,
         bytes_per_row=update.bytes_per_row,
         update=update.kind,
+        optimizer=optimizer,
         update_reason=update.why,
     )
 
