@@ -11,22 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_distrec.errors import ConfigError, DataError
+from recipes.movielens.folder import Folder, Ratings, fetch_movielens_100k, read_folder
+from recipes.movielens.ids import AGE_EDGES, YEAR_EDGES, Bags, bags_of_words, check_fits, ids_of_numbers, ids_of_texts
 from recipes.movielens_dlrm.baseline import Scores, mean_rates_score
-from recipes.movielens_dlrm.features import (
-    AGE_EDGES,
-    FEATURES,
-    TABLES,
-    YEAR_EDGES,
-    Bags,
-    bags_of_words,
-    check_fits,
-    count_past,
-    ids_of_known_users,
-    ids_of_numbers,
-    ids_of_texts,
-    latest_items,
-)
-from recipes.movielens_dlrm.folder import Folder, Ratings, fetch_movielens_100k, read_folder
+from recipes.movielens_dlrm.features import FEATURES, TABLES, count_past, ids_of_known_users, latest_items
 
 # The first digit of a US zip code is a group of states. More digits would single out people.
 ZIP_PREFIX_LENGTH = 1
@@ -164,6 +152,11 @@ class MovieLensDataModule(pl.LightningDataModule):
     def baseline(self, split: str) -> Scores:
         """Score the mean-rates baseline on "train", "val" or "test"; call after setup."""
         return mean_rates_score(*self._columns("train"), *self._columns(split))
+
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Return the baseline's validation metrics, for Report; call after setup."""
+        scores = self.baseline("val")
+        return {"mean-rates baseline": {"val_auroc": scores.auroc, "val_log_loss": scores.log_loss}}
 
     def _columns(self, split: str) -> list[Tensor]:
         # Not the feature "user": that one hides new users, while an average may use all it has.

@@ -3,14 +3,12 @@
 An id is 1 + the position of a value in its vocabulary; id 0 is kept for "unknown or missing".
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lightning_distrec.errors import DataError
+from recipes.movielens.ids import Bags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +38,6 @@ FEATURES = tuple(feature for table in TABLES.values() for feature in table.featu
 DENSE = ("user_events", "user_like_rate", "item_events", "item_like_rate")
 """Order of the columns in a batch's dense numbers. All count strictly earlier events only."""
 
-AGE_EDGES = (18, 25, 30, 35, 40, 45, 50, 56, 65)
-YEAR_EDGES = (1940, 1950, 1960, 1970, 1975, 1980, 1985, 1988, *range(1990, 2021))
 # A rate over n earlier events is (likes + 5 * 0.5) / (n + 5): half, until there is something to go by. The 0.5 is
 # written down here rather than measured, so that it cannot carry anything from the future.
 PRIOR_EVENTS = 5.0
@@ -49,30 +45,6 @@ PRIOR_RATE = 0.5
 # People rate dozens of films in their first sitting. A model trained yesterday cannot know who came today, so an
 # event uses its user's own row only when the user first came more than this long ago, and the row "unknown" before.
 NEW_USER_SECONDS = 24 * 3600
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bags:
-    """Any number of ids for each of N rows, as views into one array; rows may overlap."""
-
-    values: Tensor
-    """(num_values,) int64."""
-    starts: Tensor
-    """(N,) int64: where a row begins in `values`."""
-    lengths: Tensor
-    """(N,) int64: how many ids a row has; may be 0."""
-
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids of `rows` one after the other, (sum of lengths,), and the lengths, (len(rows),)."""
-        lengths = self.lengths[rows]
-        ends = lengths.cumsum(0)
-        # Position k of the result belongs to some row; `shift` leads from k to its place in `values`.
-        shift = torch.repeat_interleave(self.starts[rows] - (ends - lengths), lengths)
-        return self.values[torch.arange(len(shift)) + shift], lengths
-
-    def select(self, rows: Tensor) -> "Bags":
-        """Return the bags of `rows`, which may repeat; the ids are shared, not copied."""
-        return Bags(values=self.values, starts=self.starts[rows], lengths=self.lengths[rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,39 +107,3 @@ def ids_of_known_users(users: np.ndarray, times: np.ndarray) -> np.ndarray:
     _, first_event, position = np.unique(users, return_index=True, return_inverse=True)
     known = times - times[first_event][position] > NEW_USER_SECONDS
     return np.where(known, 1 + users, 0)
-
-
-def ids_of_texts(texts: Iterable[str], rows: int, what: str) -> np.ndarray:
-    """Number the different texts from 1, in order of appearance; an empty text is 0.
-
-    Raises DataError: more different texts than the table has rows.
-    """
-    numbers = {"": 0}
-    ids = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
-    check_fits(len(numbers) - 1, rows, what)
-    return ids
-
-
-def ids_of_numbers(texts: list[str], edges: tuple[int, ...]) -> np.ndarray:
-    """Return 1 + the bucket of each number between `edges`; what is no whole number is 0 (unknown)."""
-    return np.array([1 + np.searchsorted(edges, int(text), side="right") if text.isdecimal() else 0 for text in texts])
-
-
-def bags_of_words(texts: list[str], rows: int, what: str) -> Bags:
-    """Number the different words of all texts from 1; each text becomes the bag of its words' ids.
-
-    Raises DataError: more different words than the table has rows.
-    """
-    words = [text.split() for text in texts]
-    lengths = torch.tensor([len(bag) for bag in words])
-    values = torch.from_numpy(ids_of_texts([word for bag in words for word in bag], rows, what))
-    return Bags(values=values, starts=lengths.cumsum(0) - lengths, lengths=lengths)
-
-
-def check_fits(count: int, rows: int, what: str) -> None:
-    """Raise DataError if `count` ids and the reserved id 0 need more than `rows` rows."""
-    if count + 1 > rows:
-        raise DataError(
-            f"{what}: {count} different values do not fit a table of {rows} rows (one is reserved for unknown). "
-            "Raise its rows in TABLES, recipes/movielens_dlrm/features.py."
-        )

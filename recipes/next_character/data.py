@@ -61,3 +61,7 @@ class ManualDataModule(pl.LightningDataModule):
     def baseline(self) -> float:
         """Return the validation log-loss of the pair baseline."""
         return pairs_log_loss(self.train.characters, self.val.characters)
+
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Return the baseline's validation loss, for Report."""
+        return {"pairs of characters": {"val_loss": self.baseline()}}

@@ -10,18 +10,11 @@ import pytest
 import torch
 
 from lightning_distrec.errors import ConfigError, DataError
-from recipes.movielens_dlrm import folder as folder_module
+from recipes.movielens import folder as folder_module
+from recipes.movielens.folder import read_folder
+from recipes.movielens.ids import check_fits, ids_of_numbers, ids_of_texts
 from recipes.movielens_dlrm.data import MovieLensDataModule, build_examples, split_times
-from recipes.movielens_dlrm.features import (
-    DENSE,
-    FEATURES,
-    NEW_USER_SECONDS,
-    TABLES,
-    check_fits,
-    ids_of_numbers,
-    ids_of_texts,
-)
-from recipes.movielens_dlrm.folder import read_folder
+from recipes.movielens_dlrm.features import DENSE, FEATURES, NEW_USER_SECONDS, TABLES
 from tests.support.movielens_folder import write_movielens_folder
 
 HISTORY_LENGTH = 4

@@ -47,7 +47,7 @@ class Folder:
     user_columns: dict[str, list[str]]
     """age, gender, occupation, zip_code: one text per user."""
     item_columns: dict[str, list[str]]
-    """release_year, genres: one text per item; genres are separated by spaces."""
+    """title, release_year, genres: one text per item; genres are separated by spaces, a missing title is empty."""
 
 
 def read_folder(path: Path) -> Folder:
@@ -69,7 +69,11 @@ def read_folder(path: Path) -> Folder:
     return Folder(
         ratings=_read_ratings(inter_file, user_positions, item_positions),
         user_columns={name: users[name] for name in ("age", "gender", "occupation", "zip_code")},
-        item_columns={"release_year": items["release_year"], "genres": genres},
+        item_columns={
+            "title": items.get("movie_title", [""] * len(genres)),
+            "release_year": items["release_year"],
+            "genres": genres,
+        },
     )
 
 

@@ -1,0 +1,1 @@
+"""Predicts clicks on advertisements: DLRM and DCNv2 as in MLPerf, on Criteo's logs or on generated ones."""

@@ -1,0 +1,1 @@
+"""Predicts clicks and purchases at once: a multi-gate mixture of experts (MMoE) over sharded tables."""

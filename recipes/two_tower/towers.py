@@ -1,0 +1,54 @@
+"""The two networks: each turns the ids of a person, or of a film, into a vector of length 1."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+
+
+def build_tables(rows: Mapping[str, int], dim: int) -> EmbeddingBagCollection:
+    """Return one table per feature; the rows of a bag are averaged."""
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name, num_embeddings=count, embedding_dim=dim, feature_names=[name], pooling=PoolingType.MEAN
+            )
+            for name, count in rows.items()
+        ]
+    )
+
+
+class Tower(nn.Module):
+    """Tables and two layers."""
+
+    def __init__(self, rows: Mapping[str, int], dim: int, hidden: int, out: int) -> None:
+        """rows: of each feature's table. dim: numbers per embedding. out: numbers per vector."""
+        super().__init__()
+        self.features = list(rows)
+        self.tables = build_tables(rows, dim)
+        self.layers = nn.Sequential(nn.Linear(len(rows) * dim, hidden), nn.ReLU(), nn.Linear(hidden, out))
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return (batch_size, out).
+
+        ids: (sum of lengths,), feature after feature. lengths: (num_features * batch_size,).
+        """
+        pooled = self.tables(KeyedJaggedTensor(keys=self.features, values=ids, lengths=lengths))
+        return functional.normalize(self.layers(pooled.values()), dim=1)
+
+
+def in_batch_loss(people: Tensor, films: Tensor, items: Tensor, log_shares: Tensor, temperature: float) -> Tensor:
+    """Return the softmax loss of finding each person's own film among those of the batch.
+
+    A film that is often watched is often a negative, so the logarithm of its share is subtracted from its scores (log-q
+    correction: Yi et al., Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations, RecSys 2019).
+    The same film in another example of the batch is no negative.
+
+    people, films: (batch_size, dim). items: (batch_size,) int64. log_shares: (batch_size,).
+    """
+    scores = people @ films.T / temperature - log_shares
+    own = torch.eye(len(items), dtype=torch.bool, device=items.device)
+    scores = scores.masked_fill((items[:, None] == items) & ~own, float("-inf"))
+    return functional.cross_entropy(scores, torch.arange(len(items), device=items.device))
