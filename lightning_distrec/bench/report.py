@@ -13,6 +13,11 @@ from lightning_distrec.units import format_bytes, quantity
 
 NO_MATPLOTLIB = "results.png was not drawn: matplotlib is not installed. Run pip install matplotlib, then bench again."
 
+FEW_STEPS = 20
+"""With fewer, one slow step moves the median."""
+MAX_EFFICIENCY = 1.1
+"""More than this is a fault of the comparison, not a gain."""
+
 
 def print_results(results: Sequence[Result], steps: int, console: Console) -> None:
     """Print one row per strategy and number of devices."""
@@ -43,6 +48,26 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
     for result in results:
         if result.failure:
             console.print(f"{result.case.strategy} on {result.case.devices}: {result.failure}")
+    for line in doubts(results, steps):
+        console.print(line)
+
+
+def doubts(results: Sequence[Result], steps: int) -> list[str]:
+    """Return why the figures may mislead: too few steps, or an efficiency that no machine has."""
+    lines = []
+    if steps < FEW_STEPS:
+        lines.append(f"A median of {quantity(steps, 'step')} says little: --steps {FEW_STEPS} or more.")
+    beyond = [
+        f"{result.case.strategy} on {result.case.devices} ({share:.0%})"
+        for result in results
+        if (share := efficiency(result, results)) is not None and share > MAX_EFFICIENCY
+    ]
+    if beyond:
+        lines.append(
+            f"Efficiency above {MAX_EFFICIENCY:.0%}: {', '.join(beyond)}. Something slowed down the run on the fewest "
+            "devices, such as another program. Measure again with more --steps and --rounds."
+        )
+    return lines
 
 
 def _median_and_range(result: Result) -> str:

@@ -1,9 +1,45 @@
 """The commands `fit`, `validate`, `test` and `predict`: a LightningCLI over any module and data that a YAML names."""
 
+import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
+
+from lightning_distrec.cli.output import EXIT_ERROR
+
+LOGGER_PACKAGES = {
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "WandbLogger": ("wandb",),
+    "MLFlowLogger": ("mlflow", "mlflow_skinny"),
+    "CometLogger": ("comet_ml",),
+    "NeptuneLogger": ("neptune",),
+}
+"""Lightning's loggers -> the packages of which they need one."""
+
+
+class FitCLI(LightningCLI):
+    """A LightningCLI that looks for the loggers' packages before it builds anything."""
+
+    def before_instantiate_classes(self) -> None:
+        """End with one line if a logger's package is missing: jsonargparse hides the reason in a long traceback."""
+        if problem := missing_logger(self.config[self.subcommand].trainer.logger):
+            print(f"lightning-distrec: {problem}", file=sys.stderr)
+            raise SystemExit(EXIT_ERROR)
+
+
+def missing_logger(logger: Any) -> str:
+    """Return what is wrong with `trainer.logger`, as parsed: one, a list of them, a bool or None; "" if nothing is."""
+    for one in logger if isinstance(logger, list) else [logger]:
+        name = getattr(one, "class_path", "").rpartition(".")[2]
+        packages = LOGGER_PACKAGES.get(name, ())
+        if packages and not any(importlib.util.find_spec(package) for package in packages):
+            return (
+                f"trainer.logger: {name} needs the package {packages[0]}, which is not installed. "
+                f"Run pip install {packages[0]}, or set another logger, such as CSVLogger."
+            )
+    return ""
 
 
 def run(args: Sequence[str]) -> None:
@@ -11,7 +47,7 @@ def run(args: Sequence[str]) -> None:
 
     Every option can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS and so on).
     """
-    LightningCLI(
+    FitCLI(
         subclass_mode_model=True,
         subclass_mode_data=True,
         # Lightning refuses to write its config twice into one folder; running a recipe twice must work.

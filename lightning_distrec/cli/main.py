@@ -2,10 +2,13 @@
 
 import argparse
 import os
+import platform
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
 from lightning_distrec.cli.output import EXIT_ERROR
 from lightning_distrec.errors import DistRecError, did_you_mean
@@ -23,9 +26,11 @@ COMMANDS = {
     "plan": "Plan embedding tables for any cluster, and print whether they fit.",
     "bench": "Measure a recipe under several strategies and numbers of devices.",
     "doctor": "Check the ranks, machines and network links of a job.",
+    "recipes": "List the jobs that come with the package, or copy one.",
     "slurm": "Write an sbatch script that runs a recipe.",
     "export": "Convert a checkpoint into a single file.",
     "checkpoint": "Inspect a checkpoint, compare two, or merge a difference.",
+    "completion": "Print a script with which a shell completes commands and options.",
 }
 """Our own commands: each is a file of this folder with the functions `parser` and `run`."""
 
@@ -58,7 +63,8 @@ def _is_for_lightning(args: Sequence[str]) -> bool:
     """Return whether LightningCLI parses the command line. Unknown commands go to our parser."""
     if not args:
         return "PL_SUBCOMMAND" in os.environ
-    return args[0] in LIGHTNING_COMMANDS or (args[0].startswith("-") and args[0] not in ("-h", "--help"))
+    ours = ("-h", "--help", "--version")
+    return args[0] in LIGHTNING_COMMANDS or (args[0].startswith("-") and args[0] not in ours)
 
 
 def _command(args: Sequence[str]) -> str:
@@ -73,16 +79,28 @@ def _command(args: Sequence[str]) -> str:
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help="Print this help.")
+    parser.add_argument("--version", action="store_true", help="Print the versions of the package and what it uses.")
     if not args:
         parser.print_help(sys.stderr)
         raise SystemExit(EXIT_ERROR)
     if args[0] in ("-h", "--help"):
         parser.print_help()
         raise SystemExit(0)
+    if args[0] == "--version":
+        print(_versions())
+        raise SystemExit(0)
     if args[0] not in COMMANDS:
         near = did_you_mean(args[0], [*LIGHTNING_COMMANDS, *COMMANDS])
         parser.error(f"unknown command '{args[0]}'{near} List all commands: lightning-distrec --help.")
     return args[0]
+
+
+def _versions() -> str:
+    lines = []
+    for name in ("lightning-distrec", "torch", "lightning", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+        with suppress(PackageNotFoundError):
+            lines.append(f"{name} {version(name)}")
+    return "\n".join([*lines, f"Python {platform.python_version()}"])
 
 
 def _make_working_directory_importable() -> None:

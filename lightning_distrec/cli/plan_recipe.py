@@ -12,7 +12,7 @@ from lightning_distrec._compat.deprecations import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
 from lightning_distrec.advice.dry_module import dry_module, place_of
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.cli.recipes import (
+from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
     build_recipe,
     count_devices,

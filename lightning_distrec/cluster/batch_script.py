@@ -14,7 +14,7 @@ class BatchJob:
     """What the script requests of Slurm.
 
     Args:
-        config: YAML of the recipe.
+        configs: YAML files that `fit` merges.
         nodes: Number of nodes.
         ranks_per_node: Number of ranks on each node, usually its GPUs.
         gpus: Request a GPU for each rank.
@@ -23,9 +23,15 @@ class BatchJob:
         partition: Slurm's default if empty.
         account: Slurm's default if empty.
         signal_seconds: Seconds before the time limit at which Slurm signals the ranks to save a checkpoint.
+        job_name: The folder of the first YAML file if empty.
+        error: File for stderr, in Slurm's form; empty: the log.
+        setup: Lines of the shell that run before anything else.
+        sbatch: Further options of sbatch, such as "qos=high".
+        launcher: "srun" starts every rank; "torchrun": one on each node starts its ranks, and again after a failure.
+        overrides: Further arguments of `fit`.
     """
 
-    config: str
+    configs: tuple[str, ...]
     nodes: int
     ranks_per_node: int
     gpus: bool = True
@@ -34,6 +40,12 @@ class BatchJob:
     partition: str = ""
     account: str = ""
     signal_seconds: int = 120
+    job_name: str = ""
+    error: str = ""
+    setup: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+    launcher: str = "srun"
+    overrides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cpus_per_rank", "signal_seconds"):
@@ -41,37 +53,70 @@ class BatchJob:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
             raise ConfigError(f"--time {self.time}: Slurm does not know it. Use 90, 24:00:00 or 7-0, for example.")
-        if not Path(self.config).is_file():
-            raise ConfigError(f"--config {self.config}: there is no such file. Give it a recipe's YAML.")
+        if not self.configs:
+            raise ConfigError("slurm: --config is missing. Give it the YAML file that fit would get.")
+        for config in self.configs:
+            if not Path(config).is_file():
+                raise ConfigError(f"--config {config}: there is no such file. Give it a recipe's YAML.")
+        for option in self.sbatch:
+            if option.startswith("-") or any(letter.isspace() for letter in option.partition("=")[0]):
+                raise ConfigError(f"--sbatch {option!r}: give an option without hyphens, such as qos=high.")
 
 
 def batch_script(job: BatchJob) -> str:
     """Return the script; its jobs run with this Python, in the folder that they are submitted from."""
+    by_torchrun = job.launcher == "torchrun"
     options = {
-        "job-name": re.sub(r"\W+", "-", Path(job.config).absolute().parent.name) or "train",
+        "job-name": job.job_name or re.sub(r"\W+", "-", Path(job.configs[0]).absolute().parent.name) or "train",
         "nodes": job.nodes,
-        "ntasks-per-node": job.ranks_per_node,
+        "ntasks-per-node": 1 if by_torchrun else job.ranks_per_node,
         "gpus-per-node": job.ranks_per_node if job.gpus else "",
-        "cpus-per-task": job.cpus_per_rank,
+        "cpus-per-task": job.cpus_per_rank * (job.ranks_per_node if by_torchrun else 1),
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
         "signal": f"USR1@{job.signal_seconds}",
         "output": "%x-%j.out",
+        "error": job.error,
         "open-mode": "append",
     }
-    asked = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value != "")
-    program = shlex.join([sys.executable, "-m", "lightning_distrec"])
+    asked = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
+    asked += ["#SBATCH --requeue", *(f"#SBATCH --{option}" for option in job.sbatch)]
+    start = _torchrun(job) if by_torchrun else ["srun", "--kill-on-bad-exit=1", sys.executable]
+    program = shlex.join([*start, "-m", "lightning_distrec"]).replace(_HOST, '"$host"').replace(_ATTEMPT, '"$attempt"')
+    fit = shlex.join([*(word for config in job.configs for word in ("--config", config)), *job.overrides])
+    setup = "".join(f"{line}\n" for line in (*job.setup, *(_RENDEZVOUS if by_torchrun else ())))
+    who = "One torchrun per node" if by_torchrun else "One rank per task"
+    newline = "\n"
     return f"""#!/bin/bash
-{asked}
-#SBATCH --requeue
+{newline.join(asked)}
 
 set -euo pipefail
-
+{setup}
 # With the same ranks as the job: problems show before the training starts.
-srun --kill-on-bad-exit=1 {program} doctor
+{program} doctor
 
-# One rank per task. {job.signal_seconds} seconds before the time limit the ranks save a checkpoint and the job is
+# {who}. {job.signal_seconds} seconds before the time limit the ranks save a checkpoint and the job is
 # requeued; it resumes from the checkpoint. Exit code 75: the checkpoint is saved, but the job could not be requeued.
-srun --kill-on-bad-exit=1 {program} fit --config {shlex.quote(job.config)}
+{program} fit {fit}
 """
+
+
+_HOST, _ATTEMPT = "HOST_OF_RENDEZVOUS", "ID_OF_RENDEZVOUS"
+_RENDEZVOUS = (
+    "",
+    "# The first node's torchrun is where the others meet; set MASTER_ADDR if its name has no address.",
+    'host=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}',
+    "attempt=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
+)
+
+
+def _torchrun(job: BatchJob) -> list[str]:
+    return [
+        # torchrun would end at the signal that asks its ranks for a checkpoint. The ranks install a handler.
+        *("srun", "--kill-on-bad-exit=1", "bash", "-c", "trap '' USR1; exec \"$@\"", "ignore-usr1"),
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks_per_node}", "--max-restarts=3"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={_HOST}", f"--rdzv-id={_ATTEMPT}"),
+        *("--no-python", sys.executable),
+    ]

@@ -40,6 +40,40 @@ def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path, capsys: pytest
     assert "JobName=my-run" in slurm.scontrol("show", "job", str(job))
 
 
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_of_each_node(
+    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--nodes=2", "--ranks-per-node=1", "--gpus=false", "--cpus-per-rank=2", "--time=10", "--launcher=torchrun")
+    more = ("--setup=export FROM_SETUP=1", "--sbatch=comment=from-sbatch", "--job-name=by-torchrun")
+    overrides = ("--", "--trainer.max_epochs=100000", f"--trainer.default_root_dir={tmp_path}")
+    assert _write(*sizes, *more, *overrides, folder=tmp_path) == 0
+    script = capsys.readouterr().out.replace("srun ", 'test "$FROM_SETUP" = 1; srun ')
+    # This Slurm's nodes are one machine, and their names have no addresses.
+    job = slurm.sbatch(script, env={"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"})
+    slurm.wait_for_output(job, "Embedding tables over 2 ranks")
+    assert "Comment=from-sbatch" in slurm.scontrol("show", "job", str(job))
+    slurm.cancel(str(job))
+    assert slurm.output(job).count("2 ranks on 2 nodes, started by torchrun") == 2, "the doctor's and the training's"
+
+
+def test_several_files_overrides_and_lines_of_the_site_are_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (more := tmp_path / "more.yaml").write_text("trainer: {num_nodes: 2}")
+    sizes = ("--nodes=2", "--ranks-per-node=4", "--cpus-per-rank=3")
+    site = ("--setup=module load cuda", "--setup=conda activate a", "--sbatch=qos=high", "--error=%x.err")
+    arguments = (*sizes, *site, "--launcher=torchrun", f"--config={more}", "--", "--trainer.max_epochs=3")
+    assert _write(*arguments, folder=tmp_path) == 0
+    script = capsys.readouterr().out
+    for line in ("ntasks-per-node=1", "gpus-per-node=4", "cpus-per-task=12", "error=%x.err", "qos=high"):
+        assert f"#SBATCH --{line}\n" in script
+    assert script.index("module load cuda\nconda activate a\n") < script.index("doctor")
+    assert f"cpu.yaml' --config {more} --trainer.max_epochs=3\n" in script
+    assert script.count("--nnodes=2 --nproc-per-node=4 --max-restarts=3") == 2
+    assert script.count('--rdzv-endpoint="$host" --rdzv-id="$attempt"') == 2
+
+
 def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _write("--nodes=64", "--ranks-per-node=8", "--partition=a", "--account=b", folder=tmp_path) == 0
     script = capsys.readouterr().out
@@ -54,6 +88,7 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--nodes=0", "--ranks-per-node=1"], "--nodes 0: must be at least 1."),
         (["--nodes=1", "--ranks-per-node=1", "--time=tomorrow"], "--time tomorrow: Slurm does not know it"),
         (["--nodes=1", "--ranks-per-node=1", "--config=none.yaml"], "--config none.yaml: there is no such file"),
+        (["--nodes=1", "--ranks-per-node=1", "--sbatch=--qos=high"], "--sbatch '--qos=high': give an option without"),
     ],
 )
 def test_what_slurm_would_not_take_is_reported(

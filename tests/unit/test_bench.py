@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from lightning_distrec.bench import runs
-from lightning_distrec.bench.report import NO_MATPLOTLIB, draw, print_results
+from lightning_distrec.bench.report import NO_MATPLOTLIB, doubts, draw, print_results
 from lightning_distrec.bench.rounds import Result, as_json, efficiency, run_rounds
 from lightning_distrec.bench.runs import BenchOptions, Case, MeasuredRun, arguments, failure_in, summarize
 from lightning_distrec.cli import bench as command
@@ -166,3 +166,13 @@ def test_without_matplotlib_all_but_the_picture_is_there(
     assert [path.name for path in Path("bench").iterdir()] == ["results.json"]
     monkeypatch.setattr(command, "run_rounds", lambda *_: made()[2:])
     assert cli.main(["bench", "--config", "a.yaml"]) == 1, "nothing could be measured"
+
+
+def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
+    assert doubts(made(), steps=30) == []
+    fast = [*made()[:1], Result(TWO, [of(TWO, 10, 2300)])]
+    assert doubts(fast, steps=19) == [
+        "A median of 19 steps says little: --steps 20 or more.",
+        "Efficiency above 110%: ddp_tuned on 2 (121%). Something slowed down the run on the fewest devices, such as "
+        "another program. Measure again with more --steps and --rounds.",
+    ]

@@ -75,6 +75,8 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
         "checkpoint": ("inspect", "diff", "Print the differences between two checkpoints."),
         "inspect": ("--json", "--all", "2: incomplete, damaged or unreadable."),
         "diff": ("--values", "--json", "Exit codes: 0: none; 1: some"),
+        "recipes": ("list", "copy", "List the jobs that come with the package"),
+        "completion": ("bash", "Print a script that completes commands and options."),
         "slurm": ("--ranks-per-node RANKS_PER_NODE", "--signal-seconds", "Write an sbatch script"),
         "doctor": ("--timeout", "Check the ranks, machines and network links"),
         "plan": ("--batch-size", "--save-plan", "Exit codes: 0: the tables fit; 1: they do not;"),
@@ -273,3 +275,48 @@ def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch:
     assert leaving.value.code == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_versions_are_printed(run: Run) -> None:
+    code, text, _ = run("--version")
+    assert code == 0
+    lines = dict(line.split(" ", 1) for line in text.splitlines())
+    assert lines["torch"] == torch.__version__
+    assert {"lightning-distrec", "lightning", "torchrec", "Python"} <= set(lines)
+
+
+def test_a_shell_completes_each_command_with_its_options(run: Run) -> None:
+    code, text, _ = run("completion", "bash")
+    assert code == 0
+    script = text + textwrap.dedent("""
+        COMP_WORDS=(lightning-distrec slurm --lau); COMP_CWORD=2; _shtab_lightning_distrec
+        echo "options: ${COMPREPLY[*]}"
+        COMP_WORDS=(lightning-distrec fit --trainer.max_e); COMP_CWORD=2; _shtab_lightning_distrec
+        echo "options: ${COMPREPLY[*]}"
+        COMP_WORDS=(lightning-distrec checkpoint m); COMP_CWORD=2; _shtab_lightning_distrec
+        echo "options: ${COMPREPLY[*]}"
+    """)
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("options:")] == [
+        "options: --launcher",
+        "options: --trainer.max_epochs",
+        "options: merge",
+    ]
+
+
+def test_a_logger_without_its_package_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text(
+        "model: lightning.pytorch.demos.boring_classes.BoringModel\n"
+        "trainer:\n  logger:\n  - class_path: lightning.pytorch.loggers.CSVLogger\n    init_args: {save_dir: a}\n"
+        "  - class_path: lightning.pytorch.loggers.TensorBoardLogger\n    init_args: {save_dir: a}\n"
+    )
+    found = fit.importlib.util.find_spec
+    hidden = fit.LOGGER_PACKAGES["TensorBoardLogger"]
+    monkeypatch.setattr(fit.importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    code, _, errors = run("fit", "--config", str(config))
+    assert code == 2
+    assert errors.splitlines()[-1] == (
+        "lightning-distrec: trainer.logger: TensorBoardLogger needs the package tensorboard, which is not installed. "
+        "Run pip install tensorboard, or set another logger, such as CSVLogger."
+    )
