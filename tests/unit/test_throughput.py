@@ -78,7 +78,7 @@ class Job(pl.LightningModule):
 def sleep(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Pass seconds on a clock that else stands still."""
     clock = SimpleNamespace(now=100.0)
-    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    time = SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: clock.now)
     monkeypatch.setattr(spans, "time", time)
     monkeypatch.setattr(steps, "time", time)
 
