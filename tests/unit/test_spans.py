@@ -27,7 +27,7 @@ from lightning_distrec.spans import (
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that stands still but where the test sets `now`, in seconds."""
     clock = SimpleNamespace(now=100.0)
-    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    time = SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: clock.now)
     monkeypatch.setattr(spans, "time", time)
     monkeypatch.setattr(steps, "time", time)
     return clock
