@@ -63,7 +63,7 @@ def test_a_copy_of_the_recipe_trains(name: str, movielens: Path, tmp_path: Path)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_recipe_has_what_a_reader_expects(name: str) -> None:
     folder = ROOT / "recipes" / name
-    for file in ("README.md", "cpu.yaml", "gpu.yaml", "model.py", "data.py"):
+    for file in ("README.md", "cpu.yaml", "gpu.yaml", "model.py"):
         assert (folder / file).is_file(), file
     assert (folder / "slurm.yaml").is_file() or (folder / "slurm.sh").is_file()
     readme = (folder / "README.md").read_text()

@@ -133,9 +133,9 @@ def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clo
     clock.now = 120.0
     steps_of.begin()
     clock.now = 121.0
-    assert first == Step(100.0, 101.0, 1.0, [Span(FORWARD, 100.5, 101.0)])
-    assert second == Step(101.0, 110.5, 1.5, [])
-    assert steps_of.end() == Step(120.0, 121.0, 1.0, [])
+    assert first == Step(100.0, 101.0, 1.0, [Span(FORWARD, 100.5, 101.0)], 1.0)
+    assert second == Step(101.0, 110.5, 1.5, [], 1.5)
+    assert steps_of.end() == Step(120.0, 121.0, 1.0, [], 1.0)
 
 
 def test_what_began_before_the_step_counts_from_its_begin() -> None:
