@@ -18,6 +18,7 @@ from lightning_distrec.errors import ConfigError
 from recipes.criteo_dlrm.columns import MLPERF_BAG_SIZES, NUM_CATEGORIES, table_rows
 from recipes.criteo_dlrm.generator import BLOCK, TASKS, Block, Generator
 from recipes.criteo_dlrm.store import Store, open_store, write_store
+from recipes.loaders import load_batches
 
 # Steps between the ids that the multi-hot variant makes of one id: an odd number, spread over 32 bits.
 BAG_STEP = 0x9E3779B1
@@ -180,20 +181,9 @@ class CriteoDataModule(pl.LightningDataModule):
         return "files-" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _dataloader(self, split: str, *, shuffle: bool) -> DataLoader:
-        return DataLoader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            collate_fn=_already_a_batch,
-        )
+        dataset = self.splits[split]
+        return load_batches(dataset, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 
 def _stat(file: Path) -> Any:
     return file.stat() if file.exists() else None
-
-
-def _already_a_batch(batch: Any) -> Any:
-    # ClickLogs.__getitems__ has collated; a function at module level, so that workers can receive it.
-    return batch

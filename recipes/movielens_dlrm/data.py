@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_distrec.errors import ConfigError, DataError
+from recipes.loaders import load_batches
 from recipes.movielens.folder import Folder, Ratings, fetch_movielens_100k, read_folder
 from recipes.movielens.ids import AGE_EDGES, YEAR_EDGES, Bags, bags_of_words, check_fits, ids_of_numbers, ids_of_texts
 from recipes.movielens_dlrm.baseline import Scores, mean_rates_score
@@ -165,14 +165,8 @@ class MovieLensDataModule(pl.LightningDataModule):
         return [column[events] for column in (users, items, self.examples.label)]
 
     def _dataloader(self, split: str, *, shuffle: bool) -> DataLoader:
-        return DataLoader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            collate_fn=_already_a_batch,
-        )
+        dataset = self.splits[split]
+        return load_batches(dataset, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 
 def build_examples(folder: Folder, *, history_length: int, like_from_rating: float) -> ClickDataset:
@@ -223,8 +217,3 @@ def split_times(times: np.ndarray, val_fraction: float, test_fraction: float) ->
 def _start_of_tie(times: np.ndarray, position: int) -> int:
     position = min(position, len(times) - 1)
     return int(np.searchsorted(times, times[position], side="left")) if len(times) else 0
-
-
-def _already_a_batch(batch: Any) -> Any:
-    # ClickDataset.__getitems__ has collated; a function at module level, so that workers can receive it.
-    return batch

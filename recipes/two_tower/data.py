@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_distrec.errors import ConfigError
+from recipes.loaders import load_batches
 from recipes.movielens.folder import fetch_movielens_100k, read_folder
 from recipes.movielens.sequences import Sequences, leave_one_out
 from recipes.two_tower.features import Catalogue, build_catalogue
@@ -143,16 +143,5 @@ class NextFilmDataModule(pl.LightningDataModule):
         }
 
     def _dataloader(self, part: str, *, shuffle: bool) -> DataLoader:
-        return DataLoader(
-            NextFilms(self.catalogue, self.sequences, part, self.history_length),
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            collate_fn=_already_a_batch,
-        )
-
-
-def _already_a_batch(batch: Any) -> Any:
-    # NextFilms.__getitems__ has collated; a function at module level, so that workers can receive it.
-    return batch
+        dataset = NextFilms(self.catalogue, self.sequences, part, self.history_length)
+        return load_batches(dataset, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)

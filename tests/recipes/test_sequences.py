@@ -116,5 +116,5 @@ def test_a_title_is_found_and_a_wrong_one_named(tmp_path: Path) -> None:
     catalogue = build_catalogue(read_folder(write_movielens_folder(tmp_path / "made")))
     assert catalogue.titles[:3] == ["", "Film 0 (V)", "Film 1 (1934)"]
     assert film_of(" film 1 (1934)", catalogue) == 2
-    with pytest.raises(DataError, match=r"no film 'Film 1'; did you mean 'film "):
-        film_of("Film 1", catalogue)
+    with pytest.raises(DataError, match=r"no film 'Film 1 \(1935\)'; did you mean 'film 1 \(1934\)'"):
+        film_of("Film 1 (1935)", catalogue)
