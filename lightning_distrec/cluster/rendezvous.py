@@ -35,6 +35,8 @@ from lightning_distrec.units import shortened
 LOG_AFTER_SECONDS = 30.0
 """What a rank waits for is logged after this time, and again each time that it has doubled."""
 PAUSE_SECONDS = 0.1
+FAREWELL_PAUSES = 20
+"""How often rank 0 pauses after it has written why the ranks do not meet: those that come now read it, too."""
 NAME = "lightning_distrec/job"
 CHALLENGE, ARRIVED, COMPLETE, MISSING, FAILED = "challenge", "arrived", "complete", "missing", "failed"
 
@@ -233,7 +235,10 @@ def _gather(
                 waiting.pause(what)
     except RendezvousError as failure:
         store.set(FAILED, str(failure))
-        time.sleep(5 * PAUSE_SECONDS)  # the store ends with this process: let the others read why
+        for _ in range(FAREWELL_PAUSES):  # rank 0's own store ends with this process
+            if point.is_hosted:
+                answer(store, range(1, num_ranks))
+            time.sleep(PAUSE_SECONDS)
         raise
     store.set(COMPLETE, "")
 

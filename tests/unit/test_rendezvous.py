@@ -240,8 +240,9 @@ def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(
     assert _other_than(before, PrefixStore(hosted.identity, agent)) != before
 
 
+@pytest.mark.parametrize("late_seconds", [0, 1], ids=["together", "the other rank after the refusal"])
 def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
-    point: MeetingPoint, set_key: Callable[[str], None]
+    point: MeetingPoint, set_key: Callable[[str], None], late_seconds: float
 ) -> None:
     set_key("a secret")
     agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
@@ -253,9 +254,13 @@ def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
         place = PrefixStore(latest, agent)
         place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
 
+    def last() -> Any:
+        time.sleep(late_seconds)
+        return _rank(hosted, 2, 3, [])()
+
     thread = threading.Thread(target=take_its_place)
     thread.start()
-    outcomes = _run(_rank(hosted, 0, 3, []), _rank(hosted, 2, 3, []))
+    outcomes = _run(_rank(hosted, 0, 3, []), last)
     thread.join()
     wanted = f"rank 1 does not have the key of this job, which rank 0 has from {VARIABLE}. Set {VARIABLE}"
     assert all(str(outcome).startswith(wanted) for outcome in outcomes), outcomes
