@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -198,6 +199,18 @@ def register_container(
     from torch.utils._pytree import register_pytree_node
 
     register_pytree_node(kind, flatten, unflatten)
+
+
+@contextmanager
+def sizes_from_zero() -> Iterator[None]:
+    """Let torch.export give free sizes no lower limit than 0; otherwise its programs refuse a batch of one.
+
+    Source: torch/fx/experimental/_config.py.
+    """
+    from torch.fx.experimental import _config
+
+    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
 
 
 def in_backward() -> bool:

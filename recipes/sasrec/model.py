@@ -115,7 +115,8 @@ class SASRec(pl.LightningModule):
 
     def _last(self, batch: dict[str, Tensor]) -> Tensor:
         """Return what the model makes of each window, (batch_size, dim)."""
-        places = torch.arange(len(batch["length"]), device=batch["length"].device)
+        # Of the shape, not of len(): torch.export keeps the first free, and takes the second as a fixed number.
+        places = torch.arange(batch["length"].shape[0], device=batch["length"].device)
         return self(batch["items"])[places, batch["length"] - 1]
 
     def _scores(self, hidden: Tensor) -> Tensor:

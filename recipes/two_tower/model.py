@@ -91,6 +91,10 @@ class TwoTower(pl.LightningModule):
         """Add a batch to the test's metrics."""
         self._evaluate(self.test_metrics, batch)
 
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the vectors of people, (batch_size, dim), which films' vectors are compared with."""
+        return self.encode_people(batch)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
         assert self.people is not None, "configure_model has not been called"

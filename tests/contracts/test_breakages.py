@@ -18,6 +18,7 @@ ROOMS = (
     "metrics",
     "cli",
     "advice",
+    "serving",
 )
 
 

@@ -1,6 +1,7 @@
 """One contract for every private upstream name that _compat uses: it is there, and does what we need of it."""
 
 import ast
+import contextlib
 import inspect
 import logging
 import re
@@ -55,6 +56,16 @@ class TwoOptimizers(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizers = [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
         return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+
+
+def test_sizes_from_zero_gives_programs_no_lower_limit() -> None:
+    sizes = ({0: torch.export.Dim.AUTO},)
+    lower = []
+    for context in (contextlib.nullcontext(), _torch.sizes_from_zero()):
+        with context:
+            program = torch.export.export(nn.Linear(2, 1), (torch.ones(3, 2),), dynamic_shapes=sizes)
+        lower += [limits.lower for limits in program.range_constraints.values()]
+    assert lower == [2, 0]
 
 
 def test_init_optimizers_and_schedulers_returns_plain_optimizers_in_order() -> None:

@@ -83,8 +83,9 @@ MAY_IMPORT = {
     "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans
     "metrics": {"errors"},  # for any strategy, and for none
     "advice": BELOW_STRATEGIES | STRATEGIES,
+    "serving": BELOW_STRATEGIES,
     "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
-    "cli": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "advice", "bench", "__init__"},
+    "cli": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "advice", "bench", "serving", "__init__"},
     "__main__": {"cli"},
     "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks"},
 }

@@ -30,6 +30,21 @@ def movielens() -> Path:
     return folder
 
 
+def _serves(folder: Path, name: str, checkpoint: Path) -> None:
+    """Check that the recipe's best checkpoint answers from a folder of its own as the module does."""
+    arguments = ["--format", "torch.export", "--config", f"recipes/{name}/cpu.yaml"]
+    console = str(Path(sys.executable).parent / "lightning-distrec")
+    for command in (
+        [console, "export", str(checkpoint), "served", *arguments],
+        [sys.executable, "served/serve.py", "--check"],
+    ):
+        done = subprocess.run(
+            command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout.split(": ")[1].split(" ")[0]) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copy_of_the_recipe_trains(name: str, movielens: Path, tmp_path: Path) -> None:
@@ -57,6 +72,8 @@ def test_a_copy_of_the_recipe_trains(name: str, movielens: Path, tmp_path: Path)
             float(value) for row in csv.DictReader(rows) for key, value in row.items() if "train_loss" in key and value
         ]
     assert losses
+    if name not in ("convnet", "next_character"):
+        _serves(tmp_path, name, outputs / "checkpoints" / "best.ckpt")
     assert all(0 < loss < 10 for loss in losses)
 
 

@@ -1,0 +1,90 @@
+"""Exports the module of a recipe's YAML for serving; it is built without rows, and nothing is trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+from lightning_distrec._compat.deprecations import hide_upstream_deprecations
+from lightning_distrec.checkpoint.tools.contents import read_contents
+from lightning_distrec.cli.recipe_builder import RecipeBuilder, build_recipe
+from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.serving.artifact import Served, export_for_serving
+from lightning_distrec.sharding.meta_tables import tables_on_meta
+
+LOADERS = {"predict": "predict_dataloader", "test": "test_dataloader", "validate": "val_dataloader"}
+"""Stage -> the loader whose batches predict_step might get; the first that there is."""
+
+
+class ServingBuilder(RecipeBuilder):
+    """Builds the module with tables that have no rows yet."""
+
+    def instantiate_classes(self) -> None:
+        with tables_on_meta():
+            super().instantiate_classes()
+
+
+def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Served:
+    """Write the folder that the options describe. Raises ConfigError, CheckpointError: see `export_for_serving`."""
+    if not options.config:
+        raise ConfigError(
+            f"export: --format {options.format} needs the module's code and an example of its data: name the YAML that "
+            "`fit` was given, --config recipe.yaml."
+        )
+    bits = None if options.format == "torch.export" else options.bits or 8
+    if bits is None and options.bits is not None:
+        raise ConfigError("export: --bits is for --format quantized.")
+    state = read_contents(Path(options.checkpoint), options.pickles).checkpoint.get("state_dict")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{options.checkpoint} holds no state_dict; there is nothing to export.")
+    hide_upstream_deprecations()
+    built = build_recipe(options.config, ServingBuilder)
+    module: LightningModule = built.model
+    if not is_overridden("predict_step", module) and not is_overridden("forward", module):
+        raise ConfigError(f"export: {type(module).__name__} has neither predict_step nor forward. Write one of them.")
+    with tables_on_meta():
+        module.configure_model()
+    batch, first = example_batches(module, built.datamodule)
+    return export_for_serving(
+        module,
+        batch,
+        Path(options.out),
+        state=state,
+        first_request=first,
+        bits=bits,
+        overwrite=options.overwrite,
+        on_progress=on_progress,
+    )
+
+
+def example_batches(module: LightningModule, data: LightningDataModule | None) -> tuple[Any, Any]:
+    """Return a batch for predict_step, and one of a single example; None where the dataset has no single examples.
+
+    Raises ConfigError: there is no loader.
+    """
+    source: Any = module if data is None else data
+    base = LightningModule if data is None else LightningDataModule
+    if data is not None:
+        data.prepare_data()
+    for stage, name in LOADERS.items():
+        if not is_overridden(name, source, base):
+            continue
+        source.setup(stage)
+        loader = getattr(source, name)()
+        loader = loader[0] if isinstance(loader, (list, tuple)) else loader
+        return next(iter(loader)), _single(loader)
+    raise ConfigError(f"export: no example of a batch: there is none of {', '.join(LOADERS.values())}.")
+
+
+def _single(loader: Any) -> Any:
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return None
+    dataset: Any = loader.dataset
+    if not hasattr(dataset, "__getitem__"):
+        return None
+    items = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]
+    return loader.collate_fn(items)

@@ -1,0 +1,95 @@
+"""Answers requests from this folder. It needs torch, numpy and safetensors, and no process group.
+
+    python serve.py                  answers request.json, the first of the examples
+    python serve.py other.json       answers another request: the inputs by name, as request.json has them
+    python serve.py --check          compares answers to the examples with those of the trained module
+
+In a program: `serve.Server(folder).answer({"name": tensor, ...})`. Tables stay in their file, mapped into memory.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent
+
+
+class Server:
+    """The trained module, as `lightning-distrec export` wrote it."""
+
+    def __init__(self, folder: str | Path = HERE) -> None:
+        """Load the program, and map the tables."""
+        folder = Path(folder)
+        self.about = json.loads((folder / "serving.json").read_text())
+        for package in self.about["needs"]:
+            importlib.import_module(package)
+        self.tables = load_file(folder / "tables.safetensors")
+        self.program = torch.export.load(folder / "program.pt2").module()
+
+    def answer(self, inputs: dict[str, torch.Tensor]) -> Any:
+        """Return what predict_step returns. inputs: tensors by name."""
+        missing = self.about["inputs"].keys() - inputs.keys()
+        if missing:
+            raise ValueError(f"the request lacks {sorted(missing)}")
+        order = {name: inputs[name] for name in self.about["inputs"]}
+        with torch.no_grad():
+            return self.program(self.tables, order)
+
+    def answer_plain(self, request: dict[str, Any]) -> Any:
+        """Return the answer as lists and dicts. request: lists by name."""
+        known = self.about["inputs"]
+        unknown = request.keys() - known.keys()
+        if unknown:
+            raise ValueError(f"the request has {sorted(unknown)}, and the inputs are {sorted(known)}")
+        inputs = {}
+        for name, values in request.items():
+            rest = known[name]["shape"][1:]
+            values = torch.tensor(values, dtype=getattr(torch, known[name]["dtype"]))
+            inputs[name] = values.reshape(-1, *rest) if None not in rest and rest else values
+        return plain(self.answer(inputs))
+
+
+def plain(value: Any) -> Any:
+    """Return nested tensors as nested lists."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [leaf for item in items for leaf in leaves(item)]
+
+
+def check(server: Server, folder: Path = HERE) -> float:
+    """Return the largest difference from the trained module's answers to the examples; of integers, 1 or 0."""
+    stored = load_file(folder / "examples.safetensors")
+    found = leaves(server.answer({name: stored["inputs." + name] for name in server.about["inputs"]}))
+    wanted = [stored[f"answers.{number}"] for number in range(len(found))]
+    largest = 0.0
+    for a, b in zip(found, wanted, strict=True):
+        difference = torch.where(a == b, 0, (a - b).abs() if b.is_floating_point() else 1)
+        largest = max(largest, float(difference.max())) if a.numel() else largest
+    return largest
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+    elif sys.argv[1:] == ["--check"]:
+        allowed = json.loads((HERE / "serving.json").read_text())["largest_difference"]
+        found = check(Server())
+        print(f"largest difference from the trained module: {found:.3g} ({allowed:.3g} when it was exported)")
+    else:
+        request = Path(sys.argv[1]) if sys.argv[1:] else HERE / "request.json"
+        print(json.dumps(Server().answer_plain(json.loads(request.read_text()))))

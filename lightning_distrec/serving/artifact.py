@@ -1,0 +1,226 @@
+"""Writes a trained module as a folder that answers without this package, and compares its answers with the module's.
+
+program.pt2      predict_step, by torch.export, with all weights but the tables'
+tables.safetensors  the tables, in float or quantized; a server maps them into memory
+serving.json     inputs, quantization, and how far the answers were from the module's
+examples.safetensors, request.json  a batch with the module's answers; a first request
+serve.py         answers requests: answer.py
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_distrec.atomic_files import fsync
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
+from lightning_distrec.checkpoint.tools.contents import num_bytes
+from lightning_distrec.checkpoint.tools.quantized_rows import QuantizedTensor
+from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
+from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.serving import answer
+from lightning_distrec.serving.batches import tensors_of
+from lightning_distrec.serving.program import Program, export_program, free_sizes, needed_packages
+from lightning_distrec.serving.tables import lookups_of, quantize_lookups
+
+TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
+EXAMPLES, REQUEST = "examples.safetensors", "request.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What was written, and how far its answers are from the trained module's."""
+
+    num_tables: int
+    table_bytes: int
+    float_bytes: int
+    """The size that the tables have in the checkpoint."""
+    num_examples: int
+    largest_difference: float
+    """Of the folder's answers to the examples from the trained module's; of numbers that are no integers."""
+    mean_difference: float
+    largest_answer: float
+    integers: int
+    """How many integers the answers have, such as ids."""
+    other_integers: int
+    """How many of them differ from the trained module's."""
+    needs: list[str]
+    """Packages that a server needs beside torch, numpy and safetensors."""
+    only_this_size: bool
+    """Whether an input must have as many examples as `batch` had."""
+
+
+def export_for_serving(
+    module: LightningModule,
+    batch: Any,
+    folder: Path,
+    *,
+    state: Mapping[str, Any] | None = None,
+    first_request: Any = None,
+    bits: int | None = None,
+    overwrite: bool = False,
+    on_progress: Callable[[int], None] = lambda written: None,
+) -> Served:
+    """Write `predict_step` of a trained, unsharded module and its tables as a folder that answers by itself.
+
+    module: on the host; with `state`, its tables may be on the meta device. It is not changed. batch: for predict_step;
+    the program takes batches of any size that have the same containers. state: the module's weights, tensors or handles
+    of a checkpoint's; left out, its own. first_request: a smaller batch, for request.json; left out, `batch`. bits: 8
+    or 4 for quantized rows; None keeps them as they are. on_progress: called with bytes of tables written.
+    The folder appears under its name when it is complete. Disk: the tables, and with `bits` once more in float
+    meanwhile. Raises ConfigError: torch.export cannot follow predict_step, a table cannot be served, or safetensors is
+    not installed; CheckpointError: the state lacks weights, or the folder cannot be written.
+    """
+    if bits not in (None, 8, 4):
+        raise ConfigError(f"bits={bits}: must be 8 or 4.")
+    if importlib.util.find_spec("safetensors") is None:
+        raise ConfigError("export for serving needs safetensors: pip install 'lightning-distrec[safetensors]'.")
+    state = module.state_dict() if state is None else state
+    module = _with_dense_weights(module, state)
+    names = [f"{path}.weight" for path, _ in lookups_of(module)]
+    tables = {name: state[name] for name in names}
+    with _new_folder(folder, overwrite) as there:
+        try:
+            return _write(module, batch, first_request, tables, there, bits, on_progress)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written: {error}. Nothing was left there.") from error
+
+
+def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> LightningModule:
+    """Return a copy in which all but the tables have the state's weights, and tables have no rows."""
+    found = dict(lookups_of(module))
+    names = {f"{path}.weight" for path in found}
+    needed = module.state_dict().keys()
+    if missing := sorted(needed - state.keys()):
+        raise CheckpointError(f"the checkpoint lacks '{missing[0]}' ({len(missing)} of {len(needed)} weights).")
+    memo: dict[int, Any] = {id(one.weight): nn.Parameter(torch.empty(0), requires_grad=False) for one in found.values()}
+    copy = deepcopy(module, memo)  # LightningModule leaves its Trainer out
+    dense = {name: materialized(state[name]) for name in needed if name not in names}
+    try:
+        copy.load_state_dict(dense, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint is of another model: {error}") from error
+    return copy.eval().requires_grad_(False)
+
+
+def _write(
+    module: LightningModule,
+    batch: Any,
+    first_request: Any,
+    tables: dict[str, Any],
+    folder: Path,
+    bits: int | None,
+    on_progress: Callable[[int], None],
+) -> Served:
+    from safetensors.torch import load_file, save_file
+
+    sources = {name: lazy for name, value in tables.items() if (lazy := as_lazy(value)) is not None}
+    floats = folder / (TABLES if bits is None else ".floats.safetensors")
+    write_safetensors(floats, sources, on_progress)
+    with torch.no_grad():
+        wanted = Program(module, batch)(load_file(floats), tensors_of(batch))
+    stored: dict[str, Any] = dict(sources)
+    if bits is not None:
+        floats.unlink()
+        for path, of_table in quantize_lookups(module, bits).items():
+            stored[f"{path}.rows"] = QuantizedTensor(stored.pop(f"{path}.weight"), of_table)
+        write_safetensors(folder / TABLES, stored, on_progress)
+    program, inputs = export_program(module, load_file(folder / TABLES), batch)
+    torch.export.save(program, folder / PROGRAM)
+    shapes = free_sizes(program, inputs)
+    needs = needed_packages(program)
+    about: dict[str, Any] = {
+        "of": type(module).__name__,
+        "inputs": {
+            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shapes[name]}
+            for name, tensor in inputs.items()
+        },
+        "needs": needs,
+        "bits": bits,
+    }
+    _write_json(folder / ABOUT, about)
+    outputs = answer.leaves(wanted)
+    examples = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
+    examples |= {f"answers.{number}": tensor for number, tensor in enumerate(outputs)}
+    save_file({name: tensor.clone().contiguous() for name, tensor in examples.items()}, folder / EXAMPLES)
+    shutil.copyfile(answer.__file__, folder / SCRIPT)
+
+    server = answer.Server(folder)
+    found = answer.leaves(server.answer(inputs))
+    one, fixed = tensors_of(batch if first_request is None else first_request), False
+    try:
+        server.answer(one)
+    except (RuntimeError, AssertionError):  # torch.export's guards on a size that predict_step has made a number
+        one, fixed = inputs, True
+    _write_json(folder / REQUEST, {name: one[name].tolist() for name in inputs})
+    differences, others = _differences(found, outputs), _others(found, outputs)
+    largest = float(differences.max()) if differences.numel() else 0.0
+    _write_json(folder / ABOUT, {**about, "largest_difference": largest})
+    return Served(
+        num_tables=len(stored),
+        table_bytes=sum(num_bytes(one) for one in stored.values()),
+        float_bytes=sum(num_bytes(one) for one in sources.values()),
+        num_examples=len(outputs[0]) if outputs and outputs[0].dim() else 1,
+        largest_difference=largest,
+        mean_difference=float(differences.mean()) if differences.numel() else 0.0,
+        largest_answer=max(
+            (float(one.abs().max()) for one in outputs if _is_fraction(one) and one.numel()), default=0.0
+        ),
+        integers=others.numel(),
+        other_integers=int(others.sum()),
+        needs=needs,
+        only_this_size=fixed,
+    )
+
+
+def _differences(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if _is_fraction(b)]
+    # Infinities, of scores that are masked, are equal where their difference is no number.
+    differences = [torch.where(a == b, 0, (a - b).abs()).double().flatten() for a, b in pairs]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *differences])
+
+
+def _others(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if not _is_fraction(b)]
+    return torch.cat([torch.zeros(0, dtype=torch.bool), *((a != b).flatten() for a, b in pairs)])
+
+
+def _is_fraction(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder that gets the name `folder` at the end, with all of its files on disk."""
+    if os.path.lexists(folder) and not (overwrite and (folder / ABOUT).is_file()):
+        advice = "" if overwrite else ", or replace it with --overwrite"
+        what = "is no folder that export wrote" if overwrite else "exists already"
+        raise CheckpointError(f"{folder} {what}. Choose another name{advice}.")
+    if not folder.absolute().parent.is_dir():
+        raise CheckpointError(f"{folder}: the folder {folder.parent} does not exist. Create it first.")
+    with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=folder.absolute().parent) as unfinished:
+        new = Path(unfinished, folder.name)
+        new.mkdir()
+        yield new
+        for file in new.iterdir():
+            fsync(file)
+        fsync(new)
+        if folder.exists():
+            os.replace(folder, Path(unfinished, "old"))
+        os.replace(new, folder)
+    fsync(folder.absolute().parent)

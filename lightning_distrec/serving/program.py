@@ -1,0 +1,112 @@
+"""A module's predict_step as a program of torch.export, whose tables are inputs: they stay in a file of their own."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+from lightning_distrec._compat.torch import sizes_from_zero
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.serving.batches import tensors_of, with_tensors
+
+
+class _Predictor(nn.Module):
+    """predict_step as the forward of a module, which functional_call needs."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> Any:
+        return self.module.predict_step(batch, 0)
+
+
+class Program(nn.Module):
+    """predict_step of a module, of tables and of a batch's tensors."""
+
+    def __init__(self, module: LightningModule, batch: Any) -> None:
+        """module: unsharded; its own tables are not read. batch: gives the containers, and what is no tensor."""
+        super().__init__()
+        self.predictor, self._batch = _Predictor(module), batch
+
+    def forward(self, tables: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
+        """Return what predict_step returns. tables: by their names in `module`. inputs: as `tensors_of` names them."""
+        named = {f"module.{name}": table for name, table in tables.items()}
+        return torch.func.functional_call(self.predictor, named, (with_tensors(self._batch, inputs),))
+
+
+def export_program(
+    module: LightningModule, tables: dict[str, Tensor], batch: Any
+) -> tuple[ExportedProgram, dict[str, Tensor]]:
+    """Return the program, and those of the batch's tensors that it needs; each may have any first size.
+
+    Raises ConfigError: torch.export cannot follow predict_step.
+    """
+    inputs = tensors_of(batch)
+    program = Program(module, batch)
+    used = _used(_exported(program, tables, inputs), inputs)
+    return _exported(program, tables, used), used
+
+
+def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> ExportedProgram:
+    sizes = (
+        dict.fromkeys(tables),
+        {name: {0: Dim.AUTO} if tensor.dim() else None for name, tensor in inputs.items()},
+    )
+    level = logging.root.level
+    logging.root.setLevel(logging.ERROR)  # torchrec warns there that export is slow with a KeyedJaggedTensor
+    try:
+        with torch.no_grad(), sizes_from_zero():
+            exported = export(program, (tables, dict(inputs)), dynamic_shapes=sizes, strict=False)
+    except Exception as error:
+        name = type(program.predictor.module).__name__
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(
+            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. It needs a step of "
+            "tensors' operations, without branches on their values: see torch.export's documentation."
+        ) from error
+    finally:
+        logging.root.setLevel(level)
+    if needed_packages(exported):
+        with torch.no_grad(), sizes_from_zero(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own names
+            exported = exported.run_decompositions(_by_torch())
+    exported.example_inputs = None  # they would be saved, with the tables among them
+    return exported
+
+
+def _used(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs that the program reads."""
+    names = exported.graph_signature.user_inputs[-len(inputs) :] if inputs else ()
+    read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
+    return {name: inputs[name] for name, inside in zip(inputs, names, strict=True) if inside in read}
+
+
+def free_sizes(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, list[int | None]]:
+    """Return the shape of each input; None where the size may differ from request to request."""
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs) :] if inputs else []
+    return {
+        name: [size if isinstance(size, int) else None for size in node.meta["val"].shape]
+        for name, node in zip(inputs, nodes, strict=True)
+    }
+
+
+def _by_torch() -> dict[Any, Callable[..., Tensor]]:
+    """Return operators of FBGEMM that torch has as well; those of jagged offsets are in most programs."""
+    import fbgemm_gpu  # noqa: F401  it registers the operators
+
+    def complete_cumsum(lengths: Tensor) -> Tensor:
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
+
+    return {torch.ops.fbgemm.asynchronous_complete_cumsum.default: complete_cumsum}
+
+
+def needed_packages(exported: ExportedProgram) -> list[str]:
+    """Return the packages, beside torch, whose operators the program calls."""
+    spaces = {str(node.target).split(".")[0] for node in exported.graph.nodes if node.op == "call_function"}
+    return ["fbgemm_gpu"] if "fbgemm" in spaces else []

@@ -1,0 +1,86 @@
+"""The tables of an unsharded module: what reads a row of them, and the same with rows of 8 or 4 bits."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_distrec.checkpoint.tools.quantized_rows import dequantized, packed_width, usable_bits
+from lightning_distrec.errors import ConfigError
+
+
+def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    """Yield what reads rows, by path; TorchRec's collections have one for each of their tables.
+
+    Raises ConfigError: one has a max_norm, with which a lookup changes rows.
+    """
+    for path, inner in module.named_modules():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)):
+            if inner.max_norm is not None:
+                raise ConfigError(f"'{path}' has a max_norm: its lookups change rows, and serving only reads them.")
+            yield path, inner
+
+
+def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
+    """Replace what reads rows of `module` by what reads quantized ones, which are empty. Return bits by path.
+
+    A bag's padding_idx is not known to the replacement, so a bag that has one keeps its rows: it is not in the dict.
+    """
+    found = {}
+    for path, inner in list(lookups_of(module)):
+        if isinstance(inner, nn.EmbeddingBag) and inner.padding_idx is not None:
+            continue
+        found[path] = of_table = usable_bits(inner.embedding_dim, bits)
+        parent, _, name = path.rpartition(".")
+        new = (
+            QuantizedBag(inner, of_table) if isinstance(inner, nn.EmbeddingBag) else QuantizedEmbedding(inner, of_table)
+        )
+        module.get_submodule(parent).add_module(name, new)
+    return found
+
+
+class _Quantized(nn.Module):
+    rows: Tensor
+
+    def __init__(self, original: nn.Embedding | nn.EmbeddingBag, bits: int) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.bits = original.num_embeddings, original.embedding_dim, bits
+        width = packed_width(self.embedding_dim, bits)
+        self.register_buffer("rows", torch.empty(0, width, dtype=torch.uint8), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The full table, for models that multiply with it."""
+        return dequantized(self.rows, self.embedding_dim, self.bits)
+
+
+class QuantizedEmbedding(_Quantized):
+    """nn.Embedding, of rows as `quantized` packs them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of ids, input.shape + (embedding_dim,)."""
+        rows = dequantized(self.rows[input.flatten().long()], self.embedding_dim, self.bits)
+        return rows.reshape(*input.shape, self.embedding_dim)
+
+
+class QuantizedBag(_Quantized):
+    """nn.EmbeddingBag without padding_idx, of rows as `quantized` packs them."""
+
+    def __init__(self, original: nn.EmbeddingBag, bits: int) -> None:
+        super().__init__(original, bits)
+        self.mode, self.include_last_offset = original.mode, original.include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return one pooled row per bag, (num_bags, embedding_dim). Arguments: nn.EmbeddingBag's."""
+        ids = input.flatten().long()
+        rows = dequantized(self.rows[ids], self.embedding_dim, self.bits)
+        places = torch.arange(ids.shape[0], device=ids.device).reshape(input.shape)
+        return functional.embedding_bag(
+            places,
+            rows,
+            None if offsets is None else offsets.long(),
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )

@@ -1,0 +1,279 @@
+"""A folder for serving answers without this package and torchrec, as the trained module does."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
+
+from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
+from lightning_distrec.checkpoint.tools.quantized_rows import QuantizedTensor, dequantized, quantized
+from lightning_distrec.cli.main import main
+from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.serving.artifact import export_for_serving
+from lightning_distrec.serving.batches import tensors_of, with_tensors
+from tests.support.environments import environment
+
+ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu"]
+WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
+RUN = "import runpy; sys.argv = ['serve.py', *{}]; runpy.run_path('serve.py', run_name='__main__')"
+
+
+class Recommender(pl.LightningModule):
+    """Pooled and unpooled collections, plain tables, one of them read as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        bags = [
+            EmbeddingBagConfig(name="user", num_embeddings=90, embedding_dim=8, feature_names=["user", "friend"]),
+            EmbeddingBagConfig(
+                name="tag", num_embeddings=40, embedding_dim=6, feature_names=["tag"], pooling=PoolingType.MEAN
+            ),
+        ]
+        seen = EmbeddingConfig(name="item", num_embeddings=70, embedding_dim=8, feature_names=["seen"])
+        self.bags, self.seen = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=[seen])
+        self.city, self.words = nn.Embedding(30, 8), nn.EmbeddingBag(50, 8, mode="sum")
+        self.top = nn.Linear(22 + 8 + 8 + 2, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """Return a vector per example."""
+        seen = self.seen(batch["features"])["seen"]
+        places = torch.arange(seen.values().shape[0])
+        example = torch.searchsorted(seen.offsets()[1:].contiguous(), places, right=True)
+        summed = torch.zeros(batch["dense"].shape[0], 8).index_add(0, example, seen.values())
+        parts = [self.bags(batch["features"]).values(), summed, self.words(batch["words"]), batch["dense"]]
+        return self.dropout(self.top(torch.cat(parts, 1)))
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Return a score for each city, and the best."""
+        scores = self(batch) @ self.city.weight.T
+        return {"scores": scores, "best": scores.argmax(1)}
+
+
+def batch_of(size: int, seed: int = 0) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (4 * size,), generator=draw)
+    return {
+        "features": KeyedJaggedTensor(
+            keys=["user", "friend", "tag", "seen"],
+            values=torch.randint(0, 40, (int(lengths.sum()),), generator=draw),
+            lengths=lengths,
+        ),
+        "words": torch.randint(0, 50, (size, 3), generator=draw),
+        "dense": torch.randn(size, 2, generator=draw),
+        "label": torch.zeros(size),
+    }
+
+
+def answers(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return module.eval().predict_step(batch, 0)
+
+
+def ask(folder: Path, *arguments: str, code: str = "") -> str:
+    """Return what serve.py prints in a process that can import neither this package nor torchrec."""
+    script = WITHOUT + (code or RUN.format(list(arguments)))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=folder, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path) -> None:
+    module = Recommender()
+    module.train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    served = export_for_serving(module, batch_of(64), tmp_path / "made", first_request=batch_of(1, seed=3))
+    assert served.largest_difference == 0
+    assert (served.integers, served.other_integers) == (64, 0)
+    assert not served.only_this_size
+    assert served.num_tables == 5
+    assert module.training
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    folder = tmp_path / "elsewhere"
+    shutil.move(tmp_path / "made", folder)
+    assert (folder / "program.pt2").stat().st_size < (folder / "tables.safetensors").stat().st_size * 20
+    about = json.loads((folder / "serving.json").read_text())
+    assert about["inputs"].keys() == {"features.values", "features.lengths", "words", "dense"}, (
+        "labels are not asked for"
+    )
+    assert about["inputs"]["words"] == {"dtype": "int64", "shape": [None, 3]}
+    empty = batch_of(2, seed=4)
+    none = torch.zeros(0, dtype=torch.int64)
+    empty["features"] = KeyedJaggedTensor(empty["features"].keys(), none, lengths=torch.zeros(8).long())
+    batches = [batch_of(1, seed=3), batch_of(64), batch_of(200, seed=2), empty]
+    wanted = [answers(module, batch) for batch in batches]
+    for number, batch in enumerate(batches):
+        save_file({name: tensors_of(batch)[name] for name in about["inputs"]}, folder / f"{number}.safetensors")
+    code = (
+        "import torch, serve\nfrom safetensors.torch import load_file\nserver = serve.Server('.')\n"
+        "torch.save([server.answer(load_file(f'{number}.safetensors')) for number in range(4)], 'found.pt')"
+    )
+    ask(folder, code=code)
+    for found, want in zip(torch.load(folder / "found.pt"), wanted, strict=True):
+        # In the process that exports they are equal; other processes may add in another order, by their threads.
+        assert torch.allclose(found["scores"], want["scores"], rtol=1e-6, atol=1e-6)
+        assert torch.equal(found["best"], want["best"])
+    first = json.loads(ask(folder))
+    assert first["best"] == wanted[0]["best"].tolist()
+    assert torch.tensor(first["scores"]).allclose(wanted[0]["scores"], atol=1e-6)
+    assert ask(folder, "--check").startswith("largest difference from the trained module: ")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_answers_are_those_of_the_module_with_rounded_rows(bits: int, tmp_path: Path) -> None:
+    module, batch = Recommender(), batch_of(64)
+    wanted = answers(module, batch)
+    served = export_for_serving(module, batch, tmp_path / "q", bits=bits)
+    rounded = Recommender()
+    for name, weight in module.state_dict().items():
+        if "top" not in name:
+            of_table = 8 if weight.shape[1] % 4 else bits
+            rows = dequantized(quantized(weight, of_table), weight.shape[1], of_table)
+            rounded.get_parameter(name).data.copy_(rows)
+            steps = (weight.amax(1) - weight.amin(1)) / (2**of_table - 1)
+            assert ((rows - weight).abs().amax(1) <= 0.55 * steps + 2e-3 * weight.abs().amax(1)).all()
+    found = answers(rounded, batch)
+    stored = load_file(tmp_path / "q" / "tables.safetensors")
+    assert stored["city.rows"].dtype == torch.uint8
+    assert served.table_bytes < served.float_bytes / (1.8 if bits == 8 else 2.5)
+    from lightning_distrec.serving.answer import Server
+
+    answered = Server(tmp_path / "q").answer({**tensors_of(batch)})
+    assert torch.allclose(answered["scores"], found["scores"], atol=1e-5)
+    difference = (answered["scores"] - wanted["scores"]).abs().max().item()
+    assert 0 < difference <= served.largest_difference
+    assert not list((tmp_path / "q").glob(".*"))
+
+
+def test_rows_are_quantized_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.randn(101, 8)
+    whole = QuantizedTensor(MappedTensor(table), 8).read()
+    monkeypatch.setattr("lightning_distrec.chunks.BLOCK_BYTES", 100)
+    assert torch.equal(QuantizedTensor(MappedTensor(table), 8).read(), whole)
+    assert torch.equal(whole, quantized(table, 8))
+
+
+def test_what_cannot_be_served_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    class Branches(Recommender):
+        def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            return self(batch) if bool(batch["dense"].sum() > 0) else self(batch) * 2
+
+    class Renormed(Recommender):
+        def __init__(self) -> None:
+            super().__init__()
+            self.city = nn.Embedding(30, 8, max_norm=1.0)
+
+    with pytest.raises(ConfigError, match="torch.export cannot follow predict_step of Branches"):
+        export_for_serving(Branches(), batch_of(8), tmp_path / "out")
+    with pytest.raises(ConfigError, match="'city' has a max_norm"):
+        export_for_serving(Renormed(), batch_of(8), tmp_path / "out")
+    state = {name: value for name, value in Recommender().state_dict().items() if name != "top.bias"}
+    with pytest.raises(CheckpointError, match="lacks 'top.bias'"):
+        export_for_serving(Recommender(), batch_of(8), tmp_path / "out", state=state)
+    (tmp_path / "taken").mkdir()
+    for overwrite, why in ((False, "exists already"), (True, "is no folder that export wrote")):
+        with pytest.raises(CheckpointError, match=why):
+            export_for_serving(Recommender(), batch_of(8), tmp_path / "taken", overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_size_that_the_step_fixes_is_told(tmp_path: Path) -> None:
+    class Fixed(Recommender):
+        def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            return self(batch) + torch.arange(len(batch["dense"]))[:, None]
+
+    served = export_for_serving(Fixed(), batch_of(8), tmp_path / "out", first_request=batch_of(1))
+    assert served.only_this_size
+    assert len(json.loads(ask(tmp_path / "out"))) == 8
+
+
+def test_operators_of_fbgemm_are_named_as_needed(tmp_path: Path) -> None:
+    class Padded(Recommender):
+        def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            return self.seen(batch["features"])["seen"].to_padded_dense(4)
+
+    served = export_for_serving(Padded(), batch_of(8), tmp_path / "out", first_request=batch_of(1))
+    assert served.needs == ["fbgemm_gpu"]
+    done = subprocess.run(
+        [sys.executable, "serve.py", "--check"],
+        cwd=tmp_path / "out",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("largest difference from the trained module: 0 "), done.stderr
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Batch:
+    """A container of the user's."""
+
+    dense: Tensor
+    name: str = "as it is"
+
+
+def test_tensors_of_any_container_are_named_and_replaced() -> None:
+    jagged = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.ones(3))
+    keyed = KeyedTensor(keys=["a"], length_per_key=[2], values=torch.ones(2, 2))
+    batch = Pair([Batch(torch.ones(2)), 7], {"jagged": jagged, "keyed": keyed, "none": None})
+    found = tensors_of(batch)
+    names = [
+        "left.0.dense",
+        "right.jagged.values",
+        "right.jagged.lengths",
+        "right.jagged.weights",
+        "right.keyed.values",
+    ]
+    assert list(found) == names
+    other = with_tensors(batch, {name: tensor * 3 for name, tensor in found.items() if "lengths" not in name})
+    assert type(other) is Pair
+    assert other.left[0] == Batch(other.left[0].dense)
+    assert other.left[0].dense.tolist() == [3, 3]
+    assert other.left[1] == 7
+    assert other.right["jagged"].weights().tolist() == [3, 3, 3]
+    assert other.right["jagged"].lengths().tolist() == [1, 2]
+    assert other.right["keyed"]["a"].tolist() == [[3, 3], [3, 3]]
+    assert list(tensors_of(torch.ones(2))) == ["input"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--format", "torch.export"], "name the YAML"),
+        (["--bits", "4"], "--config and --bits are for"),
+        (["--format", "quantized", "--since", "x"], "--since writes changed rows"),
+        (["--format", "safetensors"], "is not named"),
+        (["--format", "torch.export", "--bits", "8", "--config", "x.yaml"], "--bits is for --format quantized"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "a.ckpt", "out", *arguments]) != 0
+    assert why in capsys.readouterr().err
