@@ -33,6 +33,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--format",
         choices=["safetensors", *FOLDERS],
+        metavar="FORMAT",
         default=None,
         help="torch.export: a folder with predict_step as a program, the tables, and a script that answers requests. "
         "quantized: the same with rows of 8 or 4 bits. Both need --config. safetensors: what *.safetensors names, too.",

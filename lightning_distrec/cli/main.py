@@ -28,7 +28,7 @@ COMMANDS = {
     "doctor": "Check the ranks, machines and network links of a job.",
     "recipes": "List the jobs that come with the package, or copy one.",
     "slurm": "Write an sbatch script that runs a recipe.",
-    "export": "Convert a checkpoint into a single file.",
+    "export": "Convert a checkpoint into a single file, or into a folder that answers requests.",
     "checkpoint": "Inspect a checkpoint, compare two, or merge a difference.",
     "completion": "Print a script with which a shell completes commands and options.",
 }

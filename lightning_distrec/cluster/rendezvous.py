@@ -218,7 +218,7 @@ def _gather(
 
     def what() -> str:
         arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
-        report = f"{arrived}; missing: {_named(sorted(missing), nodes)}"
+        report = f"{arrived}; waiting for {_named(sorted(missing), nodes)}"
         store.set(MISSING, report)
         return report
 

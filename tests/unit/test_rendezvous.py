@@ -121,7 +121,7 @@ def test_whoever_else_listens_at_the_port_is_passed_by(point: MeetingPoint, gree
 def test_a_rank_that_is_missing_is_named_on_all(point: MeetingPoint) -> None:
     said: list[str] = []
     outcomes = _run(*(_rank(point, rank, 4, said, seconds=1.5) for rank in (0, 1, 3)))
-    wanted = "3 of 4 ranks arrived at 127.0.0.1; missing: rank 2 on node2"
+    wanted = "3 of 4 ranks arrived at 127.0.0.1; waiting for rank 2 on node2"
     assert all(isinstance(outcome, RendezvousError) for outcome in outcomes)
     assert [str(outcome) for outcome in outcomes] == [f"{wanted}: not within timeout_seconds=1.5."] * 3
     assert said
@@ -215,7 +215,7 @@ def test_a_rank_with_another_key_is_refused_and_says_what_to_set(
     (refused,) = _run(_rank(point, 1, 2, [], seconds=3))
     thread.join()
     assert str(refused).startswith(f"rank 0 at 127.0.0.1 does not have the key that this rank has from {VARIABLE}. Set")
-    assert "missing: rank 1" in str(outcomes[0])
+    assert "waiting for rank 1" in str(outcomes[0])
 
 
 def _other_than(before: str, of_job: PrefixStore) -> str:

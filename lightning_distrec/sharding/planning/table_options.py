@@ -158,11 +158,14 @@ def options_by_table(tables: list[Table], everywhere: TableOptions, given: Given
         if name in names or any(fnmatchcase(known, name) for known in names):
             continue
         what = f"no table fits {name!r}" if WILD.search(name) else f"there is no table {name!r}"
-        raise ConfigError(
-            f"tables: {what}{did_you_mean(WILD.sub('', name), names)} "
-            f"The tables are {', '.join(table.full_name for table in tables) or 'none'}."
-        )
+        raise ConfigError(f"tables: {what}{did_you_mean(WILD.sub('', name), names)} {_known_in_words(tables)}")
     return {table.full_name: _of_table(table, everywhere, parsed) for table in tables}
+
+
+def _known_in_words(tables: list[Table]) -> str:
+    if tables:
+        return f"The tables are {', '.join(table.full_name for table in tables)}."
+    return "There are no tables: an nn.Embedding is one with convert_embeddings, and from min_rows rows on."
 
 
 def refuse_named_odd_dims(tables: list[Table], of_odd_dims: list[Table], why: Mapping[str, str], given: Given) -> None:
