@@ -20,6 +20,16 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> None:
     trainer._checkpoint_connector.find = find
 
 
+def resumed_path(trainer: Any) -> str | None:
+    """Return the checkpoint that the fit in progress resumes from, also before it is loaded; None for none.
+
+    Upstream hands the path from function to function, and sets `trainer.ckpt_path` when it loads, after set-up. It is
+    known to the connector of `resume_from` alone.
+    """
+    path = getattr(trainer._checkpoint_connector, "chosen_path", None)
+    return None if path is None else str(path)
+
+
 def update_plateaus_of_this_epoch(trainer: Any) -> None:
     """Let the fit loop update ReduceLROnPlateau at the end of the epoch that it has resumed in.
 
@@ -34,6 +44,7 @@ class _Resumes(_CheckpointConnector):
     """What `resume_from` makes of a trainer's connector; at the top of the file, so that pickle finds it."""
 
     find: Callable[[Any], str | None] | None = None
+    chosen_path: Any = None
 
     @property
     def _hpc_resume_path(self) -> str | None:
@@ -41,9 +52,11 @@ class _Resumes(_CheckpointConnector):
 
     def _select_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
         given = ckpt_path or (self._ckpt_path if self._user_managed else None)
-        if state_fn == "fit" and self.find is not None and (found := self.find(given)) is not None:
-            return found
-        return super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
+        found: Any = self.find(given) if state_fn == "fit" and self.find is not None else None
+        if found is None:
+            found = super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
+        self.chosen_path = found
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "find"}  # the next fit sets it again

@@ -75,7 +75,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
             "highest" in float32. None: leave torch's setting as it is.
-        timeout_seconds: seconds a rank waits for the others in any collective.
+        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
         watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
     """
 
@@ -94,7 +94,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         stopping: StopOptions | dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         float32_matmul_precision: MatmulPrecision | None = None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: float | None = None,
         watchdog_seconds: float = 30.0,
     ) -> None:
         check_exchange(comm_dtype, sparse_grads)

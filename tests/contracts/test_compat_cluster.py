@@ -68,6 +68,7 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     (tmp_path / "hpc_ckpt_3.ckpt").write_text("another job's")
     trainer = Trainer(default_root_dir=tmp_path, **QUIET)
+    assert lightning_resuming.resumed_path(trainer) is None
     select = trainer._checkpoint_connector._select_ckpt_path
     model = {"model_provided": True, "model_connected": True}
     assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
@@ -75,7 +76,7 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
     for found, of_given in (("mine.ckpt", "mine.ckpt"), (None, "given.ckpt")):
         lightning_resuming.resume_from(trainer, lambda given, found=found: asked.append(given) or found)
         select = trainer._checkpoint_connector._select_ckpt_path
-        assert select(TrainerFn.FITTING, None, **model) == found
+        assert select(TrainerFn.FITTING, None, **model) == lightning_resuming.resumed_path(trainer) == found
         assert select(TrainerFn.FITTING, "given.ckpt", **model) == of_given
         assert select(TrainerFn.TESTING, "given.ckpt", **model) == "given.ckpt"
     trainer.ckpt_path = "set.ckpt"

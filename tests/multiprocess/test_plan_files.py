@@ -19,7 +19,7 @@ from lightning_distrec.cli.output import EXIT_OK
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.plan.plan_file import load_plan
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from lightning_distrec.strategies.tables.plan import VARIABLE
+from lightning_distrec.strategies.tables.plan import OF_CHECKPOINT, VARIABLE
 from tests.support.click_model import (
     ClickModel,
     EvaluatedModel,
@@ -93,6 +93,11 @@ def _follow(folder: str) -> dict[str, Any]:
     followed["by a checkpoint that is one file"] = fit({"plan_file": f"{folder}/file.ckpt"})
     # a checkpoint of one plan goes on under another
     followed["resumed"] = fit(ckpt_path=checkpoint, max_steps=STEPS)
+    os.environ[OF_CHECKPOINT] = "1"
+    followed["resumed by its plan"] = fit(ckpt_path=checkpoint, max_steps=STEPS)
+    os.environ[OF_CHECKPOINT] = "yes"
+    followed["refused"] = refusal(folder=folder, ckpt_path=checkpoint, max_steps=STEPS)
+    del os.environ[OF_CHECKPOINT]
     return followed
 
 
@@ -104,6 +109,9 @@ def test_a_saved_plan_is_followed_bit_by_bit_from_logs_checkpoints_and_the_varia
     assert {name: table.sharding_type for name, table in log.tables.items()}["ebc.wide"] == "column_wise"
     for wanted, found in zip(first, run_on_warm_ranks(_follow, 2, str(tmp_path)), strict=True):
         assert found.pop("resumed")["plan"] != wanted["plan"]
+        assert found.pop("resumed by its plan")["plan"] == wanted["plan"]
+        asked = "set 1 to follow the plan of ckpt_path, or 0."
+        assert found.pop("refused") == f"ConfigError: FORCE_LOAD_SHARDING_PLAN=yes: {asked}"
         for how, same in found.items():
             assert same["plan"] == wanted["plan"], how
             assert same["losses"] == wanted["losses"], how

@@ -1,7 +1,6 @@
 """The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at the same points."""
 
 import os
-from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,7 +31,7 @@ from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
 from lightning_distrec.strategies.run.full_parameters import full_parameter
-from lightning_distrec.strategies.run.given_options import as_options
+from lightning_distrec.strategies.run.given_options import as_options, chosen_timeout
 from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.run import Run
@@ -66,20 +65,18 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         stopping: StopOptions | dict[str, Any] | None,
         process_group_backend: str | None,
         float32_matmul_precision: MatmulPrecision | None,
-        timeout_seconds: float,
+        timeout_seconds: float | None,
         watchdog_seconds: float,
         **ddp: Any,
     ) -> None:
         check_uneven_inputs(uneven_inputs)
-        if timeout_seconds <= 0:
-            raise ConfigError(f"timeout_seconds={timeout_seconds}: must be above 0.")
         if watchdog_seconds < 0:
             raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must be at least 0, which disables the watchdog.")
         use_matmul_precision(float32_matmul_precision)
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)
         self._stop_options = as_options("stopping", StopOptions, stopping)
-        self._wait = timedelta(seconds=timeout_seconds)
+        self._wait = chosen_timeout(timeout_seconds, os.environ)
         self._watchdog_seconds = watchdog_seconds
         self._sets_threads = False
         super().__init__(process_group_backend=process_group_backend, timeout=self._wait, **ddp)

@@ -11,8 +11,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec import errors
+from lightning_distrec._compat.lightning_resuming import resumed_path
 from lightning_distrec.checkpoint.single_file import plan_in
-from lightning_distrec.errors import PlanError
+from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.plan_report.text import print_plan
@@ -26,6 +27,8 @@ from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, Table
 
 VARIABLE = "LIGHTNING_DISTREC_PLAN_FILE"
 """Names a plan file where the strategy's argument does not."""
+OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
+"""1: a fit follows the plan in the checkpoint that it resumes from. TorchEasyRec reads it too."""
 
 
 def plan_tables(
@@ -39,7 +42,9 @@ def plan_tables(
 
     def make() -> ShardingPlan:
         old = None if earlier is None else plan_of(earlier, run)
-        return plan_or_follow(decisions, old, run.settings, facts)
+        resumes_from = resumed_path(run.trainer) if run.fits else None
+        planning = follow_checkpoint(run.settings.planning, resumes_from, os.environ)
+        return plan_or_follow(decisions, old, replace(run.settings, planning=planning), facts)
 
     plan = _from_rank_zero(make)
     if run.fits and run.trainer.is_global_zero:
@@ -134,6 +139,22 @@ def wanted_plan(planning: PlanningOptions, variables: Mapping[str, str]) -> tupl
             rank_zero_info(f"planning: plan_file='{given}' is followed, and {VARIABLE}={by_variable} is ignored.")
         return given, f"plan_file='{given}'"
     return None if by_variable is None else (by_variable, f"{VARIABLE}={by_variable}")
+
+
+def follow_checkpoint(
+    planning: PlanningOptions, ckpt_path: str | None, variables: Mapping[str, str]
+) -> PlanningOptions:
+    """Return the options with the plan of the checkpoint that a fit resumes from, where the environment asks for it.
+
+    ckpt_path: None for a fit from the start. A plan that is named otherwise comes first. Raises ConfigError: the
+    variable is neither 0 nor 1.
+    """
+    value = variables.get(OF_CHECKPOINT, "").strip() or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{OF_CHECKPOINT}={value}: set 1 to follow the plan of ckpt_path, or 0.")
+    if value == "0" or ckpt_path is None or planning.plan_file is not None or variables.get(VARIABLE):
+        return planning
+    return replace(planning, plan_file=ckpt_path)
 
 
 def follow(path: str, what: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
