@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_distrec.cli.output import EXIT_ERROR
+from lightning_distrec.versions import find_installed, problem_with
 
 LOGGER_PACKAGES = {
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
@@ -47,11 +48,18 @@ def run(args: Sequence[str]) -> None:
 
     Every option can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS and so on).
     """
-    FitCLI(
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        # Lightning refuses to write its config twice into one folder; running a recipe twice must work.
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"default_env": True},
-        args=None if list(args) == sys.argv[1:] else list(args),  # Lightning warns if it gets args and sys.argv
-    )
+    try:
+        FitCLI(
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            # Lightning refuses to write its config twice into one folder; running a recipe twice must work.
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"default_env": True},
+            args=None if list(args) == sys.argv[1:] else list(args),  # Lightning warns if it gets args and sys.argv
+        )
+    except SystemExit as end:
+        # A class_path whose module imports torchrec is refused as a wrong value, without what to install.
+        found = find_installed()
+        if end.code == EXIT_ERROR and (not found.torchrec or not found.fbgemms):
+            print(f"lightning-distrec: {problem_with(found)}", file=sys.stderr)
+        raise

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lightning_distrec.cli.output import EXIT_ERROR
 from lightning_distrec.errors import DistRecError, did_you_mean
+from lightning_distrec.versions import find_installed, problem_with
 
 LIGHTNING_COMMANDS = {
     "fit": "Train a module: fit --config FILE.yaml.",
@@ -100,7 +101,10 @@ def _versions() -> str:
     for name in ("lightning-distrec", "torch", "lightning", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
         with suppress(PackageNotFoundError):
             lines.append(f"{name} {version(name)}")
-    return "\n".join([*lines, f"Python {platform.python_version()}"])
+    lines.append(f"Python {platform.python_version()}")
+    if (problem := problem_with(find_installed())) is not None:
+        lines.append(f"\ntorchrec_sharded cannot be used. {problem}")
+    return "\n".join(lines)
 
 
 def _make_working_directory_importable() -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_distrec.cli import fit, main
 from tests.support.checkpoint_folders import by_rows, write_folder
+from tests.support.limits import LIMIT_SECONDS
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -283,6 +284,40 @@ def test_versions_are_printed(run: Run) -> None:
     lines = dict(line.split(" ", 1) for line in text.splitlines())
     assert lines["torch"] == torch.__version__
     assert {"lightning-distrec", "lightning", "torchrec", "Python"} <= set(lines)
+
+
+def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "clicks.py").write_text("import torchrec\n")
+    (tmp_path / "job.yaml").write_text("model: clicks.Model\n")
+    program = textwrap.dedent("""
+        import importlib.metadata, sys
+        sys.modules["torchrec"] = None
+        version = importlib.metadata.version
+        def without(name):
+            if name.startswith(("torchrec", "fbgemm")):
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version(name)
+        importlib.metadata.version = without
+        from lightning.pytorch import Trainer
+        from lightning_distrec.cli.main import main
+        from lightning_distrec.errors import VersionError
+        for command in (["--version"], ["fit", "--config", "job.yaml"]):
+            try:
+                main(command)
+            except SystemExit as leaving:
+                print("exit code", leaving.code)
+        try:
+            Trainer(strategy="torchrec_sharded", accelerator="cpu", logger=False)
+        except VersionError as error:
+            print("VersionError:", error)
+    """)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.stdout.count("pip install --no-deps fbgemm-gpu-cpu==") == 2, done.stdout
+    assert "torchrec_sharded cannot be used. Installed: torch" in done.stdout
+    assert "exit code 2" in done.stdout
+    assert "VersionError: Installed: torch" in done.stdout
+    assert done.stderr.count("pip install --no-deps fbgemm-gpu-cpu==") == 1, done.stderr
 
 
 def test_a_shell_completes_each_command_with_its_options(run: Run) -> None:
