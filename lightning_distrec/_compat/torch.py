@@ -227,11 +227,12 @@ def current_backward() -> int:
 
 
 def watch_collectives(
-    names: tuple[str, ...], on_call: Callable[[str, dict[str, Any], str], None]
+    names: tuple[str, ...], on_call: Callable[[str, dict[str, Any], str], Callable[[], None] | None]
 ) -> Callable[[], None]:
     """Call `on_call` before each call of these functions of torch.distributed; returns an undo.
 
-    on_call: gets the function's name, its arguments by name, and the name of the module that calls it.
+    on_call: gets the function's name, its arguments by name, and the name of the module that calls it. It may return a
+    function, which is called once the collective is complete: for an asynchronous one of gloo, in gloo's thread.
     Functions that this torch lacks are skipped. Seen are calls that read the function from torch.distributed at the
     time of the call, as torchrec and Lightning do; calls from torch's C++ (DistributedDataParallel) are not.
     torch has no hook for this short of its profiler, which costs more than a step; can go when it has one.
@@ -252,7 +253,7 @@ def watch_collectives(
 
 
 def _watched_collective(
-    name: str, original: Callable[..., Any], on_call: Callable[[str, dict[str, Any], str], None]
+    name: str, original: Callable[..., Any], on_call: Callable[[str, dict[str, Any], str], Callable[[], None] | None]
 ) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -261,8 +262,14 @@ def _watched_collective(
         frame = inspect.currentframe()
         caller = "" if frame is None or frame.f_back is None else str(frame.f_back.f_globals.get("__name__", ""))
         del frame  # it would keep itself alive
-        on_call(name, dict(signature.bind(*args, **options).arguments), caller)
-        return original(*args, **options)
+        on_end = on_call(name, dict(signature.bind(*args, **options).arguments), caller)
+        work = original(*args, **options)
+        if on_end is not None:
+            if work is None:
+                on_end()
+            else:
+                work.get_future().add_done_callback(lambda _: on_end())
+        return work
 
     return watched
 

@@ -1,7 +1,10 @@
-"""Counts the bytes that each rank sends per step, by kind."""
+"""Counts the exchanges of each rank per step, the bytes that it sends and the time that they take, by kind."""
 
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import nan
 from os import environ
 from typing import Any
 
@@ -21,6 +24,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     EXCHANGES,
     KINDS,
     RINGS,
+    WITH_FUTURES,
     dtype_sent,
     exchanged_bytes,
     kind_of,
@@ -33,24 +37,31 @@ from lightning_distrec.units import format_bytes
 
 @dataclass
 class SentTotals:
-    """Bytes that left this rank, by kind, and those of them that left its node."""
+    """Bytes that left this rank, by kind, and those of them that left its node; exchanges, and the time they took."""
 
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     across_nodes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    calls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     steps: int = 0
 
-    def add(self, kind: str, sent: float, across_nodes: float) -> None:
+    def add(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
         """Add bytes that were sent."""
         self.sent[kind] += sent
         self.across_nodes[kind] += across_nodes
+        self.calls[kind] += calls
 
 
 class Communication(Callback):
-    """Logs the bytes that a rank sends per step, by kind, and prints a table at the end of a fit.
+    """Logs the bytes, the number and the time of a rank's exchanges, by kind, and prints a table at the end of a fit.
 
     Calls of torch.distributed's collectives are counted while a fit trains. Dense gradients are computed instead:
     DistributedDataParallel reduces them in C++, where calls are not seen; a ring of W ranks sends 2 (W - 1) / W of
     their bytes. The loggers get the numbers of rank 0; the table has the mean and the maximum over all ranks.
+
+    The time of an exchange is that from its call until it is complete on this rank, waits for slower ranks included. It
+    is measured where gloo shows it, which it does not for the reduce-scatter of row-wise rows; NCCL completes calls on
+    the GPU, and looking there would hold up the step.
 
     Args:
         every_n_steps: optimizer steps between two log entries; None: the Trainer's log_every_n_steps.
@@ -65,6 +76,7 @@ class Communication(Callback):
         self._evaluating = False
         self._fit = SentTotals()
         self._since_log = SentTotals()
+        self._ended: deque[tuple[str, float]] = deque()
         self._gathered: Tensor | None = None
 
     @property
@@ -77,10 +89,26 @@ class Communication(Callback):
         """The mean over all ranks of what each sent per step of the fit, by kind; empty before its end."""
         return {} if self._gathered is None else dict(zip(KINDS, self._gathered[:, 0].mean(0).tolist(), strict=True))
 
+    @property
+    def mean_exchanges_per_step(self) -> dict[str, dict[str, float]]:
+        """Number and milliseconds of exchanges per step by kind, the mean over all ranks; empty before the fit's end.
+
+        Kinds without a counted exchange are left out; without a measured time, as with NCCL, so is "ms".
+        """
+        if self._gathered is None:
+            return {}
+        means = {kind: self._gathered[:, :, place].mean(0).tolist() for place, kind in enumerate(KINDS)}
+        return {
+            kind: {"calls": calls} | ({"ms": 1000 * seconds, "bytes_per_second": sent / seconds} if seconds > 0 else {})
+            for kind, (sent, _, calls, seconds) in means.items()
+            if calls
+        }
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
         self._fit, self._since_log, self._evaluating = SentTotals(), SentTotals(), False
+        self._ended.clear()
         self._gathered = None
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -96,7 +124,7 @@ class Communication(Callback):
         # updated inside of backward.
         for ddp, sent, across_nodes in self._reductions:
             if ddp.require_backward_grad_sync:
-                self._count(DENSE_GRADIENTS, sent, across_nodes)
+                self._count(DENSE_GRADIENTS, sent, across_nodes, calls=0)  # DDP's calls are not seen
 
     @override
     def on_train_batch_end(
@@ -104,6 +132,7 @@ class Communication(Callback):
     ) -> None:
         self._fit.steps += 1
         self._since_log.steps += 1
+        self._add_times()
         if self._log_times.due(trainer):
             if trainer.is_global_zero and self._unwatch is not None:
                 log(trainer, self._numbers(self._since_log))
@@ -122,6 +151,7 @@ class Communication(Callback):
         """Collective. Gather the counts of all ranks."""
         watched = self._unwatch is not None
         self._stop()
+        self._add_times()
         self._gathered = self._gather(trainer) if watched and self._fit.steps else None
 
     @override
@@ -147,32 +177,54 @@ class Communication(Callback):
             self._unwatch()
         self._unwatch, self._reductions = None, []
 
-    def _count_call(self, name: str, arguments: dict[str, Any], caller: str) -> None:
+    def _count_call(self, name: str, arguments: dict[str, Any], caller: str) -> Callable[[], None] | None:
         group = arguments.get("group")
         if dist.get_rank(group) < 0:  # this rank is not in the group: the call does nothing
-            return
+            return None
         ranks = dist.get_process_group_ranks(group)
         if name in EXCHANGES:
             sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._ranks_on_node)
         else:
             sent, across = ring_bytes(name, arguments, ranks, self._ranks_on_node)
-        self._count(kind_of(name, dtype_sent(arguments), caller), sent, across)
+        kind = kind_of(name, dtype_sent(arguments), caller)
+        self._count(kind, sent, across, calls=1)
+        if self._evaluating:
+            return None
+        begin, ended = time.perf_counter(), self._ended
+        if name not in WITH_FUTURES or dist.get_backend(group) != "gloo":
+            ended.append((kind, nan))  # the time of this kind is not known
+            return None
+        # It runs in gloo's thread, so it only leaves the time: deques take entries from any thread.
+        return lambda: ended.append((kind, time.perf_counter() - begin))
 
-    def _count(self, kind: str, sent: float, across_nodes: float) -> None:
+    def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
         if not self._evaluating:
-            self._fit.add(kind, sent, across_nodes)
-            self._since_log.add(kind, sent, across_nodes)
+            self._fit.add(kind, sent, across_nodes, calls)
+            self._since_log.add(kind, sent, across_nodes, calls)
+
+    def _add_times(self) -> None:
+        """Add the times of exchanges that have ended."""
+        while self._ended:
+            kind, seconds = self._ended.popleft()
+            self._fit.seconds[kind] += seconds
+            self._since_log.seconds[kind] += seconds
 
     def _numbers(self, traffic: SentTotals) -> dict[str, float]:
         numbers = {f"communication/{kind.replace(' ', '_')}_bytes": traffic.sent[kind] for kind in KINDS}
         numbers["communication/all_bytes"] = sum(traffic.sent.values())
         if self._ranks_on_node is not None:
             numbers["communication/across_nodes_bytes"] = sum(traffic.across_nodes.values())
+        for kind, calls in traffic.calls.items():
+            if calls:
+                numbers[f"communication/{kind.replace(' ', '_')}_calls"] = calls
+            if traffic.seconds[kind] > 0:
+                numbers[f"communication/{kind.replace(' ', '_')}_ms"] = 1000 * traffic.seconds[kind]
         return {name: number / max(traffic.steps, 1) for name, number in numbers.items()}
 
     def _gather(self, trainer: Trainer) -> Tensor:
-        """Collective. Return bytes per step, shape (ranks, 2, kinds): sent, and sent across nodes."""
-        mine = [list(counts.values()) for counts in (self._fit.sent, self._fit.across_nodes)]
+        """Collective. Return numbers per step, shape (ranks, 4, kinds): bytes, those across nodes, calls, seconds."""
+        fit = self._fit
+        mine = [list(counts.values()) for counts in (fit.sent, fit.across_nodes, fit.calls, fit.seconds)]
         numbers = torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
         gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, numbers)
@@ -190,9 +242,9 @@ def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
     return found
 
 
-def print_table(bytes_per_step: Tensor, ranks_on_node: int | None, steps: int, console: Console | None = None) -> None:
-    """Print the table. bytes_per_step: shape (ranks, 2, kinds), sent, and sent across nodes."""
-    ranks = len(bytes_per_step)
+def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console: Console | None = None) -> None:
+    """Print the table. per_step: shape (ranks, 4, kinds), bytes sent, those across nodes, calls, and their seconds."""
+    ranks = len(per_step)
     several_nodes = ranks_on_node is not None and ranks_on_node < ranks
     text = TextTable(
         title=f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)",
@@ -200,13 +252,15 @@ def print_table(bytes_per_step: Tensor, ranks_on_node: int | None, steps: int, c
         caption="All-to-alls are counted exactly, other collectives as rings; gradients under DDP are computed.",
         caption_justify="left",
     )
-    headings = ["kind", "mean", "max", "on rank", *(["across nodes"] if several_nodes else []), "source"]
+    of_nodes = ["across nodes"] if several_nodes else []
+    headings = ["kind", "mean", "max", "on rank", *of_nodes, "source", "calls", "ms", "MB/s"]
     for heading in headings:
         text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
-    sent, across = bytes_per_step[:, 0], bytes_per_step[:, 1]
+    sent, across, calls, seconds = per_step.unbind(1)
     sources = ["computed" if kind == DENSE_GRADIENTS else "counted" for kind in KINDS]
-    columns = [(kind, sent[:, i], across[:, i], sources[i]) for i, kind in enumerate(KINDS)]
-    for kind, by_rank, away, source in [*columns, ("total", sent.sum(1), across.sum(1), "")]:
+    times = [_times(*(float(numbers[:, i].mean()) for numbers in (sent, calls, seconds))) for i in range(len(KINDS))]
+    columns = [(kind, sent[:, i], across[:, i], sources[i], times[i]) for i, kind in enumerate(KINDS)]
+    for kind, by_rank, away, source, of_time in [*columns, ("total", sent.sum(1), across.sum(1), "", ("", "", ""))]:
         text.add_row(
             kind,
             format_bytes(float(by_rank.mean())),
@@ -214,5 +268,15 @@ def print_table(bytes_per_step: Tensor, ranks_on_node: int | None, steps: int, c
             str(int(by_rank.argmax())) if float(by_rank.max()) > float(by_rank.min()) else "all",
             *([format_bytes(float(away.mean()))] if several_nodes else []),
             source,
+            *of_time,
         )
     (console or Console()).print(text)
+
+
+def _times(sent: float, calls: float, seconds: float) -> tuple[str, str, str]:
+    """Return calls, milliseconds and MB/s as texts; empty where they are not known (seconds: nan)."""
+    if not calls:
+        return "", "", ""
+    if seconds > 0:
+        return f"{calls:.1f}", f"{1000 * seconds:.2f}", f"{sent / seconds / 1e6:.1f}"
+    return f"{calls:.1f}", "", ""

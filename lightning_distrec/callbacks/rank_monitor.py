@@ -97,8 +97,9 @@ class RankMonitor(Clocked):
         """Print the summary and write it, on rank 0."""
         if not self.summary:
             return
-        counts = [callback.mean_bytes_per_step for callback in trainer.callbacks if isinstance(callback, Communication)]  # type: ignore[attr-defined]
-        self.summary["bytes_sent_per_step"] = counts[0] if counts else {}
+        counts = [callback for callback in trainer.callbacks if isinstance(callback, Communication)]  # type: ignore[attr-defined]
+        self.summary["bytes_sent_per_step"] = counts[0].mean_bytes_per_step if counts else {}
+        self.summary["exchanges_per_step"] = counts[0].mean_exchanges_per_step if counts else {}
         if trainer.progress_bar_callback is not None:
             # An active progress bar would be drawn again below the table.
             trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")

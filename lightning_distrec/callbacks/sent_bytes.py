@@ -23,6 +23,8 @@ RINGS = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
 )
 """The bytes depend on the backend's algorithm; they are counted as those of a ring of all ranks."""
+WITH_FUTURES = (*EXCHANGES, "all_reduce", "all_gather", "broadcast")
+"""Gloo shows when these are complete; of the others, such as reduce_scatter_tensor, it has no future."""
 
 
 def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:

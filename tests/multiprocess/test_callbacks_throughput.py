@@ -132,6 +132,10 @@ def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
     for row in rows:
         assert {kind: row[f"communication/{kind.replace(' ', '_')}_bytes"] for kind in KINDS} == sent
         assert row["communication/all_bytes"] == sum(sent.values())
+        calls = {kind: row.get(f"communication/{kind.replace(' ', '_')}_calls") for kind in KINDS}
+        assert calls == {IDS: 1, ROWS: 1, ROW_GRADIENTS: 1, DENSE_GRADIENTS: None, OTHER: 2}
+        for kind in (IDS, ROWS, ROW_GRADIENTS, OTHER):
+            assert 0 < row[f"communication/{kind.replace(' ', '_')}_ms"] < 1000
         assert "communication/across_nodes_bytes" not in row
 
 
@@ -242,14 +246,16 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
     from rich.console import Console
 
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    of_ranks = torch.zeros(2, 2, len(KINDS))
+    of_ranks = torch.zeros(2, 4, len(KINDS))
     of_ranks[0, 0], of_ranks[1, 0] = torch.tensor([8.0, 2000, 0, 5, 0]), torch.tensor([8.0, 4000, 0, 5, 0])
     of_ranks[:, 1] = of_ranks[:, 0] / 2
+    of_ranks[:, 2] = torch.tensor([1.0, 1, 1, 0, 2])
+    of_ranks[:, 3] = torch.tensor([0.0, 0.002, 0, 0, 0.0001])
     print_table(of_ranks, 1, 7, console)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     assert "Bytes sent per rank and step (2 ranks, 7 steps)" in lines
-    assert "ids 8 B 8 B all 4 B counted" in lines
-    assert "rows 2.9 KiB 3.9 KiB 1 1.5 KiB counted" in lines
+    assert "ids 8 B 8 B all 4 B counted 1.0" in lines
+    assert "rows 2.9 KiB 3.9 KiB 1 1.5 KiB counted 1.0 2.00 1.5" in lines
     assert "dense gradients 5 B 5 B all 2 B computed" in lines
     assert "total 2.9 KiB 3.9 KiB 1 1.5 KiB" in lines
 
