@@ -11,6 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakMethod
 
 import torch.distributed as dist
@@ -23,16 +24,21 @@ FAREWELL = "farewell"
 
 _releases: list[WeakMethod[Callable[[], None]]] = []
 _failed = False
+_watched: Callable[[bool], AbstractContextManager[None]] = nullcontext
+"""A context around leaving, which is told whether a run has failed."""
 
 
-def leave_at_exit(release: Callable[[], None]) -> None:
+def leave_at_exit(release: Callable[[], None], watched: Callable[[bool], AbstractContextManager[None]]) -> None:
     """Register the destruction of the process group at exit.
 
     release: a bound method that drops its object's references to sharded modules; the object is not kept alive for it.
+    watched: returns a context around leaving, and is told whether a run has failed.
     """
+    global _watched
     if not _releases:
         atexit.register(leave)
     _releases.append(WeakMethod(release))
+    _watched = watched
 
 
 def note_failure() -> None:
@@ -45,6 +51,11 @@ def leave() -> None:
     """Destroy the process group, once all ranks are here or some seconds have passed."""
     # sys.last_value: set by the interpreter when an exception reached the top of the script.
     has_failed = _failed or hasattr(sys, "last_value")
+    with _watched(has_failed):
+        _leave(has_failed)
+
+
+def _leave(has_failed: bool) -> None:
     if has_failed and dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
         # First: freeing a GPU's memory waits for kernels, which wait for ranks that are gone. Not run on a GPU yet.
         with contextlib.suppress(Exception):

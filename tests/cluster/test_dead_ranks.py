@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_script import fail_at_start, fit_and_validate
+from lightning_distrec.errors import RankError
+from tests.support.faulty_script import fail_at_start, fit_and_validate, hang_at_exit
 from tests.support.launches import ONE_THREAD
 from tests.support.parameters import slow_except
 from tests.support.processes import processes_with
@@ -42,7 +43,12 @@ def _run(kind: str, folder: str, options: dict[str, Any]) -> list[float]:
         os.dup2(out.fileno(), 2)
     if kind.startswith("kill at start") and rank_and_num_ranks()[0] == 1:
         fail_at_start(kind.removeprefix("kill at start, "))
-    return fit_and_validate(kind, folder, options, devices=NUM_RANKS)
+    try:
+        return fit_and_validate(kind, folder, options, devices=NUM_RANKS)
+    except RankError:
+        if kind.endswith("then hang at exit"):
+            hang_at_exit()
+        raise
 
 
 @pytest.mark.parametrize("place", ["in a step", "in a checkpoint"])
@@ -51,6 +57,18 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, place: str) -> None:
     assert "exit code -9" in said[1]
     assert GONE in said[0]
     assert GONE in said[2]
+
+
+@pytest.mark.parametrize("place", slow_except(["in teardown"], ["in teardown", "at exit"]))
+def test_ranks_that_hang_on_their_way_out_are_ended_and_say_for_whom(tmp_path: Path, place: str) -> None:
+    said = _fails(tmp_path, f"kill in a step, then hang {place}", watchdog_seconds=3)
+    ended = [words for rank, words in said.items() if rank != 1 and "exit code -9" in words]
+    assert ended, "the one that is ended first frees the other"
+    for words in ended:
+        assert (
+            f"Terminating this rank: {GONE} (killed, or out of memory?), and this rank, whose run has failed, has not "
+            "ended its teardown within 3 s." in words
+        ), words
 
 
 @pytest.mark.parametrize(

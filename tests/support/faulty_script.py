@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.cluster import rendezvous
+from lightning_distrec.cluster import process_exit, rendezvous
 from lightning_distrec.strategies.run import watchdog
 from tests.support.launched_script import Clicks, Numbered
 
@@ -59,6 +60,17 @@ def _hold() -> None:
     ctypes.PyDLL(None).sleep(6)  # PyDLL keeps the interpreter to itself meanwhile
 
 
+def _hang() -> None:
+    """Wait in a collective, as freeing a GPU's memory waits for kernels: ranks 0 and 2 for each other, without end."""
+    dist.recv(torch.zeros(1), src=2 - dist.get_rank(), group=APART[0])
+
+
+def hang_at_exit() -> None:
+    """Leave as a script does at its end, and hang meanwhile."""
+    with patch.object(process_exit, "forget_consensus", _hang):
+        process_exit.leave()
+
+
 def _unwatch() -> None:
     watchdog._of_this_process._process.kill()  # type: ignore[union-attr]
 
@@ -81,10 +93,13 @@ class Faulty(Clicks):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self._kind, _, self._place = kind.partition(" ")
+        fault, _, self._then = kind.partition(", then ")
+        self._kind, _, self._place = fault.partition(" ")
 
     def on_train_start(self) -> None:
         APART.append(dist.new_group())
+        if self._then == "hang in teardown" and self.global_rank != FAULTY:
+            self.trainer.strategy.run.undo.callback(_hang)
 
     def _fail(self, place: str) -> None:
         if place == self._place and (self.global_rank == FAULTY or self._kind == "unwatch"):

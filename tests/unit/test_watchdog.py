@@ -99,6 +99,31 @@ CASES = {
 }
 
 
+LEAVING = [replace(state, failed=1, is_leaving=True) for state in RUNS]
+CASES_OF_LEAVING = {
+    "all are leaving": (LEAVING, ""),
+    "one is gone": ([*LEAVING[:2], replace(RUNS[2], is_gone=True)], "rank 2 on b has died"),
+    "one has failed and is gone": (
+        [*LEAVING[:2], replace(LEAVING[2], failure="ValueError: no", is_gone=True)],
+        "rank 2 on b failed: ValueError: no",
+    ),
+    "one has failed and is leaving too": ([*LEAVING[:2], replace(LEAVING[2], failure="ValueError: no")], ""),
+    "one is gone, and the others have left": (
+        [*(replace(state, is_leaving=False) for state in LEAVING[:2]), replace(RUNS[2], is_gone=True)],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES_OF_LEAVING)
+def test_who_holds_ranks_up_that_are_leaving(case: str) -> None:
+    states, said = CASES_OF_LEAVING[case]
+    message = asyncio.run(_receive(list(states), 1, SETTINGS.token))[0]
+    assert message.verdict_for_leaving.startswith(said)
+    assert bool(message.verdict_for_leaving) == bool(said)
+    assert message.verdict == "", "none of them is running"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_who_holds_the_others_up(case: str) -> None:
     states, said = CASES[case]

@@ -114,6 +114,10 @@ class Watchdog:
         self._send(failed=self._started, failure=text)
         return None if reason is None else RankError(reason)
 
+    def leave(self, is_leaving: bool) -> None:
+        """Report that this rank, whose run has failed, begins or ends giving up what may wait for other ranks."""
+        self._send(is_leaving=is_leaving)
+
     def close(self) -> None:
         """Stop watching; this process goes on."""
         self._send(is_closed=True)

@@ -38,6 +38,7 @@ from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.session import start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 from lightning_distrec.strategies.run.unused_parameters import name_unused_option
+from lightning_distrec.strategies.run.watchdog import leaving
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 
@@ -80,7 +81,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._watchdog_seconds = watchdog_seconds
         self._sets_threads = False
         super().__init__(process_group_backend=process_group_backend, timeout=self._wait, **ddp)
-        leave_at_exit(self.release)
+        leave_at_exit(self.release, leaving)
         hide_upstream_deprecations()
 
     @property
@@ -266,19 +267,23 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     @override
     def teardown(self) -> None:
         run, self._run = self._run, None
-        try:
-            if run is not None:
-                run.end()
-        finally:
-            if self.module_stays:
-                # Strategy.teardown but for `module.cpu()`: shards stay where their kernels and collectives are.
-                self.model = self.lightning_module
-                self.cluster_environment.teardown()
-                self.precision_plugin.teardown()
-                self.accelerator.teardown()  # type: ignore[union-attr]
-                self.checkpoint_io.teardown()
-            else:
-                super().teardown()
+        with leaving(run is not None and run.has_failed):
+            try:
+                if run is not None:
+                    run.end()
+            finally:
+                self._leave_module()
+
+    def _leave_module(self) -> None:
+        if not self.module_stays:
+            super().teardown()
+            return
+        # Strategy.teardown but for `module.cpu()`: shards stay where their kernels and collectives are.
+        self.model = self.lightning_module
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()  # type: ignore[union-attr]
+        self.checkpoint_io.teardown()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -287,7 +292,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        leave_at_exit(self.release)
+        leave_at_exit(self.release, leaving)
 
     def release(self) -> None:
         """Drop the module and everything that holds requests of gloo; called before the process ends."""

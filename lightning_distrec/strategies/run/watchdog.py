@@ -68,6 +68,19 @@ def watched(trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[
         _of_this_process.end_run()
 
 
+@contextmanager
+def leaving(has_failed: bool) -> Iterator[None]:
+    """Around what may wait for other ranks after a run. has_failed: the run has; the wait is limited then."""
+    watchdog = _of_this_process if has_failed else None
+    if watchdog is not None:
+        watchdog.leave(True)
+    try:
+        yield
+    finally:
+        if watchdog is not None:
+            watchdog.leave(False)
+
+
 def _begin(watchdog: Watchdog, trainer: Trainer) -> None:
     still_there = weakref.ref(trainer)  # the watchdog stays, and a trainer holds shards
     watchdog.start_run(lambda: "" if (of := still_there()) is None else progress_of(of))

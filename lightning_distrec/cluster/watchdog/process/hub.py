@@ -44,8 +44,8 @@ class Hub:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a rank is running, and may wait for another."""
-        return any(state.is_running for state in self._states.values())
+        """Whether a rank is running or leaving, and may wait for another."""
+        return any(state.is_running or state.lingers for state in self._states.values())
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = -1
@@ -93,27 +93,28 @@ class Hub:
         questions = sum(state.questions for state in self._states.values())
         if questions != self._questions:
             self._questions, self._survey = questions, self._survey + 1
-        line = as_line(HubMessage(self._verdict(), self._survey, self._locations() if questions else ""))
+        for_leaving = next(self._verdicts([state for state in self._states.values() if state.lingers]), "")
+        line = as_line(HubMessage(self._verdict(), for_leaving, self._survey, self._locations() if questions else ""))
         for writer in self._writers.values():
             if not writer.is_closing():
                 writer.write(line)
 
     def _verdict(self) -> str:
-        running = [state for state in self._states.values() if state.is_running]
-        return next(self._verdicts(running), "") if running else ""
+        return next(self._verdicts([state for state in self._states.values() if state.is_running]), "")
 
-    def _verdicts(self, running: list[RankState]) -> Iterator[str]:
-        """Yield which rank blocks the running ones, and why; the cause before what followed from it.
+    def _verdicts(self, waiting: list[RankState]) -> Iterator[str]:
+        """Yield which rank blocks those that may wait, and why; the cause before what followed from it.
 
-        First what other processes have killed their ranks for, then ranks that cannot report, then those that failed.
+        waiting: ranks that are running, or that are leaving: those wait for ranks that are gone, and not for such as
+        have failed and are leaving too. First what other processes have killed their ranks for, then ranks that cannot report, then those that failed.
         """
         silence = f"{self._settings.silence_seconds:g} s"
         states = [state for _, state in sorted(self._states.items()) if not state.is_closed]
         for state in states:
-            if state.killed_for and any(other.started == state.started for other in running):
+            if state.killed_for and any(other.started == state.started for other in waiting):
                 yield state.killed_for
         for state in states:
-            if not any(other.started > max(state.ended, state.failed) for other in running if other is not state):
+            if not any(other.started > max(state.ended, state.failed) for other in waiting if other is not state):
                 continue
             name = self._settings.name(state.rank)
             if state.is_gone:
@@ -123,7 +124,8 @@ class Hub:
             elif (self._ticks - self._received_at[state.rank]) * TICK_SECONDS > self._settings.silence_seconds:
                 yield f"{name} has been silent for {silence}: its machine or the network to it is down"
         for state in states:
-            if state.failure and any(other.started == state.failed for other in running):
+            held_up = [other for other in waiting if other.is_running or state.is_gone]
+            if state.failure and any(other.started == state.failed for other in held_up):
                 yield f"{self._settings.name(state.rank)} failed: {state.failure}"
 
     def _locations(self) -> str:

@@ -59,6 +59,8 @@ class RankState:
     is_closed: bool = False
     """The rank is not watched any more, and goes on."""
     is_stopped: bool = False
+    is_leaving: bool = False
+    """The rank's run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
     killed_for: str = ""
     """The verdict for which the process has killed its rank."""
     questions: int = 0
@@ -73,6 +75,11 @@ class RankState:
         """Whether the rank is in a run, where it may wait for others."""
         return self.started > max(self.ended, self.failed) and not (self.is_gone or self.is_closed)
 
+    @property
+    def lingers(self) -> bool:
+        """Whether the rank is leaving, where it may wait for others too."""
+        return self.is_leaving and not (self.is_gone or self.is_closed)
+
 
 @dataclass(frozen=True)
 class HubMessage:
@@ -80,6 +87,8 @@ class HubMessage:
 
     verdict: str = ""
     """Which rank the others wait for in a collective that cannot complete, and why; empty if there is none."""
+    verdict_for_leaving: str = ""
+    """The same for ranks that are leaving: which rank is gone that they may wait for."""
     survey: int = 0
     """Number of surveys so far: all ranks answer a new one with their locations."""
     locations: str = ""

@@ -6,7 +6,9 @@ call into C holds that.
 Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one answers with
 its verdict: which rank the others wait for without end, and why. State and verdict are sent in full each time, so that
 a lost connection is simply opened again. A rank that still waits for a dead one after GRACE_SECONDS is killed, since
-nothing else ends a call that waits for the network; a rank that got an exception ends by itself before that.
+nothing else ends a call that waits for the network; a rank that got an exception ends by itself before that. It may hang
+on its way out, since freeing a GPU's memory and leaving a process group wait for collectives of ranks that are gone: a
+rank that is still leaving `silence_seconds` after another is known to be gone is killed too.
 """
 
 import asyncio
@@ -46,6 +48,7 @@ class Monitor:
         self._writer: asyncio.StreamWriter | None = None
         self._input = b""
         self._ticks_since_message = self._ticks_stopped = self._ticks_blocked = 0
+        self._ticks_leaving = 0
         self._questions = self._answered = 0
         self._surveys_sent = 0
 
@@ -88,19 +91,28 @@ class Monitor:
         self._react()
         self._ticks_blocked = self._ticks_blocked + 1 if self._verdict and self._state.is_running else 0
         if self._ticks_blocked * TICK_SECONDS > GRACE_SECONDS:
-            self._change(killed_for=self._verdict)
-            self._log(f"Terminating this rank: {self._verdict}, and this rank would wait forever.")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._settings.pid, signal.SIGKILL)
+            self._kill(self._verdict, "and this rank would wait forever")
+        gone, limit = self._from_hub.verdict_for_leaving or self._silence_of_hub, self._settings.silence_seconds
+        self._ticks_leaving = self._ticks_leaving + 1 if gone and self._state.lingers else 0
+        if self._ticks_leaving * TICK_SECONDS > limit:
+            self._kill(gone, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
+
+    def _kill(self, verdict: str, so: str) -> None:
+        self._change(killed_for=verdict)
+        self._log(f"Terminating this rank: {verdict}, {so}.")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._settings.pid, signal.SIGKILL)
 
     @property
     def _verdict(self) -> str:
+        return self._silence_of_hub or self._from_hub.verdict
+
+    @property
+    def _silence_of_hub(self) -> str:
         silence = self._settings.silence_seconds
-        if self._writer is not None and self._ticks_since_message * TICK_SECONDS > silence:
-            return (
-                f"{self._settings.name(0)} has been silent for {silence:g} s: its machine or the network to it is down"
-            )
-        return self._from_hub.verdict
+        if self._writer is None or self._ticks_since_message * TICK_SECONDS <= silence:
+            return ""
+        return f"{self._settings.name(0)} has been silent for {silence:g} s: its machine or the network to it is down"
 
     async def _connect(self, host: str, port: int) -> None:
         """Keep a connection to rank 0's process, and receive its messages."""
