@@ -21,6 +21,27 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+class HostCopy:
+    """Few integers of a tensor that the host needs later: they are sent now, without waiting for them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._arrived: torch.cuda.Event | None = None
+        self._numbers: list[int] | None = None
+        if is_on_gpu(tensor):
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> list[int]:
+        """Return them; waits for what was queued before the copy, not for what comes after it."""
+        if self._numbers is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._numbers = self._tensor.tolist()
+        return self._numbers
+
+
 @contextmanager
 def idle(device: torch.device) -> Iterator[None]:
     """Wait for all streams of a device before and after the context: for rare moments, never in a step.

@@ -274,30 +274,6 @@ def _watched_collective(
     return watched
 
 
-def rows_and_values(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row numbers and values of a table's sparse gradient, in which rows may occur more than once.
-
-    The public methods refuse uncoalesced gradients, and coalescing sorts them.
-    """
-    return gradient._indices()[0], gradient._values()
-
-
-def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that hold a tensor's memory, which alone can be recorded on a stream.
-
-    The public methods of a sparse tensor refuse one that is not coalesced.
-    """
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    if tensor.layout == torch.jagged:
-        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
-    return (tensor.values(),) if tensor.is_nested else (tensor,)
-
-
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses of Tensor are plain tensors. Source: torch/csrc/utils/disable_torch_function.cpp."""
 

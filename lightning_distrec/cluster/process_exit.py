@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from weakref import WeakMethod
 
 import torch.distributed as dist
@@ -24,15 +25,15 @@ FAREWELL = "farewell"
 
 _releases: list[WeakMethod[Callable[[], None]]] = []
 _failed = False
-_watched: Callable[[bool], AbstractContextManager[None]] = nullcontext
-"""A context around leaving, which is told whether a run has failed."""
+_watched: Callable[[bool], AbstractContextManager[Any]] = nullcontext
+"""A context around leaving; its argument: whether a run has failed."""
 
 
-def leave_at_exit(release: Callable[[], None], watched: Callable[[bool], AbstractContextManager[None]]) -> None:
+def leave_at_exit(release: Callable[[], None], watched: Callable[[bool], AbstractContextManager[Any]]) -> None:
     """Register the destruction of the process group at exit.
 
     release: a bound method that drops its object's references to sharded modules; the object is not kept alive for it.
-    watched: returns a context around leaving, and is told whether a run has failed.
+    watched: returns a context around leaving, from whether a run has failed.
     """
     global _watched
     if not _releases:

@@ -8,6 +8,7 @@ sparse ones of the rows that were looked up, as nn.Embedding(sparse=True) makes 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_distrec import gpu
+from lightning_distrec._compat.sparse_tensors import mark_coalesced
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.feature_ends import FeatureEnds, first_bags
+from lightning_distrec.sharding.kernel_ids import FeatureEnds, RowSorter, SortedRows, first_bags
 from lightning_distrec.sharding.weights.shard_of import without_guards
 
 HALF = (torch.float16, torch.bfloat16)
@@ -41,6 +44,8 @@ class LocalShard:
     """Whether the table is data-parallel: every rank has a replica, and gradients are averaged over the ranks."""
     used: set[str] | None = None
     """Names of the tables whose rows, of the current lookup, get a gradient on this rank; None: all do."""
+    num_summed: int | None = None
+    """How many different rows the gradient has that a lookup has just left here; None: there was one before."""
 
 
 def local_shards_of(kernel: Any) -> list[LocalShard]:
@@ -58,6 +63,10 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
     shards: as `local_shards_of` returned them. Those whose weight needs no gradient when they are looked up get none.
     """
     layout = _layout(kernel)
+    is_ascending = layout.tables == sorted(layout.tables)
+    sorter = RowSorter(layout.tables, [len(shard.weight) for shard in shards]) if is_ascending else None
+
+    marked: list[Any] = []
 
     def looked_up(_: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
@@ -70,15 +79,27 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
             )
         batch_sizes = arguments.get("batch_size_per_feature_per_rank")
         ends = FeatureEnds(arguments["offsets"], first_bags(batch_sizes, arguments["offsets"], len(layout.tables)))
-        ids = _Ids(arguments["indices"], arguments["offsets"], arguments.get("per_sample_weights"), batch_sizes, ends)
+        rows = arguments["indices"]
+        by_row = None
+        if sorter is not None and gpu.is_on_gpu(rows) and any(s.sparse and s.weight.requires_grad for s in shards):
+            if not marked:
+                marked.extend(s.weight.register_post_accumulate_grad_hook(partial(_mark_summed, s)) for s in shards)
+            by_row = sorter.sort(rows, ends)
+        ids = _Ids(rows, arguments["offsets"], arguments.get("per_sample_weights"), batch_sizes, ends, by_row)
         # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,
         # does not run; a leaf that requires a gradient, so that _Lookup's backward does, even where no shard of this
         # rank learns: other ranks' may, and the exchange of gradients needs all ranks.
         leaf = output.detach().requires_grad_()
-        rows: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, *[shard.weight for shard in shards])
-        return rows
+        found: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, *[shard.weight for shard in shards])
+        return found
 
     kernel.register_forward_hook(looked_up, with_kwargs=True)
+
+
+def _mark_summed(shard: LocalShard, weight: Tensor) -> None:
+    """Let nobody sum by row again. Two lookups of one backward leave more rows than each: they are not marked."""
+    if shard.num_summed is not None and weight.grad is not None:
+        mark_coalesced(weight.grad, shard.num_summed)
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,8 @@ class _Ids:
     batch_sizes: list[list[int]] | None
     """Feature -> rank -> bags, where features have unequal batch sizes."""
     ends: FeatureEnds
+    by_row: SortedRows | None
+    """The rows in order, on a GPU where sparse gradients are wanted."""
 
 
 def _layout(kernel: Any) -> _Layout:
@@ -148,20 +171,28 @@ class _Lookup(torch.autograd.Function):
             if table in of_rows:
                 of_rows[table].append((rows, values))
         shards: list[LocalShard] = ctx.shards
-        for i in of_rows:
-            if _is_unused(shards[i], ctx.used, of_rows[i]):
-                wanted = (*wanted[:i], False, *wanted[i + 1 :])
-        gradients = [_gradient(shards[i], of_rows[i]) if needed else None for i, needed in enumerate(wanted)]
+        unused = _unused(shards, ctx.used, of_rows)
+        gradients = [
+            _gradient(i, shards[i], of_rows[i], ctx.ids.by_row) if needed and i not in unused else None
+            for i, needed in enumerate(wanted)
+        ]
         return None, None, None, None, None, *gradients
 
 
-def _is_unused(shard: LocalShard, used: set[str] | None, of_rows: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the rows that were looked up went into no loss: optimizers must then skip the table, as unsharded.
+def _unused(
+    shards: list[LocalShard], used: set[str] | None, of_rows: dict[int, list[tuple[Tensor, Tensor]]]
+) -> set[int]:
+    """Return the shards whose rows went into no loss: optimizers must then skip the table, as unsharded.
 
     One backward serves all tables of a kernel, and yields zeros for tables whose rows were not used. `used` is this
-    rank's; where another rank's code has used the rows, some gradient is not 0.
+    rank's; where another rank's code has used the rows, some gradient is not 0. The host waits for a GPU once for that.
     """
-    return used is not None and shard.table not in used and not any(bool(values.any()) for _, values in of_rows)
+    suspects = [] if used is None else [i for i in of_rows if shards[i].table not in used]
+    parts = [(i, values) for i in suspects for _, values in of_rows[i]]
+    if not parts:
+        return set(suspects)
+    are_used = torch.stack([values.any() for _, values in parts]).tolist()
+    return set(suspects) - {i for (i, _), is_used in zip(parts, are_used, strict=True) if is_used}
 
 
 def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -197,7 +228,9 @@ def _bag_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> list[Tensor]
     return [torch.cat(of_ranks) for of_ranks in by_feature]
 
 
-def _gradient(shard: LocalShard, of_rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _gradient(
+    number: int, shard: LocalShard, of_rows: list[tuple[Tensor, Tensor]], by_row: SortedRows | None
+) -> Tensor:
     weight = shard.weight
     if of_rows:
         rows = torch.cat([rows for rows, _ in of_rows]).long()
@@ -208,10 +241,15 @@ def _gradient(shard: LocalShard, of_rows: list[tuple[Tensor, Tensor]]) -> Tensor
     if not shard.sparse:
         dense = torch.zeros(weight.shape, dtype=values.dtype, device=weight.device)
         return dense.index_add_(0, rows, values).to(weight.dtype)
-    gradient = torch.sparse_coo_tensor(rows.unsqueeze(0), values, weight.shape, check_invariants=False).coalesce()
-    if weight.dtype not in HALF:
-        return gradient
+    if by_row is not None and of_rows:
+        rows, values = by_row.sums(number, values)
+        shard.num_summed = len(rows) if weight.grad is None else None
+    else:
+        summed = torch.sparse_coo_tensor(rows.unsqueeze(0), values, weight.shape, check_invariants=False).coalesce()
+        if weight.dtype not in HALF:
+            return summed
+        rows, values = summed.indices()[0], summed.values()
     # Summed in float32, because sums in half precision round at every row.
     return torch.sparse_coo_tensor(
-        gradient.indices(), gradient.values().to(weight.dtype), weight.shape, is_coalesced=True, check_invariants=False
+        rows.unsqueeze(0), values.to(weight.dtype), weight.shape, is_coalesced=True, check_invariants=False
     )

@@ -23,6 +23,7 @@ from torchrec.distributed.types import ShardedModule
 from lightning_distrec._compat import deprecations as _deprecations
 from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import sparse_tensors as _sparse_tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec as _torchrec
 from tests.support.click_model import ClickModel, bag_configs, seeded, train_sharded
@@ -362,9 +363,32 @@ def test_rows_of_a_sparse_gradient_are_there_as_often_as_they_were_looked_up() -
     table = torch.nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([3, 1, 3])).sum().backward()
     assert table.weight.grad is not None
-    rows, values = _torch.rows_and_values(table.weight.grad)
+    rows, values = _sparse_tensors.rows_and_values(table.weight.grad)
     assert rows.tolist() == [3, 1, 3]
     assert values.tolist() == [[1.0, 1.0]] * 3
+
+
+def test_mark_coalesced_keeps_what_accumulation_forgets_for_gradients_of_as_many_rows() -> None:
+    weight = nn.Parameter(torch.zeros(5, 2))
+    summed = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2), check_invariants=False)
+
+    class Lookup(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return summed.coalesce() * 1
+
+    Lookup.apply(weight).backward()
+    assert weight.grad is not None
+    assert not weight.grad.is_coalesced(), "torch keeps the mark now, and we need not"
+    _sparse_tensors.mark_coalesced(weight.grad, 3)
+    assert not weight.grad.is_coalesced()
+    _sparse_tensors.mark_coalesced(weight.grad, 2)
+    assert weight.grad.indices().tolist() == [[1, 3]]
+    _sparse_tensors.mark_coalesced(torch.zeros(2), 2)
 
 
 def test_call_after_closure_calls_between_closure_and_update_and_can_be_undone() -> None:

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "an EmbeddingCollection": (found_in, Sequences, Adam, "", "row_wise"),
     "a KeyedJaggedTensor in the batch": (found_in, JaggedBatches, Adagrad, "", "column_wise"),
     "computed ids of an nn.EmbeddingBag": (found_in, PlainBags, SGD, "", "row_wise"),
+    "sparse updates, clipped": (found_in, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
     "declared ids, and a new dict for each batch": (found_in, DeclaredBags, SGD, "", "row_wise"),
 }
 LEARNED = {"computed ids of an nn.EmbeddingBag": 5}

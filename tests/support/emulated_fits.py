@@ -100,18 +100,21 @@ class Marks(pl.Callback):
 STEP, FORWARD = ("step begins", "", ""), ("forward is queued", "", "")
 
 
-def found_in(kind: type, optimizer: type, narrow: str, others: str) -> tuple[list[str], list[Any], str]:
+def found_in(
+    kind: type, optimizer: type, narrow: str, others: str, update: str = "auto", clip: float | None = None
+) -> tuple[list[str], list[Any], str]:
     """Return the hazards of a fit on emulated streams, the waits of the host, and how many lookups were sent ahead.
 
-    narrow, others: the sharding type of the table of this name, and of other ones. As under NCCL, ids that are sent
-    ahead have no group of their own. Three batches are in flight.
+    narrow, others: the sharding type of the table of this name, and of other ones. clip: the limit of the norm.
+    As under NCCL, ids that are sent ahead have no group of their own. Three batches are in flight.
     """
     model = seeded(kind, optimizer, {"lr": 0.1}, pooling="mean")
     strategy: dict[str, Any] = {"sharding_types": [others], "pipeline": {"depth": 3}, "convert_embeddings": "all"}
+    strategy["embedding_update"] = update
     if kind is Deaf:
         strategy["tables"] = {"ebc.narrow": {"sharding_types": [narrow]}}
     marks = Marks()
-    trainer = make_trainer(strategy, callbacks=[marks])
+    trainer = make_trainer(strategy, callbacks=[marks], gradient_clip_val=clip)
     batches = [batch_of(kind, number) for number in range(STEPS)]
     with emulated_streams() as streams, patch.object(Consensus, "ids_group", lambda self: None):
         marks.waits = streams.found.waits

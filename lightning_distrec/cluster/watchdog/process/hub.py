@@ -106,7 +106,8 @@ class Hub:
         """Yield which rank blocks those that may wait, and why; the cause before what followed from it.
 
         waiting: ranks that are running, or that are leaving: those wait for ranks that are gone, and not for such as
-        have failed and are leaving too. First what other processes have killed their ranks for, then ranks that cannot report, then those that failed.
+        have failed and are leaving too.
+        First what other processes have killed their ranks for, then ranks that cannot report, then those that failed.
         """
         silence = f"{self._settings.silence_seconds:g} s"
         states = [state for _, state in sorted(self._states.items()) if not state.is_closed]

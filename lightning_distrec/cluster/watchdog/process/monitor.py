@@ -6,9 +6,9 @@ call into C holds that.
 Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one answers with
 its verdict: which rank the others wait for without end, and why. State and verdict are sent in full each time, so that
 a lost connection is simply opened again. A rank that still waits for a dead one after GRACE_SECONDS is killed, since
-nothing else ends a call that waits for the network; a rank that got an exception ends by itself before that. It may hang
-on its way out, since freeing a GPU's memory and leaving a process group wait for collectives of ranks that are gone: a
-rank that is still leaving `silence_seconds` after another is known to be gone is killed too.
+nothing else ends a call that waits for the network; a rank that got an exception ends by itself before that. It may
+hang on its way out, since freeing a GPU's memory and leaving a process group wait for collectives of ranks that are
+gone: a rank that is still leaving `silence_seconds` after another is known to be gone is killed too.
 """
 
 import asyncio

@@ -1,0 +1,129 @@
+"""Gradients of rows that were looked up several times, summed as on a GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from lightning_distrec import gpu
+from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients, local_shards_of
+from tests.support.emulated_streams import EmulatedStreams, emulated_streams
+
+CPU = torch.device("cpu")
+TABLES = {"a": (7, 4), "empty": (3, 8), "b": (50, 8)}
+FEATURES = [0, 0, 1, 2]
+BAGS = 40
+
+
+def kernel_and_shards(features: list[int]) -> tuple[Any, list[LocalShard]]:
+    torch.manual_seed(1)
+    specs = [(*of, EmbeddingLocation.HOST, ComputeDevice.CPU) for of in TABLES.values()]
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        specs,
+        feature_table_map=features,
+        optimizer=EmbOptimType.EXACT_SGD,
+        pooling_mode=PoolingMode.SUM,
+        table_names=list(TABLES),
+    )
+    kernel.init_embedding_weights_uniform(-1.0, 1.0)
+    shards = local_shards_of(kernel)
+    give_gradients(kernel, shards)
+    return kernel, shards
+
+
+def ids_of(features: list[int]) -> tuple[Tensor, Tensor]:
+    """Return ids that repeat, and offsets; the feature of the second table has none."""
+    draw = torch.Generator().manual_seed(2)
+    lengths = torch.randint(0, 5, (len(features), BAGS), generator=draw)
+    lengths[features.index(1)] = 0
+    heights = [list(TABLES.values())[table][0] for table in features]
+    counts = lengths.sum(1).tolist()
+    ids = [torch.randint(0, height, (n,), generator=draw) for height, n in zip(heights, counts, strict=True)]
+    return torch.cat(ids), torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
+
+
+def gradients(features: list[int], streams: EmulatedStreams | None = None) -> list[Any]:
+    """Return the shards' gradients; streams: on an emulated GPU."""
+    kernel, shards = kernel_and_shards(features)
+    ids, offsets = (of.to(CPU) for of in ids_of(features))
+    kernel(indices=ids, offsets=offsets)  # numbers of the kernel's features are sent to the GPU once
+    found = kernel(indices=ids, offsets=offsets)
+    factors = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+    if streams is not None:
+        streams.found.waits.clear()
+    (found * factors).sum().backward()
+    return [shard.weight.grad for shard in shards]
+
+
+def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_not_wait() -> None:
+    with emulated_streams() as streams:
+        found = gradients(FEATURES, streams)
+        waits, hazards = list(streams.found.waits), list(streams.found.hazards)
+    assert waits == []
+    assert hazards == []
+    on_cpu = gradients(FEATURES)
+    ids, offsets = ids_of(FEATURES)
+    pieces = [slice(offsets[f * BAGS], offsets[(f + 1) * BAGS]) for f in range(len(FEATURES))]
+    dims = [list(TABLES.values())[table][1] for table in FEATURES]
+    factors = torch.randn(BAGS, sum(dims), generator=torch.Generator().manual_seed(3)).double().split(dims, dim=1)
+    for number, (rows, dim) in enumerate(TABLES.values()):
+        weight = torch.zeros(rows, dim, dtype=torch.double, requires_grad=True)
+        for f, table in enumerate(FEATURES):
+            if table == number:
+                own = offsets[f * BAGS : (f + 1) * BAGS] - offsets[f * BAGS]
+                (embedding_bag(ids[pieces[f]], weight, own, mode="sum") * factors[f]).sum().backward()
+        grad = found[number]
+        assert grad.is_coalesced()
+        assert torch.equal(grad.indices(), on_cpu[number].coalesce().indices()), "rows ascend, each of them once"
+        torch.testing.assert_close(grad.to_dense().double(), weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_features_that_are_not_in_the_order_of_their_tables_are_summed_by_torch() -> None:
+    features = [2, 0, 1]
+    with emulated_streams() as streams:
+        found = gradients(features, streams)
+        assert {what.partition(".")[0] for _, what, _ in streams.found.waits} == {"_coalesce"}
+    for one, other in zip(found, gradients(features), strict=True):
+        assert torch.equal(one.to_dense(), other.to_dense())
+
+
+@pytest.mark.parametrize("used", [{"a"}, {"a", "b", "empty"}])
+def test_tables_that_no_loss_has_used_get_no_gradient_for_one_wait(used: set[str]) -> None:
+    with emulated_streams() as streams:
+        kernel, shards = kernel_and_shards(FEATURES)
+        for shard in shards:
+            shard.used = used
+        ids, offsets = (of.to(CPU) for of in ids_of(FEATURES))
+        found = kernel(indices=ids, offsets=offsets)
+        streams.found.waits.clear()
+        found[:, :8].sum().backward()
+        waits = [what for _, what, _ in streams.found.waits]
+    assert waits == ["tolist"] * (used == {"a"})
+    assert [shard.weight.grad is None for shard in shards] == [shard.table not in used for shard in shards]
+
+
+@pytest.mark.parametrize("lookups", [1, 2])
+def test_a_gradient_of_one_lookup_is_known_to_be_summed(lookups: int) -> None:
+    def to_host(tensor: Tensor) -> Any:
+        return SimpleNamespace(read=tensor.tolist)
+
+    # Without the emulation, whose dispatch mode makes autograd copy gradients as they are.
+    with patch.object(gpu, "is_on_gpu", lambda tensor: True), patch.object(gpu, "HostCopy", to_host):
+        kernel, shards = kernel_and_shards(FEATURES)
+        ids, offsets = ids_of(FEATURES)
+        sum(kernel(indices=ids, offsets=offsets).sum() for _ in range(lookups)).backward()
+    for shard in shards:
+        gradient = shard.weight.grad
+        assert gradient.is_coalesced() or lookups > 1
+        rows = gradient.coalesce().indices()[0]
+        assert len(rows.unique()) == len(rows), "known to be summed, and is"
