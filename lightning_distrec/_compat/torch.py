@@ -287,3 +287,13 @@ def use_foreach_for(kind: type[torch.Tensor]) -> None:
 
     if kind not in _foreach_supported_types:
         _foreach_supported_types.append(kind)
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the 2-norms of tensors of one device and type, by few kernels. Source: torch/nn/utils/clip_grad.py."""
+    return list(torch._foreach_norm(tensors, 2.0))
+
+
+def scale_all(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device and type by a number, in place and by few kernels. Source: as above."""
+    torch._foreach_mul_(tensors, factor)

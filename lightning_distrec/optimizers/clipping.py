@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_distrec._compat.torch import norms_of, scale_all
+
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], sharded: Set[int] | None, max_norm: float) -> Tensor:
     """Collective. Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
@@ -18,21 +20,34 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], sharded: Set[int] | None, m
     The numbers are those of torch.nn.utils.clip_grad_norm_ on the unsharded parameters.
     """
     parameters = list(parameters)
-    learning = _with_summed_rows(parameters)
+    gradients: dict[Any, list[Tensor]] = {kind: [] for kind in _kinds(parameters, sharded)}
+    for parameter in _with_summed_rows(parameters):
+        gradients[_kind(parameter, sharded)].append(_values(parameter))
     device = _device()
-    squares = {kind: torch.zeros((), dtype=torch.float64, device=device) for kind in _kinds(parameters, sharded)}
-    for parameter in learning:
-        kind = _kind(parameter, sharded)
-        squares[kind] += torch.linalg.vector_norm(_values(parameter)).double().to(device) ** 2
+    squares = {kind: _sum_of_squares(values, device) for kind, values in gradients.items()}
     for kind, square in squares.items():
         for group in _groups(kind):
             dist.all_reduce(square, group=group)
     norm = torch.stack(list(squares.values())).sum().sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in learning:
-        values = _values(parameter)
-        values.mul_(factor.to(values.device, values.dtype))
+    for values in _alike([gradient for of_kind in gradients.values() for gradient in of_kind]):
+        scale_all(values, factor.to(values[0].device, values[0].dtype))
     return norm
+
+
+def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all elements, in float64 as far as it is taken over gradients."""
+    parts = [torch.stack(norms_of(values)).to(device, torch.float64) for values in _alike(gradients)]
+    return torch.cat(parts).square().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Return gradients that have elements by device and type: one kernel serves all that are alike."""
+    found: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(found.values())
 
 
 def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:

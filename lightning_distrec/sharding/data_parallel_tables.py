@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
+from lightning_distrec._compat.torch import use_foreach_for
+
 
 class ReplicatedTable(TableBatchedEmbeddingSlice):
     """A slice that can be frozen and unfrozen: without a gradient, optimizers leave it alone."""
@@ -38,6 +40,9 @@ class ReplicatedTable(TableBatchedEmbeddingSlice):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         TableBatchedEmbeddingSlice.grad.fset(self, value)  # type: ignore[attr-defined]
+
+
+use_foreach_for(ReplicatedTable)  # else one such table makes optimizers launch kernels for each parameter alone
 
 
 def make_freezable(weight: TableBatchedEmbeddingSlice) -> TableBatchedEmbeddingSlice:

@@ -375,6 +375,14 @@ BREAKAGES = (
         ("unit/test_row_sums.py",),
     ),
     Breakage(
+        "recomputed-from-new-buffers",
+        "lightning_distrec/strategies/fully_sharded/activation_checkpointing.py",
+        r"if buffer\.nbytes > SMALL_BYTES and getattr",
+        "if getattr",
+        "The host waits for a GPU in the forward of each block that is computed again.",
+        ("unit/test_activation_checkpointing.py",),
+    ),
+    Breakage(
         "pinning-of-anything",
         "lightning_distrec/pipeline/pinning.py",
         r"return data\.pin_memory\(\) if can_be else data",

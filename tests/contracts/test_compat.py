@@ -437,6 +437,15 @@ def test_foreach_is_used_for_a_class_of_parameters() -> None:
     _foreach_supported_types.remove(Kind)
 
 
+def test_norms_and_products_of_many_tensors_are_those_of_each() -> None:
+    tensors = [torch.randn(3, 2), torch.randn(4)]
+    wanted = [tensor * 0.5 for tensor in tensors]
+    for norm, tensor in zip(_torch.norms_of(tensors), tensors, strict=True):
+        assert torch.equal(norm, torch.linalg.vector_norm(tensor))
+    _torch.scale_all(tensors, torch.tensor(0.5))
+    assert all(torch.equal(*pair) for pair in zip(tensors, wanted, strict=True))
+
+
 def test_without_torch_function_subclasses_are_plain_tensors() -> None:
     seen: list[Any] = []
 

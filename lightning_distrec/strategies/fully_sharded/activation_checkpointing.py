@@ -5,11 +5,16 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_distrec._compat.torch import version_of
+
 BufferKey = tuple[nn.Module, str]
 """The module that has a buffer, and the buffer's name in it."""
+SMALL_BYTES = 2**20
+"""Buffers up to this size are kept for backward; larger ones only if they change."""
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
@@ -26,32 +31,46 @@ def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a block's first forward and of its recomputation."""
-    written: dict[BufferKey, Tensor] = {}
-    return _record_written_buffers(block, written), _restore_buffers(written)
+    before: dict[BufferKey, Tensor] = {}
+    return _record_buffers(block, before), _restore_buffers(before)
 
 
 @contextmanager
-def _record_written_buffers(block: nn.Module, written: dict[BufferKey, Tensor]) -> Iterator[None]:
-    """Record the values before forward of the buffers that it writes to, such as running means and spectral norms."""
+def _record_buffers(block: nn.Module, before: dict[BufferKey, Tensor]) -> Iterator[None]:
+    """Record the values before forward of the buffers that it may write to, such as running means and spectral norms.
+
+    Versions do not show all of that: batch norm's kernel and writes by `.data` leave them. So small buffers are kept
+    whether they are written to or not, since looking waits for a GPU; of large ones those are forgotten that have not
+    changed, as masks and tables of positions, for which the host waits once for all of a block.
+    """
     keys = [(submodule, name) for submodule in block.modules() for name, _ in submodule.named_buffers(recurse=False)]
-    before = {key: getattr(*key) for key in keys}
-    values = {key: buffer.clone() for key, buffer in before.items()}
+    buffers = {key: getattr(*key) for key in keys}
+    values = {id(buffer): buffer.clone() for buffer in buffers.values()}
+    versions = {id(buffer): version_of(buffer) for buffer in buffers.values()}
     try:
         yield
     finally:
-        written |= {key: values[key] for key in keys if not _is_unchanged(getattr(*key), before[key], values[key])}
-
-
-def _is_unchanged(buffer: Tensor, before: Tensor, value: Tensor) -> bool:
-    return buffer is before and buffer.shape == value.shape and bool((buffer == value).all())
+        unclear = [
+            key
+            for key, buffer in buffers.items()
+            if buffer.nbytes > SMALL_BYTES
+            and getattr(*key) is buffer
+            and version_of(buffer) == versions[id(buffer)]
+            and buffer.shape == values[id(buffer)].shape
+        ]
+        same = [(buffers[key] == values[id(buffers[key])]).all() for key in unclear]
+        are_same = torch.stack(same).tolist() if same else []
+        unchanged = {key for key, is_same in zip(unclear, are_same, strict=True) if is_same}
+        before |= {key: values[id(buffer)] for key, buffer in buffers.items() if key not in unchanged}
 
 
 @contextmanager
-def _restore_buffers(written: dict[BufferKey, Tensor]) -> Iterator[None]:
+def _restore_buffers(before: dict[BufferKey, Tensor]) -> Iterator[None]:
     """Let the recomputation start from the recorded values and write to copies, so that each batch counts once."""
-    current = {key: getattr(*key) for key in written}
-    for (submodule, name), value in written.items():
-        setattr(submodule, name, value.clone())
+    current = {key: getattr(*key) for key in before}
+    copies = {id(value): value.clone() for value in before.values()}  # a buffer with two names stays one
+    for (submodule, name), value in before.items():
+        setattr(submodule, name, copies[id(value)])
     try:
         yield
     finally:

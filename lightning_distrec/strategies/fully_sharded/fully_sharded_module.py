@@ -125,6 +125,7 @@ class FullyShardedModule:
     def begin_training(self, optimizers: Iterable[Optimizer], consensus: Consensus) -> BroadcastSkipper:
         """Broadcast rank 0's buffers before steps from now on; let zero_grad reach unreduced gradients."""
         self._buffers = BufferBroadcaster(self._module)
+        self._replicated.host_group = consensus.group
         self._undo += [_zero_unreduced_too(optimizer, self._module) for optimizer in optimizers]
         return BroadcastSkipper(self._buffers, consensus.flags)
 

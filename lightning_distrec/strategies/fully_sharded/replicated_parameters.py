@@ -1,6 +1,7 @@
 """Parameters that every rank keeps in full next to sharded ones, and their gradients."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,8 @@ class ReplicatedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        self.host_group: Any = None
+        """Where ranks report what they have used: on the host, which would wait for backward on a GPU otherwise."""
 
     def average_gradients(self) -> None:
         """Collective where there are such parameters. Average their gradients after a backward.
@@ -51,9 +54,8 @@ class ReplicatedParameters:
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trained or dist.get_world_size() == 1:
             return
-        device = trained[0].device
-        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32, device=device)
-        dist.all_reduce(used)
+        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        dist.all_reduce(used, group=self.host_group)
         for parameter, num_ranks in zip(trained, used.tolist(), strict=True):
             if not num_ranks:
                 continue

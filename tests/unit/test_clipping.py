@@ -1,0 +1,64 @@
+"""Clipping by a norm: its numbers, and how many kernels it launches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_distrec.optimizers.clipping import clip_by_norm
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(of.alias_info is not None and not of.alias_info.is_write for of in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    """Return parameters with gradients: of two types, one without elements, and one sparse gradient."""
+    torch.manual_seed(1)
+    made = [nn.Parameter(torch.zeros(3, 4, dtype=(torch.float32, torch.float64)[i % 2])) for i in range(count)]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    empty, table = nn.Parameter(torch.zeros(0, 4)), nn.Embedding(5, 2, sparse=True)
+    empty.grad = torch.zeros(0, 4)
+    table(torch.tensor([1, 3, 1])).sum().backward()
+    return [*made, empty, table.weight]
+
+
+def test_norm_and_gradients_are_those_of_torch(group: None) -> None:
+    for limit in (0.5, 1000.0):
+        ours, theirs = parameters(8), parameters(8)
+        theirs[-1].grad = theirs[-1].grad.to_dense()
+        norm = clip_by_norm(ours, {id(ours[-1])}, limit)
+        wanted = clip_grad_norm_(theirs, limit)
+        torch.testing.assert_close(norm, wanted.float())
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.grad.to_dense(), other.grad)
+
+
+def test_as_many_operations_for_many_parameters_as_for_few(group: None) -> None:
+    counts = []
+    for number in (4, 40):
+        of = parameters(number)
+        with Counted() as counted:
+            clip_by_norm(of, None, 0.5)
+        counts.append(counted.count)
+    assert counts[0] == counts[1]
