@@ -1,0 +1,108 @@
+"""Copies of shards to the host by way of a ring of pinned slots."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distrec.checkpoint import staging
+from lightning_distrec.checkpoint.staging import Ring, copy_to_host
+from lightning_distrec.chunks import Chunk, ChunkedTensor
+from tests.support.emulated_streams import emulated_streams
+
+SLOT = 64
+
+
+@dataclass
+class LateCopies:
+    """In the place of a GPU: a copy happens when it is waited for, as late as it may, and then over what is there."""
+
+    slots: list[Tensor] = field(default_factory=list)
+    started: int = 0
+    arrived: int = 0
+
+    def memory(self, num_bytes: int) -> Tensor:
+        self.slots.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return self.slots[-1]
+
+    def start(self, source: Tensor, to: Tensor) -> "Late":
+        self.started += 1
+        assert self.started - self.arrived <= 3, "a slot is filled again before its copy has arrived"
+        return Late(self, lambda: to.copy_(source))
+
+
+@dataclass
+class Late:
+    """A copy that has not happened yet."""
+
+    of: LateCopies
+    copy: Callable[[], object]
+
+    def synchronize(self) -> None:
+        self.copy()
+        self.of.arrived += 1
+
+
+def tensors() -> list[Tensor]:
+    torch.manual_seed(1)
+    whole = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (1, SLOT - 1, SLOT, SLOT + 1, 5 * SLOT + 3)]
+    return [
+        *whole,
+        torch.randn(7, 5),
+        torch.randn(6, 10)[:, 2:5],
+        torch.randn(3, 3, dtype=torch.double).t(),
+        torch.randn(33).half(),
+        torch.randn(2, 3).bfloat16(),
+        torch.randn(4) > 0,
+        torch.tensor(3.5),
+        torch.randn(3, dtype=torch.complex64),
+        torch.empty(0, 4),
+    ]
+
+
+def test_bytes_are_exact_for_uneven_sizes_and_slots_are_used_again() -> None:
+    copies = LateCopies()
+    ring = Ring(copies, num_slots=3, slot_bytes=SLOT)
+    sources = tensors()
+    places = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+    for source, place in zip(sources, places, strict=True):
+        ring.copy(source, place)
+    ring.finish()
+    assert copies.arrived == copies.started > 10
+    assert [slot.numel() for slot in copies.slots] == [SLOT] * 3
+    for source, place in zip(sources, places, strict=True):
+        assert torch.equal(source, place)
+
+
+def test_a_ring_that_nothing_goes_through_has_no_memory() -> None:
+    copies = LateCopies()
+    ring = Ring(copies, num_slots=3, slot_bytes=SLOT)
+    ring.copy(torch.empty(0, 4), torch.empty(0, 4))
+    ring.finish()
+    assert copies.slots == []
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_copies_of_shards_are_equal_and_share_no_memory(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a GPU, but for a copy that is still on its way.
+    monkeypatch.setattr(staging.Ring.__init__, "__defaults__", (2, SLOT))
+
+    def copied() -> list[tuple[Tensor, Tensor, Tensor]]:
+        sources = [tensor.to(torch.device("cpu")) + 0 if on_gpu else tensor.clone() for tensor in tensors()]
+        wanted = [tensor.clone() for tensor in sources]
+        full = {str(i): ChunkedTensor((9,), t.dtype, [Chunk((0,), t)]) for i, t in enumerate(sources)}
+        found = [of.chunks[0].tensor for of in copy_to_host(full).values()]
+        return list(zip(sources, found, wanted, strict=True))
+
+    if on_gpu:
+        with emulated_streams() as streams:
+            triples = copied()
+        assert streams.found.hazards == []
+    else:
+        triples = copied()
+    for source, found, wanted in triples:
+        source.zero_()
+        assert torch.equal(found, wanted)
+        assert found.is_contiguous()
