@@ -1,0 +1,26 @@
+"""Real fits take their places in the order of their estimated times: fused, sparse and dense updates."""
+
+import os
+
+from tests.benchmarks.performance_contenders import Turn
+from tests.benchmarks.step_times import FITS, Timed, correlation, section, timed
+from tests.support.ranks import run_on_warm_ranks
+
+ORDERED = [FITS[7], FITS[0], FITS[5]]
+"""Each differs from the others by more than a factor of two, so that other load on the machine changes no order."""
+
+
+def fit_all(folder: str) -> list[Timed]:
+    os.environ["XDG_CACHE_HOME"] = folder
+    found = [(fit, *timed(fit, Turn(first=2, counted=4, last=1))) for fit in ORDERED]
+    return [Timed(fit, estimate, [steps]) for fit, estimate, steps in found]
+
+
+def test_measured_steps_are_in_the_order_of_their_estimates(tmp_path) -> None:
+    found: list[Timed] = run_on_warm_ranks(fit_all, 2, str(tmp_path))[0]
+    by_estimate = sorted(found, key=lambda one: one.estimate)
+    assert by_estimate == sorted(found, key=lambda one: one.milliseconds)
+    assert [one.fit.update for one in by_estimate] == ["fused", "sparse", "dense"]
+    assert correlation(found) > 0.8
+    text = section(found, "now")
+    assert text.count("\n| fused | SGD | table_wise | 256 |") == 1
