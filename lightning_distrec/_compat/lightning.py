@@ -100,6 +100,15 @@ def train_dataloaders(trainer: Any) -> Any:
     return _request_dataloader(source) if source.instance is not None and source.is_defined() else None
 
 
+def given_train_loaders(trainer: Any) -> Any:
+    """Return the training dataloaders that `fit` was given; None where a hook makes them.
+
+    Source: lightning/pytorch/trainer/connectors/data_connector.py, attach_dataloaders.
+    """
+    instance = trainer.fit_loop._data_source.instance
+    return None if hasattr(instance, "train_dataloader") else instance
+
+
 def combining_mode(combined_loader: Any) -> str:
     """Return the mode of Lightning's CombinedLoader: "min_size", "sequential", ..."""
     return str(combined_loader._mode)

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_distrec.advice.planned_share import planned_share
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.estimates.estimate import (
     DDP,
@@ -17,6 +18,8 @@ from lightning_distrec.strategies.estimates.estimate import (
 )
 from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, TableSize, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
+from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
+from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import format_bytes, quantity
 
 MAX_MEMORY_SHARE = 0.8
@@ -42,19 +45,29 @@ class Advice:
 
 
 def advise(
-    module: LightningModule, job: Job, settings: Any, device_type: str, profile: StepProfile | None = None
+    module: LightningModule,
+    job: Job,
+    settings: Any,
+    device_type: str,
+    profile: StepProfile | None = None,
+    table_settings: TableSettings | None = None,
 ) -> Advice:
     """Return which strategy to take for this module, which stays as it is; no memory beyond its own is needed.
 
     settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
-    profile: of a training step; None: no batch was run.
+    profile: of a training step; None: no batch was run. table_settings: of torchrec_sharded; None: its defaults.
     """
     profile = profile or StepProfile()
     conversion = Conversion()
     sizes = measure_module(module, settings, device_type, conversion)
-    estimates = estimate_strategies(sizes, job, profile)
+    planned, why_not = None, ""
+    if sizes.tables and TORCHREC not in sizes.refused:
+        table_settings = table_settings or TorchRecShardedStrategy().table_settings
+        planned, why_not = planned_share(module, job, settings, device_type, table_settings, profile)
+    estimates = estimate_strategies(sizes, job, profile, planned)
     chosen, reason = _choose(sizes, estimates, job, conversion.min_rows)
-    return Advice(job=job, estimates=estimates, chosen=chosen, reason=reason, notes=_notes(sizes, job, profile))
+    notes = _notes(sizes, job, profile, why_not)
+    return Advice(job=job, estimates=estimates, chosen=chosen, reason=reason, notes=notes)
 
 
 def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: int) -> tuple[str, str]:
@@ -104,7 +117,7 @@ def _share_of_tables(sizes: ModuleSizes) -> float:
     return of_tables / total if total else 0.0
 
 
-def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
+def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, why_not: str) -> list[str]:
     notes = [*sizes.notes, *profile.notes]
     if profile.activation_bytes is None and not profile.notes:
         notes.append("activations are left out: no batch was run")
@@ -116,15 +129,19 @@ def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
     if sparse:
         notes.append(f"the sparse gradient of {sparse[0]} is left out of memory, and of what ddp_tuned sends")
     if sizes.tables:
-        notes.append("tables are assumed to be spread evenly; a plan may give one rank more")
+        notes.append(
+            f"tables are assumed to be spread evenly, because no plan was made: {why_not}"
+            if why_not
+            else "tables are planned, with the defaults of torchrec_sharded: memory "
+            "is the fullest rank's, bytes are those of the rank that sends the most"
+        )
         notes.append(_note_about_lookups(sizes.tables, profile))
     return notes
 
 
 def _note_about_lookups(tables: list[TableSize], profile: StepProfile) -> str:
-    traffic = "each row is sent once; for row-wise tables with pooling, multiply by the number of ranks"
     if profile.batch_size is None:
         return "what lookups send is unknown without a batch"
     if any(table.path in profile.lookups for table in tables):
-        return f"lookups are those of one batch of {quantity(profile.batch_size, 'sample')}; {traffic}"
-    return f"{quantity(profile.batch_size, 'sample')} are assumed to look up one id of every feature each; {traffic}"
+        return f"lookups are those of one batch of {quantity(profile.batch_size, 'sample')}"
+    return f"{quantity(profile.batch_size, 'sample')} are assumed to look up one id of every feature each"

@@ -15,8 +15,10 @@ from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.reservation import chosen_reservation, is_measured
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharding_types import HOST_KERNELS
+from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, measure_dense, names_of_bandwidths
 from lightning_distrec.strategies.tables.decisions import Decisions, constraints_of
+from lightning_distrec.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ def decisions_of(dry: DryModule, job: DryJob) -> Decisions:
     constraints = constraints_of(dry.wanted, dry.updates, job.device, job.layout)
     if not job.host_bytes:  # estimates take most of the time, and are not needed for kernels that cannot be chosen
         constraints = {name: _on_device(of_table) for name, of_table in constraints.items()}
-    return Decisions(dry.wanted.tables, [], dry.updates, constraints, [], [])
+    return Decisions(dry.wanted.tables, [], dry.updates, constraints, dry.optimizers, [])
 
 
 def _on_device(constraints: TableConstraints) -> TableConstraints:
@@ -64,6 +66,9 @@ def facts_of(dry: DryModule, job: DryJob) -> ClusterFacts:
         with tables_on_meta(), default_type(dry.trainer.precision):
             measured = measure_dense(dry.trainer, dry.unconfigured, dry.settings, job.device, layout, job.shards_dense)
     reservation = measured or chosen_reservation(planning.reserve, os.environ)
+    shares = layout.num_ranks if job.shards_dense else 1
+    dense = dense_bytes(dry.module, dry.wanted.tables, dry.optimizers, dry.trainer.precision, shares)
+    reservation = reservation.with_dense(dense, job.memory_bytes)
     bandwidths = asked_bandwidths(planning.bandwidths, os.environ).with_measured({})
     bandwidths = replace(bandwidths, **job.bandwidths)
     on_host = job.host_bytes // job.ranks_on_node if job.device.type == "cuda" else 0
@@ -77,6 +82,8 @@ def facts_of(dry: DryModule, job: DryJob) -> ClusterFacts:
         reservation=reservation,
         bandwidths=bandwidths,
         names=names_of_bandwidths(layout, job.device),
+        batch_size=dry.settings.batch_size_in_words,
+        dense_bytes=dense,
     )
 
 
@@ -87,6 +94,6 @@ def why_too_full(plan: ShardingPlan, what: str) -> str:
     memory = plan.memory if plan.host_memory is None or not plan.memory.fits else plan.host_memory
     rank = memory.worst
     return (
-        f"{what} gives rank {rank} {int(memory.tables[rank]):,} bytes of tables and their exchange at "
-        f"batch_size_per_rank={plan.batch_size}, and it has {int(memory.usable[rank]):,} for them."
+        f"{what} gives rank {rank} {format_bytes(memory.tables[rank])} of tables and their exchange at "
+        f"batch_size_per_rank={plan.batch_size}, and it has {format_bytes(memory.usable[rank])} for them."
     )

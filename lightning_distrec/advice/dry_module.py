@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
+from torch.optim import Optimizer
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS
@@ -28,6 +29,8 @@ class DryModule:
     unconfigured: LightningModule
     wanted: WantedTables
     updates: dict[str, TableUpdate]
+    optimizers: list[Optimizer]
+    """Those of configure_optimizers, on the meta device; none where it failed."""
     trainer: Any
     """Stands for a Trainer: has the attributes that decisions need."""
     settings: TableSettings
@@ -61,7 +64,8 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         )
     assumed = list(wanted.warnings)
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
-    optimizers, failed = [], ""
+    optimizers: list[Optimizer] = []
+    failed = ""
     try:
         optimizers = configured_optimizers(there)
     except Exception as error:
@@ -81,6 +85,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         unconfigured=module,
         wanted=wanted,
         updates=updates,
+        optimizers=optimizers,
         trainer=trainer,
         settings=settings,
         assumed=assumed,

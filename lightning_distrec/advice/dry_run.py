@@ -68,7 +68,7 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     tables = dry.wanted.tables
     found = DryRun(
         job=job,
-        batch_size=settings.batch_size_per_rank,
+        batch_size=settings.batch_size,
         num_tables=len(tables),
         table_bytes=sum(table.parameter.numel() * table.parameter.element_size() for table in tables),
         why_not=why_not,
@@ -101,7 +101,7 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
     if job.device.type == "cuda" and not job.host_bytes:
         assumed.append("no table is put into the host's memory: set --host-memory to the memory of a node")
     assumed.append(
-        f"dense layers and their activations are not estimated: {reservation.in_words} of a rank "
-        f"is reserved for them ({reservation.origin}), whatever the batch size"
+        f"activations are not estimated: {reservation.in_words} of a rank is reserved for them and for layers without "
+        f"tables ({reservation.origin}), whatever the batch size"
     )
     return assumed

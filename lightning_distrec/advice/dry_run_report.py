@@ -56,7 +56,9 @@ def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], st
     memory, traffic = plan.memory, plan.traffic
     columns: list[tuple[str, Vector, Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
+        *((f"... {part}", of_part, format_bytes) for part, of_part in plan.memory_parts().items()),
         ("... share of usable memory", memory.tables / np.maximum(memory.usable, 1), "{:.1%}".format),
+        ("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes),
     ]
     if plan.host_memory is not None:
         columns.append(("host memory for tables", plan.host_memory.tables, format_bytes))
@@ -69,7 +71,7 @@ def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], st
 
 
 def _batch_in_words(edge: Edge) -> str:
-    text = "Largest batch per rank: "
+    text = "Largest batch per rank, by tables and their exchange alone (activations are not counted): "
     if edge.found is None:
         text += "no fitting size found"
     elif edge.beyond is None and not edge.stopped:
@@ -132,6 +134,8 @@ def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
     memory, traffic, cost = plan.memory, plan.traffic, plan.cost
     by_rank: dict[str, Any] = {
         "memory_bytes": memory.tables.tolist(),
+        "memory_bytes_by_part": {part: _rounded(of_part) for part, of_part in plan.memory_parts().items()},
+        "dense_bytes": plan.dense_bytes,
         "usable_bytes": memory.usable.tolist(),
         "host_memory_bytes": None if plan.host_memory is None else plan.host_memory.tables.tolist(),
         "sent_within_node_bytes": _rounded(traffic.within_node()),

@@ -47,7 +47,7 @@ def largest_batch_of(
             latest.append(planned)
         return why
 
-    start = dry.settings.batch_size_per_rank
+    start = dry.settings.batch_size
     return EdgeSearch(reason, {start: why_not}, SEARCH_SECONDS, seconds).largest(start, max(MAX_BATCH, start))
 
 

@@ -9,7 +9,7 @@ from lightning_distrec.advice.advise import MAX_MEMORY_SHARE, Advice
 from lightning_distrec.strategies.estimates.estimate import Estimate
 from lightning_distrec.units import format_bytes, quantity
 
-MEMORY_COLUMNS = ("parameters", "gradients", "optimizer state", "gathered", "activations")
+MEMORY_COLUMNS = ("parameters", "gradients", "optimizer state", "gathered", "exchange", "activations")
 
 
 def print_advice(advice: Advice, console: Console) -> None:

@@ -25,6 +25,7 @@ from lightning_distrec.sharding.plan.plan_file import save_plan
 from lightning_distrec.sharding.plan_report.page import write_page
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
+from lightning_distrec.strategies.tables.batch_size import is_size
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import parse_bandwidth, parse_bytes
@@ -36,6 +37,7 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
         config = self.config.fit
+        self.settings.batch_size = _batch_size_of(config.get("data"), config.get("model"))
         config.data = None
         if isinstance(self.settings.strategy, Namespace) and self.settings.strategy.get("class_path"):
             config.trainer.strategy = self.settings.strategy
@@ -47,6 +49,15 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
     def instantiate_trainer(self, **given: Any) -> Any:
         self.settings.strategy_built = self.config_init.fit.trainer.strategy
         return super().instantiate_trainer(**given)
+
+
+def _batch_size_of(*parts: Any) -> int | None:
+    """Return the argument `batch_size` of the first part of the YAML that has one."""
+    for part in parts:
+        arguments: Any = part.get("init_args") if isinstance(part, Namespace) else None
+        if arguments is not None and is_size(size := arguments.get("batch_size")):
+            return int(size)
+    return None
 
 
 def plan_ahead(given: Namespace) -> DryRun:
@@ -72,7 +83,7 @@ def plan_ahead(given: Namespace) -> DryRun:
     if trainer.precision == "16-mixed" and device == "cpu":
         trainer.precision = "bf16-mixed"  # as Lightning does
     strategy, of_strategy = _strategy(trainer)
-    settings = _overridden(strategy.table_settings, given)
+    settings = _overridden(strategy.table_settings, given, trainer.batch_size)
     num_nodes = given.nodes or int(trainer.num_nodes)
     on_node = given.devices or count_devices(trainer.devices, device)
     origin = "--device-memory" if memory is not None else "memory_bytes_per_rank"
@@ -152,12 +163,16 @@ def _strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
     return TorchRecShardedStrategy(), [f"the strategy is {kind}: the plan is for {name} with its defaults"]
 
 
-def _overridden(settings: TableSettings, given: Namespace) -> TableSettings:
-    """Return the strategy's settings, overridden by the command line."""
+def _overridden(settings: TableSettings, given: Namespace, of_yaml: int | None) -> TableSettings:
+    """Return the strategy's settings, overridden by the command line. of_yaml: batch_size of its data or model."""
     planning = settings.planning
     if given.reserve is not None:
         planning = replace(planning, reserve=given.reserve)
     if given.plan_file is not None:
         planning = replace(planning, plan_file=given.plan_file)
-    batch_size = given.batch_size or settings.batch_size_per_rank
-    return replace(settings, planning=planning, batch_size_per_rank=batch_size)
+    settings = replace(settings, planning=planning)
+    if given.batch_size:
+        return replace(settings, batch_size_per_rank=given.batch_size, batch_size_origin="--batch-size")
+    if settings.batch_size_per_rank is None and of_yaml is not None:
+        return replace(settings, batch_size_per_rank=of_yaml, batch_size_origin="batch_size of the YAML")
+    return settings

@@ -80,7 +80,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             ranks are weighted by their number of examples, where lookups show it (those of nn.Embedding do not);
             "sum" over the batch; "rank_mean": all ranks count alike, as in DDP.
         memory_bytes_per_rank: memory of a rank, of which tables get what planning.reserve leaves. None: measure it.
-        batch_size_per_rank: examples per rank and step, for the planner's estimates.
+        batch_size_per_rank: examples per rank and step, for estimates. None: those of the loader, or 512.
         planning: bandwidths, reserve, plan_file, save_plan: how plans are made, and what is assumed of the machines;
             see PlanningOptions.
         find_unused_parameters: as in DDP, for dense layers that some steps do not use.
@@ -114,7 +114,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         stopping: StopOptions | dict[str, Any] | None = None,
         loss_reduction: LossReduction = "mean",
         memory_bytes_per_rank: int | None = None,
-        batch_size_per_rank: int = 512,
+        batch_size_per_rank: int | None = None,
         planning: PlanningOptions | dict[str, Any] | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,

@@ -108,25 +108,28 @@ def _cuts() -> Any:
 
 
 def _tables_and_rows(points: Points) -> Any:
-    figure, (left, right) = _figure(2)
-    tables = _of(points.tables, lambda p: p.job.num_tables)
-    _line(left, tables, _of(points.tables, lambda p: p.planned.critical_path), "ms a step, slowest rank", 0)
-    sent = _of(points.tables, lambda p: sum(_sent(p, kind) for kind in p.planned.facts["within"]) / MEBI)
-    _line(left, tables, sent, "MiB sent a rank and step", 2)
-    rows = _of(points.rows, lambda p: p.planned.facts["row_bytes"] / 1e12)
-    _line(right, rows, _of(points.rows, lambda p: p.planned.critical_path), "ms a step, slowest rank", 0)
-    sent = _of(points.rows, lambda p: sum(_sent(p, kind) for kind in p.planned.facts["within"]) / MEBI)
-    _line(right, rows, sent, "MiB sent a rank and step", 2)
-    gigabytes = _of(points.rows, lambda p: p.planned.facts["device_bytes_mean"] / GIGA)
-    _line(right, rows, gigabytes, "GB of a rank's GPU, mean", 1)
-    for axes, values, name in ((left, tables, "tables"), (right, rows, "TB of rows")):
-        axes.set_xscale("log")
-        axes.set_xticks(values, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values])
-        axes.minorticks_off()
-        axes.set_xlabel(name, color=TEXT)
+    """Draw time, bytes sent and memory below each other: quantities of unlike units share no axis."""
+    figure, grid = _figure(2, rows=3)
     where = f"{points.rows[0].job.num_ranks:,} ranks"
-    _finish(left, "ms, MiB", f"Time and bytes of more tables ({where})", log=True)
-    _finish(right, "ms, MiB, GB", f"Rows cost memory, and larger shards ({where})", log=True)
+    tables = _of(points.tables, lambda p: p.job.num_tables)
+    rows = _of(points.rows, lambda p: p.planned.facts["row_bytes"] / 1e12)
+    for column, some, along, name in ((0, points.tables, tables, "tables"), (1, points.rows, rows, "TB of rows")):
+        time, sent, memory = (grid[number][column] for number in range(3))
+        _line(time, along, _of(some, lambda p: p.planned.critical_path), "", 0)
+        mebibytes = _of(some, lambda p: sum(_sent(p, kind) for kind in p.planned.facts["within"]) / MEBI)
+        _line(sent, along, mebibytes, "", 2)
+        _line(memory, along, _of(some, lambda p: p.planned.facts["device_bytes_mean"] / GIGA), "", 1)
+        for axes in (time, sent, memory):
+            axes.set_xscale("log")
+            axes.set_xticks(along, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in along])
+            axes.minorticks_off()
+        memory.set_xlabel(name, color=TEXT)
+        title = f"More tables ({where})" if column == 0 else f"Rows cost memory, and larger shards ({where})"
+        _finish(time, "ms a step, slowest rank", title, log=True)
+        _finish(sent, "MiB sent a rank and step", "", log=True)
+        _finish(memory, "GB of a rank's GPU, mean", "", log=True)
+        for axes in (time, sent, memory):
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.10g}")
     return figure
 
 
@@ -200,12 +203,15 @@ def _of(points: Sequence[Point], value: Callable[[Point], float]) -> list[float]
     return [value(point) for point in points]
 
 
-def _figure(panels: int) -> tuple[Any, Any]:
+def _figure(panels: int, rows: int = 1) -> tuple[Any, Any]:
+    """Return a figure and its axes: a list of them, or a list for each of several rows."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(6.4 * panels, 4.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
+    height = 4.4 if rows == 1 else 2.5 * rows
+    figure = Figure(figsize=(6.4 * panels, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    grid = figure.subplots(rows, panels, squeeze=False)
+    return figure, grid[0] if rows == 1 else grid
 
 
 def _line(
@@ -219,7 +225,7 @@ def _line(
 ) -> None:
     style = (0, (4, 3)) if dashed else "-"
     marker = "o" if dots else None
-    axes.plot(along, values, color=COLOURS[colour], linewidth=1.8, linestyle=style, marker=marker, label=name)
+    axes.plot(along, values, color=COLOURS[colour], linewidth=1.8, linestyle=style, marker=marker, label=name or None)
 
 
 def _ranks_axis(axes: Any, ranks: Sequence[float]) -> None:
@@ -247,4 +253,6 @@ def _finish(axes: Any, unit: str, title: str, log: bool = False, below: bool = F
         axes.grid(axis="y", color=FAINT, alpha=0.3, linewidth=0.6)
     else:
         axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9, labelcolor=TEXT, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    if axes.get_legend_handles_labels()[1]:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+        axes.legend(frameon=False, fontsize=9, labelcolor=TEXT, ncols=2, **place)

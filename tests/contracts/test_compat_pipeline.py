@@ -87,6 +87,7 @@ def test_override_loader_states_decides_what_a_checkpoint_holds() -> None:
 def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itself() -> None:
     asked: list[str] = []
     seen: list[Any] = []
+    handed: list[Any] = []
 
     class WithData(Hooked):
         def train_dataloader(self) -> Any:
@@ -95,6 +96,7 @@ def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itse
 
     class Looks(pl.Callback):
         def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+            handed.append(_lightning.given_train_loaders(trainer))
             seen.append(_lightning.train_dataloaders(trainer))
 
     make_trainer(callbacks=[Looks()]).fit(WithData())
@@ -103,6 +105,8 @@ def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itse
     given = {"a": loader()}
     make_trainer(callbacks=[Looks()], limit_train_batches=0).fit(Hooked(), given)
     assert seen[1] is given
+    assert handed == [None, given]
+    assert _lightning.given_train_loaders(make_trainer()) is None
     assert _lightning.train_dataloaders(make_trainer()) is None
 
 

@@ -58,8 +58,13 @@ def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any],
         "unknown option": (ClickModel, SGD, {"tables": {"narrow": {"embeding_update": "dense"}}}, {}),
         "column RowWise": (ClickModel, (RowWiseAdagrad, {"lr": 0.1}), {"sharding_types": ["column_wise"]}, {}),
         "sequence cut": (SequenceModel, SGD, {"sharding_types": ["table_row_wise"]}, {}),
-        "memory": (ClickModel, SGD, {"memory_bytes_per_rank": 1000}, {}),
-        "dense memory": (ClickModel, ADAM, {"memory_bytes_per_rank": 11000, "batch_size_per_rank": 1}, {}),
+        "memory": (ClickModel, SGD, {"memory_bytes_per_rank": 1000, "planning": {"reserve": "15%"}}, {}),
+        "dense memory": (
+            ClickModel,
+            ADAM,
+            {"memory_bytes_per_rank": 11000, "batch_size_per_rank": 1, "planning": {"reserve": "15%"}},
+            {},
+        ),
     }[name]
 
 
@@ -81,7 +86,7 @@ MESSAGES = {
     "unknown option": "ConfigError: .*no option 'embeding_update'; did you mean 'embedding_update'",
     "column RowWise": "PlanError: .*RowWiseAdagrad keeps one number for each row",
     "sequence cut": "PlanError: .*EmbeddingCollection's table can be table_wise, row_wise, column_wise",
-    "memory": r"InfeasiblePlanError: .* table 'ebc.wide' fits on no rank: .* and has 850: [\d,]+ too few",
+    "memory": r"InfeasiblePlanError: .* table 'ebc.wide' fits on no rank: .* and has 850 B: [\d.]+ K?i?B too few",
     "dense memory": r"InfeasiblePlanError: the tables do not fit: table 'ebc.wide' is the largest of tables that need",
 }
 

@@ -44,6 +44,13 @@ class Huge(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Batched(Huge):
+    """Is told its batch size."""
+
+    def __init__(self, batch_size: int = 96) -> None:
+        super().__init__(1_000_000)
+
+
 class NeedsTrainer(Huge):
     """Its learning rate goes by the number of steps."""
 
@@ -130,6 +137,29 @@ def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(run: Run
     assert load_plan(tmp_path / "plans" / "plan.json").num_ranks == 32
 
 
+def test_the_batch_size_is_that_of_the_yaml_unless_one_is_given(run: Run) -> None:
+    for args, strategy, wanted in (
+        ([], "torchrec_sharded", (96, "batch_size of the YAML")),
+        ([], _torchrec(batch_size_per_rank=32), (32, "batch_size_per_rank")),
+        (["--batch-size", "7"], "torchrec_sharded", (7, "--batch-size")),
+    ):
+        found = json.loads(
+            run("Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy)[1]
+        )
+        assert found["planned_with"][0] == ["examples per rank", str(wanted[0]), wanted[1]]
+        assert found["batch_size_per_rank"] == wanted[0]
+
+
+def test_layers_without_tables_count_and_are_reserved_where_they_need_more_than_the_default(run: Run) -> None:
+    found = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json")[1])
+    assert found["ranks"]["dense_bytes"] == 2 * 4 * (4 * 4 + 4)  # parameters and gradients; SGD keeps nothing
+    parts = found["ranks"]["memory_bytes_by_part"]
+    assert sum(map(sum, parts.values())) == sum(found["ranks"]["memory_bytes"])
+    code, text, _ = run("Batched", "--device-memory", "500B", "--quick")
+    assert code == 1
+    assert "160 B reserved (what layers without tables need, more than 15%)" in " ".join(text.split())
+
+
 def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
     found = json.loads(run("Huge", "--device-memory", "80GB", "--json")[1])
     batch, nodes = found["largest_batch"], found["min_nodes"]
@@ -161,16 +191,19 @@ def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
     assert text.startswith("FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples per rank")
     for row in (
         "memory for tables",
+        "... rows",
+        "... exchange and cache",
         "... share of usable memory",
+        "layers without tables",
         "estimated time",
         "sent within the node",
         "sent to other",
     ):
         assert row in text
     said = " ".join(text.split())
-    assert "Planned with: 74.5 GiB per rank (--device-memory), 15% reserved (default);" in said
+    assert "Planned with: 512 examples per rank (assumed), 74.5 GiB per rank (--device-memory), 15% reserved" in said
     assert "one id per example and feature is assumed for 3 tables without pooling_factor" in said
-    assert "15% of a rank is reserved for them (default), whatever the batch size" in said
+    assert "15% of a rank is reserved for them and for layers without tables (default), whatever the batch size" in said
     assert "--quick: the largest batch and the minimum number of nodes were not searched for" in said
     assert "3 tables over 32 ranks on 4 nodes: all tables fit" in Path("plan.html").read_text()
 

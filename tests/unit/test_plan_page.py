@@ -98,7 +98,7 @@ def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> Pl
 
 
 def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
-    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), device="cuda")
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), device="cuda", dense_bytes=3 * 2**20)
     read = Read(page(facts))
     assert read.texts["h1"] == ["2 tables over 2 ranks: all tables fit"]
     sent = facts.traffic.sent()
@@ -110,8 +110,8 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
         f"{format_bytes(sent.max())}.",
     ]
     ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
-    assert ranks["0"][:4] == ["256.0 MiB", "1.0 GiB", "0 B", "2 ms"]
-    assert ranks["1"][:4] == ["768.0 MiB", "1.0 GiB", "1.0 GiB", "3 ms"]
+    assert ranks["0"][:7] == ["256.0 MiB", "16.0 MiB", "240.0 MiB", "1.0 GiB", "3.0 MiB", "0 B", "2 ms"]
+    assert ranks["1"][:7] == ["768.0 MiB", "528.0 MiB", "240.0 MiB", "1.0 GiB", "3.0 MiB", "1.0 GiB", "3 ms"]
     users = next(row for row in read.rows if row[0] == "ebc.users")
     assert users[1:] == ["16,777,216 x 8", "512.0 MiB", "512.0 MiB", "5", "table_wise", "fused", "fused", "1"]
     items = next(row for row in read.rows if row[0] == "ebc.items")
@@ -214,10 +214,16 @@ def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
-    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda")
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda", dense_bytes=GIB // 8)
     axes = plan_pictures._draw_memory(facts).axes[0]
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert heights == {"tables": [0.25, 0.75], "free": [0.75, 0.25], "reserved": [0.25, 0.25]}
+    assert heights == {
+        "rows": [0.25 - 15 / 64, 0.75 - 15 / 64],
+        "exchange and cache": [15 / 64] * 2,
+        "free": [0.75, 0.25],
+        "layers without tables": [0.125, 0.125],
+        "reserved": [0.125, 0.125],
+    }
     assert axes.get_ylabel() == "GiB of GPU memory"
     axes = plan_pictures._draw_time(facts).axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(

@@ -84,5 +84,5 @@ def test_what_is_kept_is_taken_off_every_rank() -> None:
 
 def test_where_nothing_is_left_the_rank_is_named() -> None:
     memory = RankMemory(device_bytes=(5000, 3000), host_bytes=(0, 0))
-    with pytest.raises(PlanError, match="3.9 KiB .argument. are kept .* rank 1 has 3,000 bytes: nothing is left"):
+    with pytest.raises(PlanError, match="3.9 KiB .argument. are kept .* rank 1 has 2.9 KiB: nothing is left"):
         memory.less(chosen_reservation("4KB", {}))

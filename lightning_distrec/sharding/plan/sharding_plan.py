@@ -126,6 +126,8 @@ class ShardingPlan:
     usable_bytes: int | Sequence[int] = 0
     """How much of it tables may take, where `cost` is not known."""
     origins: Sequence[Origin] = ()
+    dense_bytes: int = 0
+    """What layers without tables keep on a rank: parameters, gradients, optimizer state."""
 
     @property
     def num_ranks(self) -> int:
@@ -162,19 +164,31 @@ class ShardingPlan:
         """What the ranks send in a training step."""
         return estimate_traffic(self.tables.values(), self.layout, self.batch_size, self.comms)
 
-    def table_bytes(self, on_host: bool = False) -> NDArray[np.int64]:
+    def table_bytes(self, on_host: bool = False, updates: bool = True) -> NDArray[np.int64]:
         """Return, (R,), bytes of rows, optimizer state and kept gradients on each rank.
 
-        on_host: of the tables that a GPU reads from its host's memory, instead of the others.
+        on_host: of the tables that a GPU reads from its host's memory, instead of the others. updates: whether state
+        and gradients count.
         """
         totals = np.zeros(self.num_ranks)
         for table in self.tables.values():
             if table.on_host == on_host:
                 elements = table.shard_rows * table.shard_columns
-                of_shards = elements * (table.element_bytes + table.update_bytes_per_element)
-                of_shards = of_shards + table.shard_rows * table.update_bytes_per_row
+                of_shards = elements * float(table.element_bytes)
+                if updates:
+                    of_shards += elements * table.update_bytes_per_element
+                    of_shards += table.shard_rows * table.update_bytes_per_row
                 totals += np.bincount(table.ranks, of_shards, minlength=self.num_ranks)
         return np.rint(totals).astype(np.int64)
+
+    def memory_parts(self, on_host: bool = False) -> dict[str, NDArray[np.int64]]:
+        """Return what tables take of a memory, as `memory` and `host_memory` sum it up: part -> (R,) bytes."""
+        usage = self.host_memory if on_host else self.memory
+        rows, held = self.table_bytes(on_host, updates=False), self.table_bytes(on_host)
+        parts = {"rows": rows, "optimizer state and gradients": held - rows}
+        if usage is not None:
+            parts["exchange and cache"] = np.maximum(usage.tables - held, 0)
+        return {part: of_part for part, of_part in parts.items() if of_part.any()}
 
     @cached_property
     def memory(self) -> RankUsage:

@@ -137,7 +137,11 @@ def _ranks(plan: ShardingPlan) -> str:
     """Return memory, time and traffic of each rank; of many ranks, percentiles."""
     memory, sent = plan.memory, plan.traffic
     columns: list[tuple[str, NDArray[Any], Callable[[float], str]]]
-    columns = [("tables", memory.tables, format_bytes), ("usable memory", memory.usable, format_bytes)]
+    columns = [("tables", memory.tables, format_bytes)]
+    columns += [(f"... {part}", of_part, format_bytes) for part, of_part in plan.memory_parts().items()]
+    columns.append(("usable memory", memory.usable, format_bytes))
+    if plan.dense_bytes:
+        columns.append(("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes))
     if plan.host_memory is not None:
         columns.append(("tables on host", plan.host_memory.tables, format_bytes))
     if plan.cost.known:
@@ -170,7 +174,7 @@ def _tables(plan: ShardingPlan) -> str:
             "largest shard",
             "ids per example",
             "sharding type",
-            "kernel",
+            "lookup kernel",
             "update",
             "ranks",
         )

@@ -69,28 +69,36 @@ def _as_png(figure: Any) -> bytes:
 
 
 def _draw_memory(plan: ShardingPlan) -> Any:
-    kinds = [("GPU" if plan.on_gpu else "host", plan.memory)]
+    kinds = [("GPU" if plan.on_gpu else "host", plan.memory, plan.dense_bytes)]
     if plan.host_memory is not None:
-        kinds.append(("host", plan.host_memory))
+        kinds.append(("host", plan.host_memory, 0))
     figure = _figure(9.5, 3.3 * len(kinds))
-    for axes, (where, memory) in zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True):
-        _memory(axes, memory, where)
+    for number, (axes, of) in enumerate(zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True)):
+        _memory(axes, plan.memory_parts(on_host=number > 0), *of)
     return figure
 
 
-def _memory(axes: Any, memory: RankUsage, where: str) -> None:
+def _memory(axes: Any, parts: dict[str, NDArray[Any]], where: str, memory: RankUsage, dense_bytes: int) -> None:
     little = int(memory.tables.max()) < MIN_SHARE * int(memory.usable.max())
     reserved = memory.capacity - memory.usable
-    stacked = [("tables", memory.tables, COLOURS[0])]
+    dense = np.full_like(reserved, dense_bytes)
+    stacked = [(part, of_part, COLOURS[i]) for i, (part, of_part) in enumerate(parts.items())]
     if not little:
         stacked.append(("free", np.maximum(memory.usable - memory.tables, 0), FREE))
-        if reserved.any():
-            stacked.append(("reserved", reserved, RESERVED))
+    if dense_bytes and (not little or dense_bytes < MIN_SHARE * int(memory.usable.max())):
+        stacked.append(("layers without tables", dense, COLOURS[4]))
+        reserved = np.maximum(reserved - dense, 0)
+    if not little and reserved.any():
+        stacked.append(("reserved", reserved, RESERVED))
     scale, unit = _scale(float(sum(part for _, part, _ in stacked).max()))  # type: ignore[union-attr]
     _stack(
         axes, [(name, part / scale, colour) for name, part, colour in stacked], by=memory.tables / scale, smooth=False
     )
-    if not little:
+    if little:  # full bars would look like full memory
+        axes.set_ylim(0, 2 * axes.get_ylim()[1])
+        axes.text(0.01, 0.94, f"not to scale: {format_bytes(memory.usable.min())} are usable", transform=axes.transAxes,
+                  va="top", size=9, color=LIMIT)  # fmt: skip
+    else:
         usable = float(memory.usable.min()) / scale
         axes.axhline(usable, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)), label="usable for tables")
     axes.set_ylabel(f"{unit} of {where} memory", color=TEXT)

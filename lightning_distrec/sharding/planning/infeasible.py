@@ -8,6 +8,7 @@ import numpy as np
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
 from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES, ONE_NODE_TYPES
+from lightning_distrec.units import format_bytes
 
 WEIGHTS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (1.0, 0.5), (0.5, 1.0), (1.0, 0.1), (0.1, 1.0))
 """Weights of device and host memory, in search of a sum that is too large; any weights prove it."""
@@ -33,15 +34,15 @@ def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: Memor
     """Return by how much a table, of which no option fits on empty ranks, is too large."""
     closest = min(options, key=lambda option: max(_missing(option, budget)))
     of_one, of_all = _missing(closest, budget)
-    needs, has = f"{closest.device_bytes.max():,} bytes", f"{budget.device_bytes.max():,}"
+    needs, has = format_bytes(closest.device_bytes.max()), format_bytes(budget.device_bytes.max())
     if budget.host_bytes.any():
-        needs += f" of its GPU's memory and {closest.host_bytes.max():,} of its host's"
-        has += f" and {budget.host_bytes.max():,}"
+        needs += f" of its GPU's memory and {format_bytes(closest.host_bytes.max())} of its host's"
+        has += f" and {format_bytes(budget.host_bytes.max())}"
     return InfeasiblePlan(
         table,
         proven=True,
         why=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs {needs} for its rows, "
-        f"their update and exchange, and has {has}: {max(of_one, of_all):,} too few"
+        f"their update and exchange, and has {has}: {format_bytes(max(of_one, of_all))} too few"
         f"{' for all its shards' if of_all > of_one else ''}",
     )
 
@@ -70,8 +71,8 @@ def exceed_total_memory(options: Sequence[Sequence[EstimatedOption]], budget: Me
             return InfeasiblePlan(
                 int(sizes.argmax()),
                 proven=True,
-                why=f"is the largest of tables that need at least {int(sizes.sum()):,} bytes{kind} together, and "
-                f"all ranks have {int(there):,}: {missing:,} too few",
+                why=f"is the largest of tables that need at least {format_bytes(sizes.sum())}{kind} together, and "
+                f"all ranks have {format_bytes(there)}: {format_bytes(missing)} too few",
             )
     return None
 
@@ -91,6 +92,6 @@ def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryB
         else:
             left = MemoryBudget(plan.device_left, plan.host_left, budget.ranks_on_node)
             missing = max(1, min(max(_missing(option, left)) for option in options[table]))
-            why = f"does not fit next to the other tables: {missing:,} bytes are missing where it came closest"
+            why = f"does not fit next to the other tables: {format_bytes(missing)} are missing where it came closest"
             return InfeasiblePlan(table, proven=False, why=why)
     return plan

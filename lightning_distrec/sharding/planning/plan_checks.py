@@ -16,7 +16,7 @@ from lightning_distrec.sharding.planning.reservation import Reservation
 from lightning_distrec.sharding.planning.topology import RankMemory
 from lightning_distrec.sharding.sharding_types import HOST_KERNELS
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.units import quantity
+from lightning_distrec.units import format_bytes, quantity
 
 NUM_LISTED = 10
 """How many differences a message lists."""
@@ -33,8 +33,8 @@ def check_memory(plan: ShardingPlan, memory: RankMemory, reservation: Reservatio
     worst = int((needed - np.asarray(usable)).argmax())
     if needed[worst] > usable[worst]:
         raise InfeasiblePlanError(
-            f"rank {worst} would hold {needed[worst]:,} bytes for its tables (rows, gradients, optimizer state), but "
-            f"has {usable[worst]:,} (memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
+            f"rank {worst} would hold {format_bytes(needed[worst])} for its tables (rows, gradients, optimizer state), "
+            f"but has {format_bytes(usable[worst])} (memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
             f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, Adagrad, "
             "RowWiseAdagrad), which keeps no gradient."
         )

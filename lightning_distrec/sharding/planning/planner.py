@@ -32,6 +32,7 @@ from lightning_distrec.sharding.planning.sharding_options import (
     without_duplicates,
 )
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.units import format_bytes
 
 
 def make_plan(
@@ -165,8 +166,8 @@ def _error(
     found = "no plan can exist" if infeasible.proven else "no plan was found, which does not prove that there is none"
     return InfeasiblePlanError(
         f"the tables do not fit: table '{tables[infeasible.table].full_name}' {infeasible.why}. There are "
-        f"{len(tables)} tables of {sum(sizes):,} bytes, and {topology.world_size} ranks with at least {usable:,} bytes "
-        f"each for tables, what updates them and their exchange at batch_size_per_rank={batch_size} "
-        f"(memory_bytes_per_rank less planning.reserve): {found}. Use more ranks, allow more sharding types for the "
-        "table (sharding_types), or give more memory."
+        f"{len(tables)} tables of {format_bytes(sum(sizes))}, and {topology.world_size} ranks with at least "
+        f"{format_bytes(usable)} each for tables, what updates them and their exchange at "
+        f"batch_size_per_rank={batch_size} (memory_bytes_per_rank less planning.reserve): {found}. "
+        "Use more ranks, allow more sharding types for the table (sharding_types), or give more memory."
     )

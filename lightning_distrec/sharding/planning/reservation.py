@@ -30,6 +30,12 @@ class Reservation:
         """Return how much is kept of so much memory: never more than all of it."""
         return min(memory_bytes, memory_bytes - int(memory_bytes * (1 - self.share)) + self.fixed_bytes)
 
+    def with_dense(self, dense_bytes: int, memory_bytes: int) -> "Reservation":
+        """Return what is kept where layers without tables take so much: more than the default, if they need more."""
+        if self != DEFAULT or dense_bytes <= self.bytes_of(memory_bytes):
+            return self
+        return Reservation(fixed_bytes=dense_bytes, origin="what layers without tables need, more than 15%")
+
     def of_host(self) -> "Reservation":
         """Return the bytes reserved of a host's memory, for ranks that have a GPU."""
         return Reservation(share=self.host_share, host_share=self.host_share, origin=self.origin)

@@ -13,6 +13,7 @@ from lightning_distrec.host_memory import host_memory_bytes
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths
 from lightning_distrec.sharding.planning.reservation import Reservation
+from lightning_distrec.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,8 @@ class RankMemory:
         if left[rank] <= 0:
             raise PlanError(
                 f"{reservation.in_words} ({reservation.origin}) are kept for what is not tables, and rank {rank} has "
-                f"{self.device_bytes[rank]:,} bytes: nothing is left for tables. Say less by planning.reserve, or use "
-                "ranks with more memory."
+                f"{format_bytes(self.device_bytes[rank])}: nothing is left for tables. Reserve less "
+                "by planning.reserve, or use ranks with more memory."
             )
         host = reservation.of_host()
         of_host = tuple(memory - host.bytes_of(memory) for memory in self.host_bytes)

@@ -46,7 +46,7 @@ class Estimate:
 
     strategy: str
     memory: dict[str, float] = field(default_factory=dict)
-    """Use of memory -> bytes: parameters, gradients, optimizer state, gathered, activations."""
+    """Use of memory -> bytes: parameters, gradients, optimizer state, gathered, exchange, activations."""
     sent: dict[str, float] | None = None
     """What is sent in a step -> bytes that leave a rank; None: unknown without a batch."""
     refused: str = ""
@@ -63,16 +63,29 @@ class Estimate:
         return None if self.sent is None else sum(self.sent.values())
 
 
-def estimate_strategies(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[Estimate]:
-    """Return what each strategy needs."""
+@dataclass(frozen=True, kw_only=True)
+class TablesShare:
+    """What tables take of the fullest rank, and what the busiest rank sends for them, in bytes."""
+
+    memory: dict[str, float]
+    """As `Estimate.memory`, with the exchange's buffers."""
+    sent: dict[str, float]
+
+
+def estimate_strategies(
+    sizes: ModuleSizes, job: Job, profile: StepProfile, planned: TablesShare | None = None
+) -> list[Estimate]:
+    """Return what each strategy needs. planned: of the tables, by a plan; None: they are spread evenly."""
     every, dense = sizes.parameters, sizes.dense_parameters
     rows = _rows_sent(sizes.tables, job, profile)
+    if planned is not None and rows is not None:
+        rows = planned.sent
     estimates = [
         Estimate(strategy=DDP, memory=_ddp_memory(every, job), sent=_ddp_sent(every, job)),
         Estimate(strategy=FSDP, memory=_fsdp_memory(every, job), sent=_fsdp_sent(every, job)),
     ]
     if sizes.tables or TORCHREC in sizes.refused:
-        tables = _tables_memory(sizes.tables, job)
+        tables = _tables_memory(sizes.tables, job) if planned is None else planned.memory
         sent = None if rows is None else rows | _ddp_sent(dense, job)
         estimates.append(Estimate(strategy=TORCHREC, memory=_added(_ddp_memory(dense, job), tables), sent=sent))
         sent = None if rows is None else rows | _fsdp_sent(dense, job)

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.sharding_plan import Origin
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
 from lightning_distrec.sharding.planning.reservation import (
@@ -26,8 +27,10 @@ from lightning_distrec.sharding.planning.topology import (
     memory_bytes_per_rank,
 )
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
 from lightning_distrec.strategies.estimates.estimate import Job, dense_memory
 from lightning_distrec.strategies.estimates.module_sizes import measure_module
+from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.sampled_step import sample_step
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.units import format_bandwidth, format_bytes
@@ -49,19 +52,27 @@ class ClusterFacts:
     bandwidths: ChosenBandwidths
     names: tuple[str, ...]
     """The bandwidths that matter on these ranks."""
+    batch_size: Origin
+    """Examples per rank and step."""
+    dense_bytes: int
+    """Parameters, gradients and optimizer state of the layers without tables, on a rank."""
 
     @property
     def in_words(self) -> str:
         """One line for the start table: each value and where it came from."""
         memory = f"{self._memory_in_words} per rank ({self.memory_origin})"
         reserved = f"{self.reservation.in_words} reserved ({self.reservation.origin})"
-        return f"Planned with: {memory}, {reserved}; {self.bandwidths.in_words(self.names)}"
+        what, number, origin = self.batch_size
+        batch = f"{number} {what} ({origin})"
+        return f"Planned with: {batch}, {memory}, {reserved}; {self.bandwidths.in_words(self.names)}"
 
     @property
     def origins(self) -> list[tuple[str, str, str]]:
         """The same for reports: a quantity, its value, where it came from."""
         rows = [
+            self.batch_size,
             ("memory per rank", self._memory_in_words, self.memory_origin),
+            ("layers without tables", format_bytes(self.dense_bytes), "with gradients and optimizer state"),
             ("reserved for all but tables", self.reservation.in_words, self.reservation.origin),
         ]
         found = [(name, getattr(self.bandwidths, name)) for name in self.names]
@@ -73,7 +84,7 @@ class ClusterFacts:
         return format_bytes(smallest) + ("" if smallest == largest else f" to {format_bytes(largest)}")
 
 
-def find_facts(run: SetUpInputs, tables: list[Table]) -> ClusterFacts:
+def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     """Collective. Return the same facts on every rank; bandwidths are measured if that was asked for.
 
     Environment variables are read on rank 0. Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank has
@@ -88,7 +99,7 @@ def find_facts(run: SetUpInputs, tables: list[Table]) -> ClusterFacts:
         return asked, device_bytes, host_bytes_per_rank(device, here)
 
     mine = consensus.all_or_none("setup", look)
-    reservation = reserve(run, tables)
+    reservation = reserve(run, decisions.tables)
     gathered = consensus.all_gather((*mine, device))
     asked = gathered[0][0]
     for variable in asked.bare:
@@ -97,6 +108,9 @@ def find_facts(run: SetUpInputs, tables: list[Table]) -> ClusterFacts:
         device_bytes=tuple(device_bytes for _, device_bytes, _, _ in gathered),
         host_bytes=tuple(host_bytes for _, _, host_bytes, _ in gathered),
     )
+    shares = layout.num_ranks if run.shards_dense else 1
+    dense = dense_bytes(run.module, decisions.tables, decisions.optimizers, str(run.trainer.precision), shares)
+    reservation = reservation.with_dense(dense, min(memory.device_bytes))
     usable = memory.less(reservation)
     measured = measured_bandwidths(asked.wanted, layout, device, consensus, asked.afresh) if asked.wanted else {}
     bandwidths = asked.with_measured(measured)
@@ -109,6 +123,8 @@ def find_facts(run: SetUpInputs, tables: list[Table]) -> ClusterFacts:
         reservation=reservation,
         bandwidths=bandwidths,
         names=names_of_bandwidths(layout, device),
+        batch_size=settings.batch_size_in_words,
+        dense_bytes=dense,
     )
 
 

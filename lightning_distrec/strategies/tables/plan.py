@@ -91,13 +91,13 @@ def plan_or_follow(
 
 def new_plan(decisions: Decisions, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
     """Return the planner's plan. Raises PlanError, and of those InfeasiblePlanError where memory does not suffice."""
-    plan = make_plan(decisions.tables, decisions.constraints, facts.topology, settings.batch_size_per_rank)
+    plan = make_plan(decisions.tables, decisions.constraints, facts.topology, settings.batch_size)
     return _for_run(plan, settings, facts)
 
 
 def cost_of(decisions: Decisions, plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
     """Return an existing plan with its cost in this run. Raises InfeasiblePlanError: a rank cannot hold its tables."""
-    tables, batch_size = decisions.tables, settings.batch_size_per_rank
+    tables, batch_size = decisions.tables, settings.batch_size
     return _for_run(estimate_plan(plan, tables, decisions.constraints, facts.topology, batch_size), settings, facts)
 
 
@@ -111,6 +111,7 @@ def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -
         memory_bytes=facts.memory.device_bytes,
         usable_bytes=facts.memory.less(facts.reservation).device_bytes,
         origins=facts.origins,
+        dense_bytes=facts.dense_bytes,
     )
 
 

@@ -34,6 +34,7 @@ from lightning_distrec.sharding.shard_tables import shard_tables
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.strategies.tables.batch_size import with_batch_size
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
 from lightning_distrec.strategies.tables.decisions import Decisions, decide, tables_to_shard
@@ -48,6 +49,8 @@ def set_up_tables(run: SetUpInputs) -> RunTables | None:
     For fit, tables that an earlier run sharded are sharded again: the optimizers are new, and so is their state. For
     evaluation they stay as they are.
     """
+    if run.fits:
+        run = replace(run, settings=with_batch_size(run.settings, run.trainer, run.module))
     earlier = sharded_tables_of(run.module)
     run.consensus.all_or_none("setup", lambda: refuse_foreign_shards(run.module))
     if earlier is not None and not run.fits and not tables_to_shard(run.module, run.settings):
@@ -112,7 +115,7 @@ def _check_same_tables(run: SetUpInputs, tables: list[Table]) -> bool:
 
 
 def _plan_and_shard(run: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None) -> RunTables:
-    facts = find_facts(run, decisions.tables)
+    facts = find_facts(run, decisions)
     plan = plan_tables(run, decisions, earlier, facts)
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
     if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum

@@ -15,9 +15,13 @@ from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
 from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.sharding.plan.sharding_plan import Origin
 from lightning_distrec.sharding.planning.planning_options import PlanningOptions
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
+
+ASSUMED_BATCH_SIZE = 512
+"""torchrec's own, where no batch size is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,9 @@ class TableSettings:
     comms: QuantizedComms
     loss_reduction: LossReduction
     memory_bytes_per_rank: int | None
-    batch_size_per_rank: int
+    batch_size_per_rank: int | None
+    """None: not set, and not found."""
+    batch_size_origin: str = "batch_size_per_rank"
     planning: PlanningOptions
 
     def __post_init__(self) -> None:
@@ -43,8 +49,19 @@ class TableSettings:
             if given is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", given)
         check_loss_reduction(self.loss_reduction)
-        if self.batch_size_per_rank <= 0:
+        if self.batch_size_per_rank is not None and self.batch_size_per_rank <= 0:
             raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per rank and step that plans are made for."""
+        return self.batch_size_per_rank or ASSUMED_BATCH_SIZE
+
+    @property
+    def batch_size_in_words(self) -> Origin:
+        """A quantity, its value, and where the value came from."""
+        origin = "assumed" if self.batch_size_per_rank is None else self.batch_size_origin
+        return ("examples per rank", f"{self.batch_size:,}", origin)
 
 
 @dataclass(frozen=True, kw_only=True)
