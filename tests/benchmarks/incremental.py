@@ -46,11 +46,11 @@ class Clicks(pl.LightningModule):
         return torch.optim.Adagrad(self.parameters(), lr=0.05)
 
 
-def zipf_batches(rows: int, count: int) -> list[Tensor]:
+def zipf_batches(rows: int, count: int, seed: int = 0) -> list[Tensor]:
     """Return the ids of `count` steps: rank r of the rows with a probability in proportion to r ** -1.05."""
     weights = numpy.arange(1, rows + 1, dtype=numpy.float64) ** -1.05
     ends = numpy.cumsum(weights / weights.sum())
-    draw = numpy.random.default_rng(0)
+    draw = numpy.random.default_rng(seed)
     return [
         torch.from_numpy(numpy.searchsorted(ends, draw.random(BATCH * IDS)).clip(max=rows - 1)) for _ in range(count)
     ]

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_distrec._compat.torch import local_offsets
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UnfinishedFolder, clean_up, remove
 from lightning_distrec.checkpoint.in_memory.exchange import Receiving, Sending, sizes_of, transfer
-from lightning_distrec.checkpoint.in_memory.part import checksums_of, files_of, path_of, write_checksums
+from lightning_distrec.checkpoint.in_memory.part import files_of, path_of
 from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.checkpoint.save import RanksOfThread, Snapshot, on_all_ranks
+from lightning_distrec.checkpoint.staging import HostBuffers
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 
@@ -26,13 +27,18 @@ Nodes = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class NodeCopy:
-    """What one rank writes to the memory of its node. root: where the job's parts are. ranks: all, for the thread."""
+    """What one rank writes to the memory of its node. root: where the job's parts are. ranks: all, for the thread.
+
+    over: the names of the copies that it is a difference to, one over the other. buffers: for full copies.
+    """
 
     snapshot: Snapshot
     root: Path
     step: int
     ranks: RanksOfThread
     nodes: Nodes
+    over: list[str]
+    buffers: HostBuffers
 
     @property
     def path(self) -> Path:
@@ -41,7 +47,7 @@ class NodeCopy:
 
     def on_host(self) -> "NodeCopy":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
-        return replace(self, snapshot=self.snapshot.on_host())
+        return replace(self, snapshot=self.snapshot.on_host(None if self.over else self.buffers))
 
     def write(self, node: RanksOfThread) -> None:
         """Collective. Write the part and its guest; older ones are removed once all nodes have theirs.
@@ -51,7 +57,7 @@ class NodeCopy:
         snapshot = self.snapshot
         if len(self.nodes) > 1:
             snapshot = replace(snapshot, state=_state_of_rank_0(snapshot, self.ranks, node.rank == 0))
-        on_all_ranks(self.ranks, self.path, lambda: _write(snapshot, node))
+        on_all_ranks(self.ranks, self.path, lambda: snapshot.write(node))
         if len(self.nodes) > 1:
             here = next(number for number, of_node in enumerate(self.nodes) if self.ranks.rank in of_node)
             links = [(number, (number + 1) % len(self.nodes)) for number in range(len(self.nodes))]
@@ -59,7 +65,7 @@ class NodeCopy:
             send_parts(links, paths, self.nodes, self.ranks, node)
         if node.rank == 0:
             for path in self.root.glob("ranks_*/*"):
-                if path.name != self.path.name:
+                if path.name not in (self.path.name, *self.over):
                     remove(path)
 
 
@@ -76,14 +82,6 @@ def _state_of_rank_0(snapshot: Snapshot, ranks: RanksOfThread, keeps: bool) -> b
     state = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     dist.broadcast(state, 0, group=ranks.group)
     return state.numpy().tobytes() if keeps else None
-
-
-def _write(snapshot: Snapshot, node: RanksOfThread) -> None:
-    """Collective on a node. Write its part."""
-    snapshot.write(node)
-    mine = on_all_ranks(node, snapshot.path, lambda: checksums_of(snapshot.path, node.rank))
-    of_ranks = node.all_gather(mine)
-    on_all_ranks(node, snapshot.path, lambda: write_checksums(snapshot.path, of_ranks) if node.rank == 0 else None)
 
 
 def send_parts(

@@ -3,25 +3,21 @@
 It is a checkpoint of those ranks, whose sharded tensors have the rows of those ranks only, and of what all ranks hold
 it has all. So whoever takes their place needs nothing of other nodes.
 
-ranks_<first>-<last>/step_<step>.ckpt   the folder of a checkpoint, see save.py, with two more things:
-  complete.json   "part": the ranks that wrote it, and how many there were
-  checksums.json  CRC-32 of each file of tensors, written last
+ranks_<first>-<last>/step_<step>.ckpt   the folder of a checkpoint, see save.py, or of a difference to the one before.
+  complete.json   "part": the ranks that wrote it, how many there were, and the parts that a difference lies over
 """
 
-import json
-import zlib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_distrec.atomic_files import replace_file
-from lightning_distrec.checkpoint.atomic_folder import read_marker
+from lightning_distrec.checkpoint.atomic_folder import is_checkpoint, read_marker
 from lightning_distrec.checkpoint.save import rank_file
+from lightning_distrec.checkpoint.storage import StoredTensors, matches_checksums
 from lightning_distrec.errors import CheckpointError
 
 PART = "part"
-CHECKSUMS_FILE = "checksums.json"
-BLOCK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,13 @@ class Part:
     step: int
     job: str
     """The label of the fit."""
+    over: tuple[str, ...] = ()
+    """Names of the parts that it is a difference to, each over the one before it, the first one full."""
+
+    @property
+    def paths(self) -> list[str]:
+        """What has to be read: those that it lies over, and itself."""
+        return [*(str(Path(self.path).with_name(name)) for name in self.over), self.path]
 
     @property
     def is_full(self) -> bool:
@@ -48,9 +51,9 @@ def path_of(job: Path, ranks: tuple[int, ...], step: int) -> Path:
     return job / f"ranks_{ranks[0]}-{ranks[-1]}" / f"step_{step}.ckpt"
 
 
-def facts_of(ranks: tuple[int, ...], num_ranks: int) -> dict[str, Any]:
+def facts_of(ranks: tuple[int, ...], num_ranks: int, over: list[str]) -> dict[str, Any]:
     """Return what the marker says of a part."""
-    return {PART: {"ranks": list(ranks), "of": num_ranks}}
+    return {PART: {"ranks": list(ranks), "of": num_ranks, "over": over}}
 
 
 def parts_in(job: Path) -> list[Part]:
@@ -60,9 +63,9 @@ def parts_in(job: Path) -> list[Part]:
         try:
             marker = read_marker(path)
             part = marker[PART]
-            if (path / CHECKSUMS_FILE).is_file():
-                step, label = int(marker["global_step"]), str(marker["job"])
-                found.append(Part(str(path), tuple(map(int, part["ranks"])), int(part["of"]), step, label))
+            step, label, over = int(marker["global_step"]), str(marker["job"]), tuple(map(str, part["over"]))
+            if all(is_checkpoint(path.with_name(name)) for name in over):
+                found.append(Part(str(path), tuple(map(int, part["ranks"])), int(part["of"]), step, label, over))
         except (CheckpointError, KeyError, TypeError, ValueError):
             continue
     return found
@@ -73,29 +76,16 @@ def files_of(local_rank: int) -> tuple[str, str]:
     return f"__{local_rank}_0.distcp", rank_file(local_rank)
 
 
-def checksums_of(path: Path, local_rank: int) -> dict[str, int]:
-    """Return the checksums of a rank's files."""
-    return {name: _checksum(path / name) for name in files_of(local_rank) if (path / name).exists()}
-
-
-def write_checksums(path: Path, of_ranks: list[dict[str, int]]) -> None:
-    """Write the checksums of all files, which makes the part complete."""
-    replace_file(path / CHECKSUMS_FILE, json.dumps({k: v for each in of_ranks for k, v in each.items()}).encode())
-
-
 def check(path: Path, local_rank: int) -> str:
-    """Return what is wrong with the bytes of a rank's files; "" for nothing."""
+    """Return what is wrong with the bytes of a rank's files; "" for nothing. torch.save has put checksums into them."""
+    tensors, rest = files_of(local_rank)
     try:
-        noted = json.loads((path / CHECKSUMS_FILE).read_text())
-        changed = [name for name in files_of(local_rank) if name in noted and _checksum(path / name) != noted[name]]
-    except (OSError, ValueError, TypeError) as error:
+        records = StoredTensors(path, is_part=True).records(only_file=tensors)
+        changed = {tensors for _, record in records if not matches_checksums(record)}
+        if (path / rest).exists() and zipfile.ZipFile(path / rest).testzip() is not None:
+            changed.add(rest)
+    except zipfile.BadZipFile:
+        changed = {rest}
+    except (OSError, CheckpointError) as error:
         return f"{path} cannot be read: {error}"
-    return f"{path} is damaged: the bytes of {', '.join(changed)} have changed" if changed else ""
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            value = zlib.crc32(block, value)
-    return value
+    return f"{path} is damaged: the bytes of {', '.join(sorted(changed))} have changed" if changed else ""

@@ -23,7 +23,7 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.announced import announce_in_flight
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, read, refuse_folder
-from lightning_distrec.strategies.checkpoints.in_memory import Copies
+from lightning_distrec.strategies.checkpoints.in_memory.copies import Copies
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves, begin_series
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
@@ -86,8 +86,8 @@ class Checkpointing:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
         if self._options.async_save:
             announce_in_flight(module.trainer, self._saver)
-        if self.copies is not None and self.copies.folder is not None:
-            self.copies.check_memory(module.trainer, self._table_optimizers, self.optimizer_state)
+        if self.copies is not None:
+            self.copies.begin(module.trainer, tables, self.optimizer_state)
         self._incremental = begin_series(self._options.incremental, self._ranks, tables, module, self._job, self._saver)
         path = self._options.start_from
         if path is None or self._has_started:
@@ -220,8 +220,9 @@ class Checkpointing:
     def finish(self, has_failed: bool) -> None:
         """Collective. Wait for a checkpoint that is being written. has_failed: the run has; wait 120 s at most."""
         self._ranks.flags.watch_failures(None)
-        if self._incremental is not None:
-            self._incremental.release()
+        for follows in (self._incremental, self.copies):
+            if follows is not None:
+                follows.release()
         try:
             for saver in self._savers:
                 saver.finish(LEAVING_SECONDS if has_failed else None)

@@ -15,7 +15,7 @@ from lightning_distrec.checkpoint.incremental.loading import load
 from lightning_distrec.checkpoint.load import read_origin
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.in_memory import Copies
+from lightning_distrec.strategies.checkpoints.in_memory.copies import Copies
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, new_label
 from lightning_distrec.units import quantity
 

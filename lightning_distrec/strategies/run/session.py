@@ -12,7 +12,7 @@ from lightning_distrec.cluster.consensus import (
     consensus_of_copies,
 )
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
-from lightning_distrec.strategies.checkpoints.in_memory import Copies
+from lightning_distrec.strategies.checkpoints.in_memory.copies import Copies
 
 
 @dataclass(frozen=True, kw_only=True)

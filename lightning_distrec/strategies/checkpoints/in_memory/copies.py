@@ -1,13 +1,13 @@
 """Copies of the state in the nodes' memory: taken every few steps of a fit, and found again after a restart."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -15,16 +15,19 @@ from lightning_distrec.checkpoint.atomic_folder import remove
 from lightning_distrec.checkpoint.in_memory.copying import NodeCopy, once_on_node, send_parts
 from lightning_distrec.checkpoint.in_memory.node_folder import NodeFolder
 from lightning_distrec.checkpoint.in_memory.part import Part, check, facts_of, parts_in, path_of
-from lightning_distrec.checkpoint.load import load
+from lightning_distrec.checkpoint.incremental.loading import load
 from lightning_distrec.checkpoint.options import InMemoryOptions
 from lightning_distrec.checkpoint.save import PLAN_FILE, Saver, take_snapshot
+from lightning_distrec.checkpoint.staging import HostBuffers
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.strategies.checkpoints.copy_sizes import check_memory, own_bytes
+from lightning_distrec.strategies.checkpoints.in_memory.series import CHAIN, CopySeries
+from lightning_distrec.strategies.checkpoints.in_memory.sizes import SLOTS, check_memory, own_bytes
+from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
 
 
 class Copies:
-    """The copies of a fit: two at most while one is taken, of which the older one stays until all nodes have the newer.
+    """The copies of a fit. While one is taken, the one before stays until all nodes have the newer.
 
     ranks: for decisions. of_thread: all ranks, for the thread that copies while training goes on. node: the ranks on
     this node, for the same thread. nodes: the ranks on each node.
@@ -45,6 +48,8 @@ class Copies:
         self._saver = Saver(node, is_async=True)
         self._folder: NodeFolder | None = None
         self._found: Part | None = None
+        self._series: CopySeries | None = None
+        self._buffers = HostBuffers()
         self.is_unwanted = False
         """Whether the fit was ended by its user, so that the copies are removed."""
 
@@ -111,8 +116,10 @@ class Copies:
                 part = next((p for p in held[there[0]] if (p.step, p.job, p.ranks) == (step, label, of_node)), None)
                 if part is not None:
                     target = path_of(self._folder.path, of_node, step)
-                    paths = {source: Path(part.path)} if here == source else {source: target} if here == number else {}
-                    send_parts([(source, number)], paths, self._nodes, self._ranks, self._node)
+                    for mine in map(Path, part.paths):
+                        paths = {here: mine if here == source else target.with_name(mine.name)}
+                        paths = {source: paths[here]} if here in (source, number) else {}
+                        send_parts([(source, number)], paths, self._nodes, self._ranks, self._node)
                     of_nodes[number] = [replace(part, path=str(target))]
                     break
         return of_nodes[here][0] if all(of_nodes) else None
@@ -130,7 +137,8 @@ class Copies:
             rank, num_ranks = self._place_in(part)
             load(Path(part.path), rank, num_ranks, pickles)
             # A part of another number of ranks has files of none of them in particular.
-            return next(filter(None, (check(Path(part.path), r) for r in range(rank, len(part.ranks), num_ranks))), "")
+            of_ranks = range(rank, len(part.ranks), num_ranks)
+            return next(filter(None, (check(Path(path), r) for path in part.paths for r in of_ranks)), "")
         except (CheckpointError, OSError) as error:
             return str(error).rstrip(".")
 
@@ -148,28 +156,41 @@ class Copies:
         if self._folder is None or self._node.rank:
             return
         found = self._found if self.place(path) else None
-        kept = [p.path for p in parts_in(self._folder.path) if found and (p.step, p.job) == (found.step, found.job)]
+        parts = [p for p in parts_in(self._folder.path) if found and (p.step, p.job) == (found.step, found.job)]
+        kept = {path for part in parts for path in part.paths}
         for each in self._folder.path.glob("ranks_*/*"):
             if str(each) not in kept:
                 remove(each)
 
     # -- while a fit trains
 
-    def check_memory(
-        self, trainer: Trainer, of_tables: list[Optimizer], state_of: Callable[[Optimizer], dict[str, Any]]
+    def begin(
+        self, trainer: Trainer, tables: SavedTables | None, state_of: Callable[[Optimizer], dict[str, Any]]
     ) -> None:
-        """Collective. Raise ConfigError on every rank: a node has too little memory.
+        """Collective. Follow the tables' changes; None: there are none. state_of: an optimizer's state as it is saved.
 
-        of_tables: optimizers of tables alone. state_of: returns an optimizer's state as it is saved.
+        Raises ConfigError on every rank: a node has too little memory.
         """
-        assert self._folder is not None
-        folder, optimizers = self._folder, [*trainer.optimizers, *of_tables]
+        if self._folder is None:
+            return
+        self._check_memory(self._folder, trainer, tables, state_of)
+        self._series = None if tables is None else CopySeries(tables, trainer, self._ranks)
+
+    def _check_memory(
+        self,
+        folder: NodeFolder,
+        trainer: Trainer,
+        tables: SavedTables | None,
+        state_of: Callable[[Optimizer], dict[str, Any]],
+    ) -> None:
+        optimizers = [*trainer.optimizers, *(() if tables is None else tables.table_optimizers)]
         state = {**trainer.strategy.lightning_module_state_dict(), "": [state_of(each) for each in optimizers]}
         of_ranks = self._ranks.all_gather(own_bytes(state, optimizers, len(self._mine)))
         on_nodes = [sum(of_ranks[rank] for rank in of_node) for of_node in self._nodes]
         here = self._nodes.index(self._mine)
         guests = on_nodes[here - 1] if len(self._nodes) > 1 else 0
-        self._ranks.all_or_none("setup", lambda: check_memory(folder, on_nodes[here], on_nodes[here] + guests))
+        slots = SLOTS if tables is None else SLOTS + CHAIN
+        self._ranks.all_or_none("setup", lambda: check_memory(folder, on_nodes[here], on_nodes[here] + guests, slots))
 
     @property
     def plan_file(self) -> str | None:
@@ -191,7 +212,7 @@ class Copies:
     def save(
         self,
         path: Path,
-        checkpoint: Mapping[str, Any],
+        checkpoint: dict[str, Any],
         rank_state: Mapping[str, Any],
         facts: dict[str, Any],
         plan_files: Mapping[str, bytes],
@@ -202,13 +223,17 @@ class Copies:
         Raises CheckpointError on every rank: these, or those before, could not be written.
         """
         self._saver.finish()
-        marker = {**facts, **facts_of(self._mine, self._ranks.num_ranks)}
+        over, mark = ([], {}) if self._series is None else self._series.take(checkpoint, path.name)
+        marker = {**facts, **mark, **facts_of(self._mine, self._ranks.num_ranks, over)}
+        step = int(checkpoint["global_step"])
         if len(self._nodes) > 1:
             checkpoint = once_on_node(checkpoint, self._node)
         snapshot = take_snapshot(path, checkpoint, rank_state, marker, self._node, plan_files, pickles)
+        if self._series is not None:
+            self._series.count(snapshot.tensors)
         assert self._folder is not None
-        step = int(checkpoint["global_step"])
-        self._saver.save(NodeCopy(snapshot, self._folder.path, step, self._of_thread, self._nodes))
+        copy = NodeCopy(snapshot, self._folder.path, step, self._of_thread, self._nodes, over, self._buffers)
+        self._saver.save(copy)
 
     @property
     def has_failed(self) -> bool:
@@ -219,60 +244,17 @@ class Copies:
         """Collective where a copy is being taken. Wait for it. Raises CheckpointError on every rank: it has failed."""
         self._saver.finish(timeout_seconds)
 
+    def release(self) -> None:
+        """Stop following the tables; they are held no more."""
+        if self._series is not None:
+            self._series.release()
+            self._series = None
+
     def end(self, has_failed: bool) -> None:
         """Remove the copies on this node, unless the fit has failed: then a restart may want them."""
+        self._buffers.clear()
         if has_failed and not self.is_unwanted:
             return
         folder, self._folder, self._found = self._folder, None, None
         if folder is not None and self._node.rank == 0:
             folder.remove()
-
-
-class CopyToMemory(Checkpoint):
-    """Takes a copy every few steps, at the end of a batch, as ModelCheckpoint saves.
-
-    After the last batch of an epoch it waits for the end of the epoch: Lightning would resume from a state in between
-    without the epoch's validation, and count its epochs wrongly (`reset` in loops/fit_loop.py).
-    """
-
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
-        self._num_taken = 0
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        """Count from the step at which the fit begins."""
-        self._num_taken = trainer.global_step // self._copies.every
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Collective where a copy is due."""
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._take(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Collective where a copy is due."""
-        self._take(trainer)
-
-    def _take(self, trainer: Trainer) -> None:
-        num_due = trainer.global_step // self._copies.every
-        if num_due != self._num_taken:
-            self._num_taken = num_due
-            trainer.save_checkpoint(self._copies.path_at(trainer.global_step))
-
-
-@contextmanager
-def copying(trainer: Trainer, copies: Copies) -> Iterator[None]:
-    """Take copies while a fit trains."""
-    if copies.folder is None:
-        rank_zero_warn(
-            "checkpoint: in_memory copies nothing: this job has no name by which a restart would find its copies. "
-            "Start it by torchrun or Slurm, or set stopping={'run_name': ...}."
-        )
-        yield
-        return
-    callback = CopyToMemory(copies)
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.append(callback)
-    try:
-        yield
-    finally:
-        callbacks.remove(callback)

@@ -52,19 +52,20 @@ def _expected_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: T
     return (UNKNOWN_TENSORS * local.numel() if numbers is None else numbers) * local.itemsize
 
 
-def check_memory(folder: NodeFolder, on_node: int, in_folder: int) -> None:
+def check_memory(folder: NodeFolder, on_node: int, in_folder: int, slots: float) -> None:
     """Raise ConfigError: this node has too little memory.
 
     on_node: bytes that its ranks write of a copy. in_folder: bytes of one copy in the folder, with those of guests.
+    slots: how many copies are there at once, with the differences between them.
     """
     used = folder.used_bytes()
     for where, needed, there in (
-        (f"the file system of {folder.path}", SLOTS * in_folder, folder.free_bytes() + used),
-        ("the host", SLOTS * in_folder + on_node, min(free_host_bytes() + used, host_memory_bytes())),
+        (f"the file system of {folder.path}", round(slots * in_folder), folder.free_bytes() + used),
+        ("the host", round(slots * in_folder) + on_node, min(free_host_bytes() + used, host_memory_bytes())),
     ):
         if needed > there:
             raise ConfigError(
-                f"checkpoint: in_memory needs {needed:,} bytes on each node, two copies of {in_folder:,}"
-                f"{' and one on the way' if needed > SLOTS * in_folder else ''}, and {where} has {there:,}. Give it "
+                f"checkpoint: in_memory needs {needed:,} bytes on each node, {slots} copies of {in_folder:,}"
+                f"{' and one on the way' if where == 'the host' else ''}, and {where} has {there:,}. Give it "
                 "more, or more nodes; or set in_memory to null, and let ModelCheckpoint save to a disk."
             )
