@@ -185,7 +185,8 @@ def _reason(error: Exception) -> str:
     """Return the first line of torch's message, without its advice to read the file unsafely."""
     message = str(error)
     if asked_for := re.search(r"GLOBAL (\S+)", message):
-        return f"it asks for {asked_for[1]}; a checkpoint of pickles: true needs that option, if you trust it"
+        how = "it is read with checkpoint: {pickles: true}, or by export --pickles, if you trust it"
+        return f"it asks for {asked_for[1]}; {how}"
     if not message.strip() or "weights_only" in message:
         return type(error).__name__
     return message.strip().splitlines()[0]

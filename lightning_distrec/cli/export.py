@@ -52,7 +52,7 @@ def parser() -> ArgumentParser:
         type=str,
         default=None,
         help="Write only what has changed since this checkpoint: of tables NAME.ids and NAME.rows, of other layers all "
-        "weights. For *.pt and *.safetensors.",
+        "weights. For *.pt and *.safetensors; *.parquet has table, id and vector of changed rows, and no other layers.",
     )
     parser.add_argument(
         "--pickles",

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -137,6 +139,12 @@ def test_an_export_since_a_checkpoint_has_the_rows_that_changed(
             before[key][ids] = found[f"{key}.rows"]
             assert torch.equal(before[key], table)
             assert 0 < len(ids) <= 60 or "narrow" in key
+        assert main(["export", str(difference), str(out.with_suffix(".parquet")), "--since", str(since)]) == 0
+        written = pandas.read_parquet(out.with_suffix(".parquet"))
+        assert {f"{name}.ids" for name in written["table"].unique()} == {key for key in found if key.endswith(".ids")}
+        for key, of_table in written.groupby("table", observed=True):
+            assert of_table["id"].tolist() == found[f"{key}.ids"].tolist()
+            assert torch.equal(torch.from_numpy(numpy.stack(of_table["vector"].tolist())), found[f"{key}.rows"])
 
 
 def test_loading_finds_a_changed_byte_in_a_difference(
