@@ -340,7 +340,7 @@ BREAKAGES = (
         r"non_blocking=True",
         "non_blocking=False",
         "The host waits for each batch that holds a KeyedJaggedTensor.",
-        ("unit/test_streams.py",),
+        ("multiprocess/test_emulated_streams.py", "unit/test_streams.py"),
     ),
     Breakage(
         "features-not-recorded",
@@ -380,7 +380,7 @@ BREAKAGES = (
         r"yield if is_gpu\(device\): torch\.cuda\.synchronize\(device\)",
         "yield",
         "On a GPU a step reads weights that DDP's construction still writes.",
-        ("unit/test_streams.py",),
+        ("multiprocess/test_emulated_streams.py", "unit/test_streams.py"),
     ),
     Breakage(
         "slots-filled-too-early",

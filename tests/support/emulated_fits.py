@@ -1,21 +1,26 @@
 """Fits on emulated CUDA streams, and the models that they train."""
 
+import os
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_distrec.cluster.consensus import Consensus
+from tests.benchmarks.performance_contenders import ByHandPipelined, Turn
+from tests.benchmarks.performance_model import Batches
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, bag_configs, make_batch, seeded
 from tests.support.emulated_streams import emulated_streams
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
-STEPS = 9
+STEPS = 12
 
 
 class Deaf(ClickModel):
@@ -74,6 +79,18 @@ class DeclaredBags(PlainBags):
         return self.mlp(self.ebc(ids)).squeeze(-1)
 
 
+class Unfreezing(Deaf):
+    """Unfreezes a layer in its third step, for which DDP is built again."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.extra = nn.Linear(24, 24).requires_grad_(False)
+        self.mlp = nn.Sequential(self.extra, self.mlp)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.extra.requires_grad_(batch_idx > 1)
+
+
 def batch_of(kind: type, number: int) -> dict[str, Any]:
     """Return a batch of this rank."""
     batch: dict[str, Any] = make_batch(1000 * number + rank_and_num_ranks()[0])
@@ -121,3 +138,15 @@ def found_in(
         trainer.fit(model, DataLoader(batches, batch_size=None))
     ahead = str(trainer.strategy.lookups_ahead.get("training 0"))
     return sorted(set(streams.found.hazards)), streams.found.waits, ahead
+
+
+def found_in_torchrecs_pipeline() -> list[list[Any]]:
+    """Return what the host waits for in each step of torchrec's TrainPipelineSparseDist, over table-wise tables."""
+    with emulated_streams() as streams:
+        os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+        turn = Turn(1, STEPS - 4, 3)
+        by_hand = ByHandPipelined(60, Batches(60, turn.steps, dist.get_rank(), num_tables=2, batch_size=8), turn)
+        begins: list[int] = []
+        by_hand.clock = lambda: float(begins.append(len(streams.found.waits)) or 0)  # type: ignore[func-returns-value]
+        by_hand.turn()
+    return [streams.found.waits[begin:end] for begin, end in pairwise(begins)]

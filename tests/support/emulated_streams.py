@@ -4,7 +4,8 @@ Each stream has a vector clock. A dispatch mode notes for every operation on whi
 and what it writes. Three things are hazards:
 
     unordered    memory is read or written on a stream that has not waited for who wrote or read it before
-    freed early  memory of one stream was used on another, is freed without `record_stream`, and that use may still run
+    freed early  memory of one stream was used on another and freed without `record_stream`; its own stream, which gets
+                 it again, does something while that use may still run
     blocking     the host waits for a stream: what it waits for is listed, and is a hazard where a test says so
 
 Memory that existed before is taken as ready. A tensor comes to the "GPU" by `to(device)`, from the host's memory.
@@ -21,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +74,10 @@ class Event:
     def synchronize(self) -> None:
         """Wait on the host, for what was queued before the event only: no wait for the stream."""
 
+    def query(self) -> bool:
+        """Whether what was queued before it is done."""
+        return True
+
 
 @dataclass
 class Memory:
@@ -106,6 +112,8 @@ class EmulatedStreams(TorchDispatchMode):
         self._idle: dict[Stream, int] = {}
         self._memory: dict[int, Memory] = {}
         self._shared: set[int] = set()
+        self._freed: dict[Stream, list[tuple[Stream, int, str]]] = {}
+        """Stream -> who may still use its memory that is free, until when, and what that would be."""
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,7 +129,8 @@ class EmulatedStreams(TorchDispatchMode):
         ]
         outputs = [tensor for tensors in written for tensor in tensors]
         self.run(func.__name__, _tensors([args, kwargs]), [*outputs, *_tensors(result)])
-        if func._schema.name.rpartition("::")[2] in WAITS:
+        pinned = args and getattr(args[0], "emulated_pinned", False)
+        if func._schema.name.rpartition("::")[2] in WAITS and not pinned:
             self.host_waits(func.__name__)
         return result
 
@@ -135,6 +144,9 @@ class EmulatedStreams(TorchDispatchMode):
                 del self._memory[key]
         stream = self.current
         now = stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        for user, time, text in self._freed.pop(stream, ()):
+            if not stream.has_seen(user, time):
+                self._hazard(text)
         for tensor in inputs:
             memory = self.memory_of(tensor)
             if memory.written is not None and not stream.has_seen(*memory.written):
@@ -171,10 +183,8 @@ class EmulatedStreams(TorchDispatchMode):
                 owner = memory.stream
                 assert owner is not None
                 if user is not owner and user not in memory.recorded and not owner.has_seen(user, time):
-                    self._hazard(
-                        f"freed early: memory of '{owner.name}' was used on '{user.name}' and is free; it was made at "
-                        f"{memory.made_at}"
-                    )
+                    text = f"freed early: memory of '{owner.name}' was used on '{user.name}' and is free; made at "
+                    self._freed.setdefault(owner, []).append((user, time, text + memory.made_at))
 
     def _hazard(self, text: str) -> None:
         self.found.hazards.append(f"{text}, at {_place()}")
@@ -198,9 +208,9 @@ class EmulatedStreams(TorchDispatchMode):
         return self._streams[-1]
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """In the place of torch.cuda.stream."""
-        before, self.current = self.current, stream
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """In the place of torch.cuda.stream, which does nothing for None."""
+        before, self.current = self.current, stream or self.current
         try:
             yield
         finally:
@@ -244,12 +254,16 @@ class EmulatedStreams(TorchDispatchMode):
 def emulated_streams() -> Iterator[EmulatedStreams]:
     """Inside of the context this CPU behaves as a GPU with streams."""
     mode = EmulatedStreams()
-    to, tolist, empty = torch.Tensor.to, torch.Tensor.tolist, torch.empty
+    to, tolist, empty, build_ddp = torch.Tensor.to, torch.Tensor.tolist, torch.empty, DDPStrategy._setup_model
 
     def tolist_and_wait(tensor: torch.Tensor) -> Any:
         if not getattr(tensor, "emulated_pinned", False):
             mode.host_waits("tolist")
         return tolist(tensor)
+
+    def build_ddp_beside(strategy: DDPStrategy, module: torch.nn.Module) -> Any:
+        with mode.on(mode.make_stream()):  # as where it has device_ids
+            return build_ddp(strategy, module)
 
     def empty_or_pinned(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         made = empty(*args, **options)
@@ -267,6 +281,7 @@ def emulated_streams() -> Iterator[EmulatedStreams]:
         "torch.Tensor.to": functools.partialmethod(lambda tensor, *a, **k: mode.to(to, tensor, *a, **k)),
         "torch.Tensor.tolist": tolist_and_wait,
         "torch.empty": empty_or_pinned,
+        "lightning.pytorch.strategies.ddp.DDPStrategy._setup_model": build_ddp_beside,
         "lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES": ("mps",),
         "lightning_distrec.gpu.is_gpu": lambda device: True,
         "lightning_distrec.gpu.is_on_gpu": lambda tensor: not mode.is_on_host(tensor),

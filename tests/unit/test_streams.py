@@ -100,6 +100,9 @@ def test_the_emulation_finds_what_is_not_ordered_and_what_is_freed_early() -> No
         assert len(streams.found.hazards) == 1
         del read
         torch.ones(1) + 1
+        assert len(streams.found.hazards) == 1, "nobody gets that memory yet"
+        with torch.cuda.stream(other):
+            torch.ones(1) + 1
         assert "freed early: memory of 'stream 1' was used on 'step'" in streams.found.hazards[1]
 
 

@@ -35,7 +35,7 @@ class LateComparison:
         if not self._differ:
             return
         differ, self._differ = torch.stack(self._differ).any(), []
-        if differ.device.type != "cuda":
+        if not gpu.is_on_gpu(differ):
             self._sent = differ
             return
         self._sent = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differ, non_blocking=True)
