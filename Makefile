@@ -2,7 +2,7 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-gpu lint docs clean
+.PHONY: help install train test test-all test-gpu bench-gpu lint docs clean
 
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ test-all: install lint  ## check style and types, then run all tests
 
 test-gpu: install  ## run the tests that need a GPU; where there is none, say so
 	@.venv/bin/python -m tests.gpu
+
+bench-gpu: install  ## check and measure on one GPU, in 25 minutes; where there is none, say so
+	@.venv/bin/python -m tests.benchmarks.gpu
 
 lint: install  ## check style (ruff) and types (mypy)
 	@.venv/bin/ruff check .

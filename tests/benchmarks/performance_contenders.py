@@ -27,10 +27,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import lightning_distrec
 from lightning_distrec import TorchRecShardedStrategy
-from tests.benchmarks.performance_model import LEARNING_RATE, Batches, LitDLRM, NetWithLoss, as_dict, make_net
+from tests.benchmarks.performance_model import DIM, LEARNING_RATE, Batches, LitDLRM, NetWithLoss, as_dict, make_net
 from tests.support.click_model import NO_OUTPUT
 
 CUT = "table_wise"
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,17 @@ class ByHand:
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
-    def __init__(self, num_rows: int, batches: Batches, turn: Turn) -> None:
-        net = make_net(num_rows, len(batches.names))
+    def __init__(
+        self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM
+    ) -> None:
+        net = make_net(num_rows, len(batches.names), dim)
         weights = {name: weight.detach() for name, weight in net.state_dict().items()}
         module = NetWithLoss(net)
         apply_optimizer_in_backward(torch.optim.SGD, net.sparse_arch.parameters(), {"lr": LEARNING_RATE})
         self.model = DistributedModelParallel(
             module,
-            device=torch.device("cpu"),
-            plan=_plan(module, batches.names),
+            device=device,
+            plan=_plan(module, batches.names, device.type),
             sharders=[EmbeddingBagCollectionSharder()],
         )
         _copy_rows(self.model, weights)
@@ -111,9 +114,11 @@ class ByHand:
 class ByHandPipelined(ByHand):
     """The same, its loop being torchrec's TrainPipelineSparseDist."""
 
-    def __init__(self, num_rows: int, batches: Batches, turn: Turn) -> None:
-        super().__init__(num_rows, batches, turn)
-        self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, torch.device("cpu"))
+    def __init__(
+        self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM
+    ) -> None:
+        super().__init__(num_rows, batches, turn, device, dim)
+        self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
 
     def turn(self) -> list[float]:
         """Collective. Train over all batches once more, up to three of them in flight."""
@@ -130,9 +135,9 @@ def _ranks_on_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def _plan(module: nn.Module, names: list[str]) -> ShardingPlan:
+def _plan(module: nn.Module, names: list[str], device: str) -> ShardingPlan:
     constraints = {f"t_{name}": ParameterConstraints(sharding_types=[CUT]) for name in names}
-    topology = Topology(world_size=dist.get_world_size(), local_world_size=_ranks_on_node(), compute_device="cpu")
+    topology = Topology(dist.get_world_size(), device, local_world_size=_ranks_on_node())
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     return planner.collective_plan(module, [EmbeddingBagCollectionSharder()], dist.group.WORLD)
 
@@ -154,9 +159,17 @@ class ByTrainer:
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
-        self, num_rows: int, batches: Batches, turn: Turn, strategy: Callable[[], Any], logged: bool = False
+        self,
+        num_rows: int,
+        batches: Batches,
+        turn: Turn,
+        strategy: Callable[[], Any],
+        logged: bool = False,
+        device: torch.device = CPU,
+        dim: int = DIM,
     ) -> None:
-        self.module = LitDLRM(num_rows, logged, len(batches.names))
+        self.module = LitDLRM(num_rows, logged, len(batches.names), dim)
+        self.accelerator = "cpu" if device.type == "cpu" else "gpu"
         self.batches, self.steps, self.strategy = batches, turn, strategy
 
     @property
@@ -168,7 +181,7 @@ class ByTrainer:
         clock = Clock(self.clock)
         trainer = pl.Trainer(
             strategy=self.strategy(),
-            accelerator="cpu",
+            accelerator=self.accelerator,
             devices=_ranks_on_node(),
             num_nodes=dist.get_world_size() // _ranks_on_node(),
             max_epochs=1,

@@ -30,22 +30,22 @@ def feature_names(num_tables: int = NUM_TABLES) -> list[str]:
     return [f"f{i}" for i in range(num_tables)]
 
 
-def make_net(num_rows: int, num_tables: int = NUM_TABLES) -> DLRM:
+def make_net(num_rows: int, num_tables: int = NUM_TABLES, dim: int = DIM) -> DLRM:
     """Return torchrec's own DLRM with the weights from which every contender starts."""
     torch.manual_seed(7)
     tables = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=num_rows, feature_names=[name])
+        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=num_rows, feature_names=[name])
         for name in feature_names(num_tables)
     ]
-    return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [HIDDEN, DIM], [HIDDEN, 1])
+    return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [HIDDEN, dim], [HIDDEN, 1])
 
 
 class LitDLRM(pl.LightningModule):
     """The net as one would train it on one device. logged: log the loss and update a metric at every step."""
 
-    def __init__(self, num_rows: int, logged: bool = False, num_tables: int = NUM_TABLES) -> None:
+    def __init__(self, num_rows: int, logged: bool = False, num_tables: int = NUM_TABLES, dim: int = DIM) -> None:
         super().__init__()
-        self.net = make_net(num_rows, num_tables)
+        self.net = make_net(num_rows, num_tables, dim)
         self.auroc = torchmetrics.classification.BinaryAUROC() if logged else None
         self.losses: list[Tensor] = []
 
@@ -115,5 +115,6 @@ class Batches:
             self.drawn.append((dense, values, lengths, label))
 
     def loader(self, form: Form, number: int) -> DataLoader:
-        """Return a loader of the first `number` batches."""
-        return DataLoader(_Clicks(self.names, self.drawn[:number], form), batch_size=None)
+        """Return a loader of the first `number` batches, which begin again where there are fewer."""
+        drawn = [self.drawn[i % len(self.drawn)] for i in range(number)]
+        return DataLoader(_Clicks(self.names, drawn, form), batch_size=None)

@@ -8,12 +8,12 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
-from tests.gpu.test_pipelining import num_ranks
+from tests.gpu.device import needs_gpu, num_ranks
 from tests.support.click_model import EvaluatedModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+pytestmark = needs_gpu
 
 STEPS = 10
 

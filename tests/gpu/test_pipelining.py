@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.gpu.device import ACCELERATOR, DEVICE, num_ranks, own_device, runs_here, sleep, synchronize
 from tests.support.click_model import make_batch, seeded
 from tests.support.emulated_fits import Deaf, DeclaredBags, JaggedBatches, PlainBags, Sequences, batch_of
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+pytestmark = runs_here
 
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -26,20 +27,13 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 0.001}),
 }
 STEPS = 30
-SLEEP_CYCLES = 10_000_000
-"""About 5 ms."""
-
-
-def num_ranks() -> int:
-    """Return how many ranks this machine can have."""
-    return min(2, torch.cuda.device_count())
 
 
 class SlowCopies(Deaf):
     """Copies a large tensor before each batch, so that a step that did not wait for its batch would use old memory."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        torch.empty(64 * 2**20, pin_memory=True).to(device, non_blocking=True)
+        torch.empty(64 * 2**20, pin_memory=DEVICE == "cuda").to(device, non_blocking=True)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
 
@@ -60,7 +54,7 @@ class Examples(Deaf):
 
     def train_dataloader(self) -> Any:
         """Yield batches."""
-        device = torch.device("cuda", torch.cuda.current_device()) if self.on_device else torch.device("cpu")
+        device = own_device() if self.on_device else torch.device("cpu")
         for number in range(STEPS):
             batch = make_batch(1000 * number + rank_and_num_ranks()[0])
             fields = {key: batch[key].to(device) + 0 for key in ("ids", "lengths", "label")}
@@ -82,7 +76,7 @@ class Counted(pl.Callback):
     said = ""
 
     def on_train_batch_start(self, *_: Any) -> None:
-        torch.cuda._sleep(SLEEP_CYCLES)
+        sleep()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.said = str(trainer.strategy.lookups_ahead.get("training 0"))
@@ -92,7 +86,7 @@ def fit(kind: type, optimizer: str, depth: int, types: list[str]) -> tuple[dict[
     model = seeded(kind, *OPTIMIZERS[optimizer], pooling="mean")
     count = Counted()
     strategy = {"pipeline": {"depth": depth}, "sharding_types": types, "convert_embeddings": "all"}
-    trainer = make_trainer(strategy, accelerator="gpu", callbacks=[count])
+    trainer = make_trainer(strategy, accelerator=ACCELERATOR, callbacks=[count])
     own = issubclass(kind, Examples)
     batches = None if own else DataLoader([batch_of(kind, number) for number in range(STEPS)], batch_size=None)
     trainer.fit(model, batches)
@@ -137,7 +131,7 @@ def test_weights_are_the_same_for_all_sharding_types(sharding_type: str) -> None
 def unfreeze(synchronous: bool) -> dict[str, Tensor]:
     model = seeded(Unfreezing, *OPTIMIZERS["SGD"], pooling="mean")
     model.synchronous = synchronous
-    trainer = make_trainer({"pipeline": {"depth": 3}}, accelerator="gpu", callbacks=[Counted()])
+    trainer = make_trainer({"pipeline": {"depth": 3}}, accelerator=ACCELERATOR, callbacks=[Counted()])
     trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(STEPS)], batch_size=None))
     return {name: value.cpu() for name, value in model.final_state.items()}
 
@@ -154,7 +148,7 @@ class Unfreezing(Deaf):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.synchronous:
-            torch.cuda.synchronize()
+            synchronize()
         if batch_idx == 10:
             self.extra.requires_grad_(True)
 

@@ -1,0 +1,36 @@
+"""The section about GPUs in docs/performance.md, from what was found there."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.page import table
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "performance.md"
+BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+
+
+def section(results: dict[str, Any]) -> str:
+    """Return the section's text. results: as the command writes them as JSON."""
+    parts = results["parts"]
+    lines = [f"`make bench-gpu` wrote this on {results['device']}. Versions: {results['versions']}."]
+    for name, part in parts.items():
+        lines.append(f"**{name}** ({part['seconds']:.0f} s){': ' + part['failed'] if part['failed'] else ''}")
+        if part["differences"]:
+            rows = [(what, f"{found:.1e}", f"{limit:.0e}") for what, (found, limit) in part["differences"].items()]
+            lines.append(table(["compared", "largest difference", "limit"], rows))
+        if part["numbers"]:
+            rows = [(what, _number(value)) for what, value in part["numbers"].items()]
+            lines.append(table(["", "found"], rows))
+        lines += part["notes"]
+    return "\n\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+def write_section(text: str, page: Path = PAGE) -> None:
+    """Put the text between the markers of the page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

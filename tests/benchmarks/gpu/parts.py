@@ -1,0 +1,233 @@
+"""What is checked on a device, part by part, each in a process of its own with one rank: `Found` is what came of it."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.support.click_model import ClickModel, EvaluatedModel, make_batch, seeded
+from tests.support.emulated_fits import STEP, Deaf, batch_of, found_in
+from tests.support.trainers import DEFAULTS, make_trainer
+
+SYNC = "called a synchronizing"
+"""In torch's warnings about waits for a GPU."""
+
+
+@dataclass
+class Found:
+    """What one part has found."""
+
+    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """What was compared -> the largest difference, and its limit."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What could not be done here, and why."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is over its limit, or no number."""
+        return [name for name, (found, limit) in self.differences.items() if not found <= limit]
+
+
+def accelerator(device: str) -> str:
+    """Return what the Trainer calls a device."""
+    return "gpu" if device == "cuda" else device
+
+
+def _largest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(float((found[name].cpu() - value.cpu()).abs().max()) for name, value in wanted.items())
+
+
+def kernels(device: str, small: bool) -> Found:
+    """Compare FBGEMM's forward and backward with torch's own embedding in double precision."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    rows, bags, dim = (100, 50, 8) if small else (100_000, 8192, 128)
+    on_gpu = device == "cuda"
+    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    optimizers = {"SGD": EmbOptimType.EXACT_SGD, "Adagrad": EmbOptimType.EXACT_ADAGRAD}
+    found = Found()
+    for mode in ("sum", "mean"):
+        for name, kind in optimizers.items():
+            torch.manual_seed(1)
+            lengths = torch.randint(0, 20, (bags,))
+            ids = torch.randint(0, rows, (int(lengths.sum()),))
+            offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+            factors = torch.randn(bags, dim)
+            kernel = SplitTableBatchedEmbeddingBagsCodegen(
+                [(rows, dim, *place)],
+                optimizer=kind,
+                learning_rate=0.1,
+                eps=1e-8,
+                pooling_mode=PoolingMode.SUM if mode == "sum" else PoolingMode.MEAN,
+                device=torch.device(device),
+            )
+            kernel.init_embedding_weights_uniform(-1.0, 1.0)
+            weight = kernel.split_embedding_weights()[0]
+            plain = torch.nn.EmbeddingBag(rows, dim, mode=mode, dtype=torch.double, include_last_offset=True)
+            plain.weight.data.copy_(weight.cpu())
+            given = {"lr": 0.1} | ({"eps": 1e-8} if name == "Adagrad" else {})
+            optimizer = getattr(torch.optim, name)(plain.parameters(), **given)
+            out, wanted = kernel(ids.to(device), offsets.to(device)), plain(ids, offsets)
+            (out * factors.to(device)).sum().backward()
+            (wanted * factors.double()).sum().backward()
+            optimizer.step()
+            found.differences[f"{name}, {mode}, forward"] = (float((out.cpu() - wanted).abs().max()), 1e-4)
+            after = kernel.split_embedding_weights()[0].cpu()
+            found.differences[f"{name}, {mode}, rows after a step"] = (float((after - plain.weight).abs().max()), 1e-4)
+    return found
+
+
+def parity(device: str, small: bool) -> Found:
+    """Compare one sharded rank with Lightning's own single device, after fits of several kinds."""
+    steps = 6 if small else 30
+    batches = [make_batch(1000 * step, 8 if small else 256) for step in range(steps)]
+    cases: dict[str, tuple[dict[str, Any], float]] = {
+        "Adam": ({}, 1e-5),
+        "Adam, clipped": ({"gradient_clip_val": 0.05}, 1e-5),
+        "Adam, 3 batches accumulated": ({"accumulate_grad_batches": 3}, 1e-5),
+        "Adam, 16-mixed": ({"precision": "16-mixed"}, 5e-3),
+        "Adam, bf16-mixed": ({"precision": "bf16-mixed"}, 5e-3),
+    }
+    found = Found()
+    for name, (options, limit) in cases.items():
+        states = []
+        for trainer in (
+            make_trainer({}, accelerator=accelerator(device), **options),
+            pl.Trainer(devices=1, **(DEFAULTS | {"accelerator": accelerator(device)} | options)),
+        ):
+            model = seeded(ClickModel, torch.optim.Adam, {"lr": 0.001})
+            trainer.fit(model, DataLoader(batches, batch_size=None))
+            states.append(model.final_state)
+        found.differences[name] = (_largest(*states), limit)
+    return found
+
+
+def races(device: str, small: bool) -> Found:
+    """Compare three batches in flight with one, while kernels sleep and losses stay on the device."""
+    from tests.gpu.test_pipelining import Deaf, JaggedBatches, Sequences, SlowCopies, fit_both
+
+    found = Found()
+    for kind in (Deaf,) if small else (Deaf, SlowCopies, Sequences, JaggedBatches):
+        (plain, _), (ahead, count) = fit_both(kind, "Adam", 3, ["row_wise"])
+        found.differences[f"{kind.__name__}, depth 3 against 1"] = (_largest(ahead, plain), 1e-5)
+        found.notes.append(f"{kind.__name__}: {count} were sent ahead.")
+    return found
+
+
+def sanitizer(device: str, small: bool) -> Found:
+    """Run a pipelined fit under torch's CUDA sanitizer, which raises where streams are not ordered."""
+    found = Found()
+    if device != "cuda":
+        found.notes.append("torch's CUDA sanitizer needs a GPU.")
+        return found
+    from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+    enable_cuda_sanitizer()
+    model = seeded(Deaf, torch.optim.Adam, {"lr": 0.001}, pooling="mean")
+    trainer = make_trainer({"pipeline": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
+    trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(12)], batch_size=None))
+    found.numbers["steps without a race"] = trainer.global_step
+    return found
+
+
+def syncs(device: str, small: bool) -> Found:
+    """Count what the host waits for in a steady pipelined step: as torch warns of it; on a CPU, on emulated streams."""
+    found = Found()
+    if device == "cuda":
+        waits = _waits_on_gpu()
+        found.notes.append("torch.cuda.set_sync_debug_mode does not see waits for events and streams.")
+    else:
+        _, noted, _ = found_in(Deaf, torch.optim.SGD, "table_wise", "row_wise")
+        begins = [i for i, wait in enumerate(noted) if wait == STEP]
+        steps = [noted[begin:end] for begin, end in zip(begins, begins[1:], strict=False)][6:-3]
+        places = [f"{stream}: {where.partition(' <')[0]}" for step in steps for stream, what, where in step if what]
+        waits = {place: count / len(steps) for place, count in Counter(places).items()}
+        found.notes.append("Counted on emulated streams; 'step' with consensus.py is the host's own memory.")
+    found.numbers |= waits
+    return found
+
+
+class Watched(pl.Callback):
+    """Lets torch warn of each wait for the device from one step on."""
+
+    first, counted = 8, 10
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.first:
+            torch.cuda.set_sync_debug_mode("warn")
+        if batch_idx == self.first + self.counted:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _waits_on_gpu() -> dict[str, float]:
+    model = seeded(Deaf, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
+    trainer = make_trainer({"pipeline": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
+    trainer.callbacks.append(Watched())
+    batches = [batch_of(Deaf, number) for number in range(Watched.first + Watched.counted + 6)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, DataLoader(batches, batch_size=None))
+    places = [f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}" for w in caught if SYNC in str(w.message)]
+    return {place: count / Watched.counted for place, count in Counter(places).items()}
+
+
+def checkpoints(device: str, small: bool) -> Found:
+    """Save while training goes on, resume from that, and let rows with a cache go through fit and test."""
+    steps, found = 10, Found()
+    batches = [make_batch(1000 * step) for step in range(steps)]
+
+    def fit(folder: str, path: str | None) -> dict[str, Tensor]:
+        model = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.001})
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+        strategy = {"checkpoint": {"async_save": True, "distributed": True}}
+        trainer = make_trainer(
+            strategy, accelerator=accelerator(device), callbacks=[saving], enable_checkpointing=True
+        )
+        trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=path)
+        return dict(model.final_state)
+
+    with TemporaryDirectory() as folder:
+        through = fit(f"{folder}/a", None)
+        resumed = fit(f"{folder}/b", f"{folder}/a/step=5.ckpt")
+        found.differences["resumed from an asynchronous checkpoint"] = (_largest(resumed, through), 1e-5)
+        if device != "cuda":
+            found.notes.append("fused_uvm_caching needs a GPU.")
+            return found
+        from tests.gpu.test_host_rows import fit_and_test
+
+        (cached,), of_cached = fit_and_test("fused_uvm_caching", Path(folder, "c"), False)
+        (plain,), of_plain = fit_and_test("fused", Path(folder, "d"), False)
+        found.differences["cached rows, fit"] = (_largest(of_cached, of_plain), 1e-5)
+        found.differences["cached rows, test"] = (abs(cached["val_loss"] - plain["val_loss"]), 1e-5)
+        if hasattr(torch.cuda, "host_memory_stats"):
+            stats = torch.cuda.host_memory_stats()
+            found.numbers["MiB pinned at most"] = stats.get("allocated_bytes.peak", 0) / 2**20
+    return found
+
+
+Part = Callable[[str, bool], Found]
+
+
+def in_process(part: Part, device: str, small: bool) -> Found:
+    """Run a part on this rank, the only one."""
+    os.environ["GPU_TESTS_ON"] = device
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    return partial(part, device, small)()

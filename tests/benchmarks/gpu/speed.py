@@ -1,0 +1,76 @@
+"""Examples per second of Trainer.fit and of a loop by hand with torchrec's TrainPipelineSparseDist, on one rank."""
+
+import gc
+import os
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from tests.benchmarks.gpu.parts import Found
+from tests.benchmarks.performance_contenders import ByHandPipelined, ByTrainer, Turn, our_strategy
+from tests.benchmarks.performance_model import Batches
+from tests.benchmarks.performance_rounds import silence
+
+TABLES, ROWS, DIM = 26, 1_000_000, 128
+BATCH_SIZES = (8192, 32768)
+ROUNDS = 3
+
+
+def speed(device: str, small: bool) -> Found:
+    """Time both in turns for each batch size; the share of the device's idle time is that of one profiled turn."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    silence()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=0, world_size=1)
+    tables, rows, dim = (3, 1000, 16) if small else (TABLES, ROWS, DIM)
+    turn = Turn(2, 4, 3) if small else Turn(10, 30, 3)
+    found = Found()
+    for batch_size in (64,) if small else BATCH_SIZES:
+        batches = Batches(rows, 2 if small else 8, 0, tables, batch_size)
+        times: dict[str, list[float]] = {}
+        losses: dict[str, list[float]] = {}
+        # One after the other: each holds all tables.
+        for name, make in (("by hand", ByHandPipelined), ("ours", partial(ByTrainer, strategy=_strategy))):
+            contender: Any = make(rows, batches, turn, device=torch.device(device), dim=dim)
+            times[name] = [step for _ in range(ROUNDS) for step in contender.turn()]
+            busy, wall = _profiled(contender, device)
+            losses[name] = [float(loss) for loss in contender.losses]
+            rate = 1000 * batch_size / statistics.median(times[name])
+            found.numbers[f"{name}, batches of {batch_size}: examples per second"] = rate
+            if busy is not None:
+                found.numbers[f"{name}, batches of {batch_size}: idle share"] = 1 - busy / wall
+            del contender
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        ratio = statistics.median(times["ours"]) / statistics.median(times["by hand"])
+        found.numbers[f"batches of {batch_size}: time of a step, ours by by hand"] = ratio
+        difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+        found.differences[f"losses, batches of {batch_size}"] = (difference, 1e-4)
+    if device != "cuda":
+        found.notes.append("A CPU has no idle share.")
+    return found
+
+
+def _strategy() -> Any:
+    return our_strategy(3)
+
+
+def _profiled(contender: Any, device: str) -> tuple[float | None, float]:
+    """Return the seconds of one more turn in which kernels run, and those from its first kernel to its last."""
+    if device != "cuda":
+        contender.turn()
+        return None, 0.0
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        contender.turn()
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in found.events() if e.device_type.name == "CUDA")
+    busy, end = 0.0, spans[0][0]
+    for begin, until in spans:
+        busy += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return busy, end - spans[0][0]
