@@ -23,7 +23,8 @@ Seconds are those of one thread's processor; 350 of the MiB are torch and torchr
 `EmbeddingShardingPlanner`, where it ends within minutes.""",
         times,
         f"""\
-The critical path is the slowest rank's time for tables in a step, by torchrec's estimators, exchange of ids included.
+The critical path is the estimated time of a step for tables, see [plans](how_to/plans.md#how-the-planner-decides); of
+the default planner's plans too.
 The default planner has the same memory, constraints and bandwidths, and {limit_seconds:.0f} seconds for each set.
 [This file]({DETAILS}) has a line for each set, drawn from seeds: `uniform` has 10 thousand to 5 million rows a table,
 `zipf` 50 million over the table's number, `giant` one table of 200 million, `tiny` thousands.""",

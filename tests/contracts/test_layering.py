@@ -24,6 +24,7 @@ SHARDING = {
     "sharding/lookup",
     "sharding/plan",
     "sharding/planning",
+    "sharding/planning/costs",
     "sharding/plan_report",
 }
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
@@ -71,7 +72,8 @@ MAY_IMPORT = {
     "sharding": GROUND | {"sharding/calls", "sharding/weights"},
     "sharding/lookup": GROUND | {"sharding", "sharding/calls", "sharding/weights"},
     "sharding/plan": GROUND | {"sharding"},
-    "sharding/planning": GROUND | {"sharding", "sharding/plan"},
+    "sharding/planning/costs": GROUND | {"sharding", "sharding/plan"},
+    "sharding/planning": GROUND | {"sharding", "sharding/plan", "sharding/planning/costs"},
     "sharding/plan_report": GROUND | {"sharding", "sharding/plan"},
     "strategies/checkpoints/tables": BELOW_STRATEGIES,
     "strategies/checkpoints/in_memory": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},

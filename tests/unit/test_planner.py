@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import nn
-from torchrec.distributed.planner.constants import CROSS_NODE_BANDWIDTH
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import Perf
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.plan.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
+from lightning_distrec.sharding.plan.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.planning.constraints import torchrec_constraints
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget
 from lightning_distrec.sharding.planning.planner import budget_of, estimate_plan, make_plan
-from lightning_distrec.sharding.planning.sharding_options import EstimatedOption, estimated_options
+from lightning_distrec.sharding.planning.sharding_options import estimated_options
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
@@ -40,17 +39,10 @@ def places(made: ShardingPlan) -> dict[str, tuple[str, str, list[int]]]:
     return {name: (s.sharding_type, s.compute_kernel, s.ranks.tolist()) for name, s in made.tables.items()}
 
 
-def ids(option: ShardingOption) -> float:
-    """Return the milliseconds in which 3 ids of 4 bytes for each of 512 examples of 4 ranks reach a shard."""
-    share = {"row_wise": 4, "table_row_wise": 2}.get(option.sharding_type, 1)
-    sent = 0.0 if option.sharding_type == "data_parallel" else 4 * 512 * 3 * 4 / share
-    return sent / CROSS_NODE_BANDWIDTH
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_options_have_the_shards_and_estimates_of_torchrecs_enumerator(device: str) -> None:
+def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str) -> None:
     every = {i: TableOptions(sharding_types=[kind], pooling_factor=3.0) for i, kind in enumerate(SHARDING_TYPES)}
-    sizes = [(10_001, 256), (5_003, 64), (7_777, 512), (1_001, 32), (9_999, 384), (501, 16)]
+    sizes = [(10_001, 256), (5_003, 128), (7_777, 512), (1_001, 128), (9_999, 384), (501, 16)]
     tables = table_set(sizes, 4, 2, 1.0, device=device, options=every)  # type: ignore[arg-type]
     constraints = torchrec_constraints(tables.tables, tables.constraints)
     tree = nn.Module()
@@ -60,7 +52,7 @@ def test_options_have_the_shards_and_estimates_of_torchrecs_enumerator(device: s
         theirs = enumerator.enumerate(tree, sharders())
     expected = {
         (o.name, o.sharding_type, o.compute_kernel): [
-            (tuple(s.size), tuple(s.offset), s.perf.total + ids(o), s.storage.hbm, s.storage.ddr) for s in o.shards
+            (tuple(s.size), tuple(s.offset), _lookups(s.perf), s.storage.hbm, s.storage.ddr) for s in o.shards
         ]
         for o in theirs
     }
@@ -72,18 +64,52 @@ def test_options_have_the_shards_and_estimates_of_torchrecs_enumerator(device: s
     ):
         for c in options:
             hbm, ddr = (c.device_bytes, c.host_bytes) if device == "cuda" else (c.host_bytes, c.device_bytes)
+            updates = c.milliseconds_by_part[c.which, TIME_PARTS.index("update")]
             ours[table.name, c.sharding_type, c.kernel] = [
-                (size, offset, pytest.approx(time, rel=1e-12), on_device, on_host)
+                (size, offset, pytest.approx(time, rel=1e-9), on_device, on_host)
                 for size, offset, time, on_device, on_host in zip(
-                    c.sizes, c.offsets, _without_updates(c), hbm, ddr, strict=True
+                    c.sizes, c.offsets, c.compute - updates, hbm, ddr, strict=True
                 )
             ]
     assert len(expected) >= 6
     assert ours == expected
 
 
-def _without_updates(option: EstimatedOption) -> NDArray[np.float64]:
-    return option.milliseconds_by_part[option.which, :-1].sum(axis=1)  # type: ignore[no-any-return]
+def _lookups(perf: Perf) -> float:
+    return float(perf.fwd_compute + perf.bwd_compute + perf.prefetch_compute)
+
+
+def test_a_cpu_looks_up_narrow_rows_in_the_time_of_their_bytes() -> None:
+    whole = {i: TableOptions(sharding_types=["table_wise"], pooling_factor=60.0) for i in range(3)}
+    tables = table_set([(20_000, 16), (20_000, 32), (20_000, 128)], 2, 2, 1.0, device="cpu", options=whole)
+    options = estimated_options(tables.tables, tables.constraints, tables.topology, tables.batch_size)
+    narrow, wider, wide = (of[0].milliseconds_by_part[0, TIME_PARTS.index("forward compute")] for of in options)
+    assert narrow == pytest.approx(wider / 2, rel=0.15)
+    assert narrow == pytest.approx(wide / 8, rel=0.15)
+
+
+@pytest.mark.parametrize(("num_ranks", "on_node"), [(4, 4), (4, 2), (6, 2), (3, 3)])
+def test_exchanges_take_the_time_of_the_bytes_that_leave_a_rank_or_a_node(num_ranks: int, on_node: int) -> None:
+    several = num_ranks > on_node
+    kinds = [kind for kind in SHARDING_TYPES if kind != "data_parallel"]
+    for kind in kinds if several else ("table_wise", "column_wise", "row_wise"):
+        one = {0: TableOptions(sharding_types=[kind], pooling_factor=3.0, min_partition=64)}
+        tables = table_set([(12_000, 256)], num_ranks, on_node, 1.0, options=one)
+        made = planned(tables)
+        bandwidths = tables.topology.comms_bandwidths
+        link = bandwidths.inter_host_bw * on_node if several else bandwidths.intra_host_bw
+        phases = 0.0
+        for traffic_kind in (IDS, ROWS, ROW_GRADIENTS):
+            moved = made.traffic.between_nodes(traffic_kind) if several else made.traffic.matrix(traffic_kind)
+            away = moved - np.diag(moved.diagonal())
+            phases += max(away.sum(axis=0).max(), away.sum(axis=1).max())
+        assert made.cost.milliseconds[:, EXCHANGE_PARTS].max(axis=0).sum() == pytest.approx(phases / link, rel=0.05)
+
+
+def test_a_step_waits_in_each_exchange_for_its_slowest_rank() -> None:
+    cost = PlanCost(milliseconds=np.array([[1, 5, 1, 1, 0, 2, 3], [4, 1, 1, 6, 0, 1, 1]], dtype=float))
+    assert cost.critical_path == 5 + 6 + 2 + max(1 + 1 + 3, 4 + 1 + 1)
+    assert cost.milliseconds_by_rank.max() < cost.critical_path
 
 
 SMALL = [(kind, *shape) for kind in KINDS for shape in ((6, 2, 2, 16), (8, 4, 2, 24))]

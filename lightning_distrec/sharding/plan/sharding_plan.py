@@ -24,10 +24,12 @@ TIME_PARTS = (
     "exchange of ids",
     "update",
 )
-"""The parts of a step's time; planning minimizes their sum. All but the updates are of torchrec's estimators.
+"""The parts of a step's time. Lookups are of torchrec's estimators; exchanges and updates are estimated here.
 
 torchrec's own total, and therefore its planner, leaves the ids out: over a slow link they may be half of the bytes.
 """
+EXCHANGE_PARTS = tuple(number for number, part in enumerate(TIME_PARTS) if "exchange" in part)
+"""Numbers of those in which ranks wait for each other."""
 
 Origin = tuple[str, str, str]
 """A quantity, its value, and where the value came from."""
@@ -73,8 +75,10 @@ class PlanCost:
 
     @property
     def critical_path(self) -> float:
-        """Milliseconds that the slowest rank spends on tables in a step: what planning minimizes."""
-        return float(self.milliseconds_by_rank.max(initial=0.0))
+        """Milliseconds of a step for tables: each exchange waits for its slowest rank. Planning minimizes it."""
+        exchanges = self.milliseconds[:, EXCHANGE_PARTS]
+        compute = self.milliseconds_by_rank - exchanges.sum(axis=1)
+        return float(exchanges.max(axis=0, initial=0.0).sum() + compute.max(initial=0.0))
 
 
 NOT_ESTIMATED = PlanCost()

@@ -36,14 +36,18 @@ def time_in_words(plan: ShardingPlan) -> str:
     if not plan.cost.known:
         return ""
     by_rank = plan.cost.milliseconds_by_rank
-    slowest, mean = plan.cost.critical_path, float(by_rank.mean())
+    slowest, mean = float(by_rank.max()), float(by_rank.mean())
     if len(by_rank) == 1:
         return f"A step spends {milliseconds_in_words(slowest)} on tables"
     more = ", as all ranks do"
     if slowest > 1.005 * mean:
         more = f", {slowest / mean - 1:.0%} more than the average of {milliseconds_in_words(mean)}"
     who = f"Rank {int(by_rank.argmax())}, the slowest,"
-    return f"{who} spends {milliseconds_in_words(slowest)} of a step on tables{more}"
+    path = plan.cost.critical_path
+    waits = ""
+    if path > 1.005 * slowest:
+        waits = f"; with waits for the slowest rank of each exchange a step takes {milliseconds_in_words(path)}"
+    return f"{who} spends {milliseconds_in_words(slowest)} of a step on tables{more}{waits}"
 
 
 def updates_in_words(plan: ShardingPlan) -> str:
@@ -54,7 +58,7 @@ def updates_in_words(plan: ShardingPlan) -> str:
     if not plan.cost.known:
         return ""
     slowest = plan.cost.slowest
-    all_of_it, updates = plan.cost.critical_path, float(plan.cost.part("update")[slowest])
+    all_of_it, updates = float(plan.cost.milliseconds_by_rank[slowest]), float(plan.cost.part("update")[slowest])
     if 2 * updates <= all_of_it:
         return ""
     kinds: dict[tuple[str, str], list[PlannedTable]] = {}

@@ -99,7 +99,11 @@ def _time(cost: PlanCost) -> str:
     mean = float(by_rank.mean())
     if cost.critical_path <= 1.005 * mean:
         return f"{line} on every rank"
-    return f"{line} on the slowest rank ({int(by_rank.argmax())}), {mean:.3g} ms on average"
+    slowest, alone = int(by_rank.argmax()), float(by_rank.max())
+    if cost.critical_path <= 1.005 * alone:
+        return f"{line} on the slowest rank ({slowest}), {mean:.3g} ms on average"
+    waits = "each exchange waits for its slowest rank"
+    return f"{line}: {waits}; rank {slowest} is busy for {alone:.3g} ms of it, {mean:.3g} ms on average"
 
 
 def _sent(traffic: Traffic) -> str:

@@ -40,25 +40,36 @@ class PartialPlan:
         """Number of the option of each table; -1 while the table is on no rank."""
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(options)
         self.milliseconds = np.zeros(budget.num_ranks)
-        """(R,)."""
+        """(R,): of each rank's own shards, by which ranks for further ones are found."""
+        self.compute = np.zeros(budget.num_ranks)
+        """(R,): of it, without exchanges."""
+        self.exchange = np.zeros((3, self.num_links))
+        """(3, links): of each exchange, over a rank's link on one node, over a node's on several."""
         self.device_left = budget.device_bytes.copy()
         """(R,): what is left of the budget."""
         self.host_left = budget.host_bytes.copy()
         """(R,)."""
+
+    @property
+    def num_links(self) -> int:
+        """How many links there are: one of each rank on one node, one of each node on several."""
+        num_ranks, on_node = self.budget.num_ranks, self.budget.ranks_on_node
+        return num_ranks if num_ranks == on_node else num_ranks // on_node
 
     def copy(self) -> "PartialPlan":
         """Return an independent copy."""
         copied = PartialPlan.__new__(PartialPlan)
         copied.options, copied.budget = self.options, self.budget
         copied.chosen, copied.ranks = list(self.chosen), list(self.ranks)
-        copied.milliseconds = self.milliseconds.copy()
+        copied.milliseconds, copied.compute = self.milliseconds.copy(), self.compute.copy()
+        copied.exchange = self.exchange.copy()
         copied.device_left, copied.host_left = self.device_left.copy(), self.host_left.copy()
         return copied
 
     @property
     def critical_path(self) -> float:
-        """Milliseconds of the slowest rank."""
-        return float(self.milliseconds.max())
+        """Milliseconds of a step: each exchange waits for the slowest."""
+        return float(self.compute.max() + self.exchange.max(axis=1).sum())
 
     def option_of(self, table: int) -> EstimatedOption:
         """Return the chosen option of a table that is on ranks."""
@@ -79,12 +90,21 @@ class PartialPlan:
     def _count(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
         if option.sharding_type in EVERY_RANK_TYPES:
             self.milliseconds += sign * option.milliseconds
+            self.compute += sign * option.compute
+            self.exchange += sign * option.exchange.reshape(3, self.num_links, -1).sum(axis=2)
             self.device_left -= sign * option.device_bytes
             self.host_left -= sign * option.host_bytes
         else:
             np.add.at(self.milliseconds, ranks, sign * option.milliseconds)
+            self._count_parts(option, ranks, sign)
             np.subtract.at(self.device_left, ranks, sign * option.device_bytes)
             np.subtract.at(self.host_left, ranks, sign * option.host_bytes)
+
+    def _count_parts(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
+        np.add.at(self.compute, ranks, sign * option.compute)
+        links = ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
+        for of_links, of_shards in zip(self.exchange, option.exchange, strict=True):
+            np.add.at(of_links, links, sign * of_shards)
 
     def find_ranks(self, option: EstimatedOption, by_memory: bool = False) -> Ranks | None:
         """Return ranks with memory for the option's shards, those with the least work; None where there are none.
@@ -114,9 +134,11 @@ class PartialPlan:
 
     def recount(self) -> None:
         """Add up the ranks' times again, without the rounding errors of all moves."""
-        self.milliseconds = np.zeros(self.budget.num_ranks)
+        self.milliseconds, self.compute = np.zeros((2, self.budget.num_ranks))
+        self.exchange = np.zeros_like(self.exchange)
         for table, ranks in enumerate(self.ranks):
             np.add.at(self.milliseconds, ranks, self.option_of(table).milliseconds)
+            self._count_parts(self.option_of(table), ranks, 1)
 
     def _anywhere(self, option: EstimatedOption, start: int, stop: int, by_memory: bool) -> Ranks | None:
         """Return a rank of start..stop for each shard."""

@@ -9,7 +9,7 @@ from torchrec.distributed.planner import Topology
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plan.planned_table import PlannedShard, PlannedTable
-from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, PlanCost, ShardingPlan
+from lightning_distrec.sharding.plan.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     check_sequence_widths,
@@ -42,10 +42,10 @@ def make_plan(
     batch_size: int,
     seed: int = 0,
 ) -> ShardingPlan:
-    """Return the plan that was found with the least time on the slowest rank. Equal input gives equal plans.
+    """Return the plan that was found with the least time on a step. Equal input gives equal plans.
 
     constraints: by full name. topology: its memory is what tables and their exchange may take, without what is
-    reserved. torchrec's estimators give the cost of each option; the search is ours, see search.py.
+    reserved. Lookups cost what torchrec estimates, all else is estimated in costs/; the search is ours, see search.py.
     Raises InfeasiblePlanError: the tables do not fit, with the one that does not and the bytes that are missing.
     PlanError: options of tables contradict each other.
     """
@@ -149,6 +149,9 @@ def _cost(found: PartialPlan) -> PlanCost:
     for table, ranks in enumerate(found.ranks):
         option = found.option_of(table)
         np.add.at(parts, ranks, option.milliseconds_by_part[option.which])
+    if found.num_links < budget.num_ranks:  # ranks of a node wait for what all of them send
+        of_nodes = parts[:, EXCHANGE_PARTS].reshape(found.num_links, budget.ranks_on_node, -1).sum(axis=1)
+        parts[:, EXCHANGE_PARTS] = of_nodes.repeat(budget.ranks_on_node, axis=0)
     return PlanCost(
         milliseconds=parts,
         device_bytes=budget.device_bytes - found.device_left,

@@ -43,12 +43,14 @@ class Totals:
         shape = (len(options), max(len(of_table) for of_table in options))
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
         self.device, self.host = np.zeros(shape), np.zeros(shape)
+        num_ranks, num_links = budget.num_ranks, PartialPlan(options, budget).num_links
         types = sorted({option.sharding_type for of_table in options for option in of_table})
         self.with_type = {kind: np.zeros(shape, dtype=bool) for kind in types}
         """Sharding type -> (tables, largest number of options): the options that have it."""
         for t, of_table in enumerate(options):
             for o, option in enumerate(of_table):
-                self.time[t, o] = option.milliseconds.sum()
+                # An exchange takes as long as the links carry it together, also where there are fewer than ranks.
+                self.time[t, o] = option.compute.sum() + option.exchange.sum() * num_ranks / num_links
                 self.longest[t, o] = option.milliseconds.max()
                 self.device[t, o] = option.device_bytes.sum()
                 self.host[t, o] = option.host_bytes.sum()

@@ -10,15 +10,17 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
-from torchrec.distributed.planner.types import CollectiveType, Shard, ShardingOption
+from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.plan.sharding_plan import EXCHANGE_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraints
-from lightning_distrec.sharding.planning.update_costs import update_milliseconds
+from lightning_distrec.sharding.planning.costs.exchange_costs import Links, exchange_milliseconds
+from lightning_distrec.sharding.planning.costs.lookup_costs import narrow_rows_on_cpu
+from lightning_distrec.sharding.planning.costs.update_costs import update_milliseconds
 from lightning_distrec.sharding.sharders import sharders
-from lightning_distrec.sharding.tables import SMALL_ROWS, Table
+from lightning_distrec.sharding.tables import Table
 
 Cells = tuple[tuple[int, int], ...]
 """Sizes, or offsets, of a table's shards: (rows, columns) of each."""
@@ -49,6 +51,18 @@ class EstimatedOption:
         """(S,): each shard's time in a step."""
         shards: NDArray[np.float64] = self.milliseconds_by_part.sum(axis=1)[self.which]
         return shards
+
+    @cached_property
+    def exchange(self) -> NDArray[np.float64]:
+        """(3, S): of it, in each exchange, in the order of `EXCHANGE_PARTS`."""
+        exchange: NDArray[np.float64] = self.milliseconds_by_part[self.which][:, EXCHANGE_PARTS].T.copy()
+        return exchange
+
+    @cached_property
+    def compute(self) -> NDArray[np.float64]:
+        """(S,): of it, without exchanges."""
+        compute: NDArray[np.float64] = self.milliseconds - self.exchange.sum(axis=0)
+        return compute
 
     @cached_property
     def device_bytes(self) -> NDArray[np.int64]:
@@ -88,7 +102,8 @@ def estimated_options(
     found: dict[str, list[EstimatedOption]] = {table.full_name: [] for table in tables}
     for option, (table, sizes, offsets, which) in zip(options, shapes, strict=True):
         of_update = constraints[table.full_name]
-        found[table.full_name].append(_as_estimated(option, sizes, offsets, which, topology, of_update))
+        estimated = _as_estimated(option, sizes, offsets, which, topology, of_update, by_name[table.name])
+        found[table.full_name].append(estimated)
     return list(found.values())
 
 
@@ -112,7 +127,9 @@ def options_of_plan(
         shapes.append((table, sizes, tuple(shard.offsets for shard in planned.shards), which))
     _estimate(options, topology, batch_size, by_name)
     return [
-        _as_estimated(option, sizes, offsets, which, topology, constraints[table.full_name])
+        _as_estimated(
+            option, sizes, offsets, which, topology, constraints[table.full_name], by_name[table.name]
+        )
         for option, (table, sizes, offsets, which) in zip(options, shapes, strict=True)
     ]
 
@@ -193,6 +210,7 @@ def _as_estimated(
     which: NDArray[np.intp],
     topology: Topology,
     constraints: TableConstraints,
+    wanted: ParameterConstraints,
 ) -> EstimatedOption:
     # torchrec's estimators do not know what our updates keep: gradients, optimizer state
     per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
@@ -204,17 +222,17 @@ def _as_estimated(
         host_bytes = [a + b for a, b in zip(host_bytes, kept, strict=True)]
     else:
         device_bytes = [a + b for a, b in zip(device_bytes, kept, strict=True)]
-    perfs = [shard.perf for shard in option.shards]
-    # torchrec estimates each block of rows as if all of the table's ids went there ...
+    # torchrec estimates each block of rows as if all of the table's ids went there.
     blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
-    # ... and as if the rows of single ids were summed.
-    sums = _sums_over_rows(topology) if option.sharding_type == "row_wise" and not option.is_pooled else 1.0
-    # Ids of 8 bytes are what torchrec estimates, too.
-    ids = (0.5 if option.tensor.shape[0] <= SMALL_ROWS else 1.0) / blocks
-    parts = [
-        (p.fwd_compute, p.fwd_comms / sums, p.bwd_compute, p.bwd_comms, p.prefetch_compute, p.input_dist_comms * ids, u)
-        for p, u in zip(perfs, _updates(option, blocks, topology, constraints), strict=True)
-    ]
+    exchanges = exchange_milliseconds(option, wanted, constraints.update != "frozen", Links.of(topology))
+    updates = _updates(option, blocks, topology, constraints)
+    parts = []
+    for shard, (ids, rows, gradients), update in zip(option.shards, exchanges, updates, strict=True):
+        share = 1.0 if on_gpu else narrow_rows_on_cpu(option.sharding_type, shard.size[1])
+        perf: Any = shard.perf
+        parts.append(
+            (perf.fwd_compute * share, rows, perf.bwd_compute * share, gradients, perf.prefetch_compute, ids, update)
+        )
     return EstimatedOption(
         option.sharding_type,
         option.compute_kernel,
@@ -241,17 +259,6 @@ def _updates(
     sizes = [(shard.size[0], shard.size[1]) for shard in option.shards]
     per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
     return update_milliseconds(constraints.update, sizes, ids, per_element, per_row, on_gpu, speed)
-
-
-def _sums_over_rows(topology: Topology) -> float:
-    """Return how many times longer a reduce-scatter over all ranks takes than an all-to-all of as many bytes."""
-    speeds = [
-        topology.comms_bandwidths.get_bw(
-            local_world_size=topology.local_world_size, world_size=topology.world_size, collective_type=kind
-        )
-        for kind in (CollectiveType.ALL_TO_ALL, CollectiveType.REDUCE_SCATTER)
-    ]
-    return speeds[0] / speeds[1]
 
 
 def _on_device(storage: Any, device: str) -> int:
