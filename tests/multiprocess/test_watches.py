@@ -207,7 +207,8 @@ def _refused_between() -> dict[str, Any]:
         except Exception as error:
             said.append(type(error).__name__)
     try:
-        make_trainer({"memory_bytes_per_rank": 10_000, "sharding_types": ["table_wise"]}).fit(model, rank_loader(4, rank))
+        narrow = {"memory_bytes_per_rank": 10_000, "sharding_types": ["table_wise"]}
+        make_trainer(narrow).fit(model, rank_loader(4, rank))
     except Exception as error:
         said.append(type(error).__name__)
     model.options = {"lr": 0.0}
