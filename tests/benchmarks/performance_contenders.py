@@ -118,11 +118,12 @@ class ByHandPipelined(ByHand):
         self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM
     ) -> None:
         super().__init__(num_rows, batches, turn, device, dim)
+        self.pins = device.type == "cuda"
         self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
 
     def turn(self) -> list[float]:
         """Collective. Train over all batches once more, up to three of them in flight."""
-        ticks, batches = [], iter(self.batches.loader(Batch, self.steps.steps))
+        ticks, batches = [], iter(self.batches.loader(Batch, self.steps.steps, self.pins))
         while True:
             ticks.append(self.clock())
             try:

@@ -114,7 +114,7 @@ class Batches:
             label = torch.randint(0, 2, (batch_size,), generator=draw).float()
             self.drawn.append((dense, values, lengths, label))
 
-    def loader(self, form: Form, number: int) -> DataLoader:
+    def loader(self, form: Form, number: int, pin_memory: bool = False) -> DataLoader:
         """Return a loader of the first `number` batches, which begin again where there are fewer."""
         drawn = [self.drawn[i % len(self.drawn)] for i in range(number)]
-        return DataLoader(_Clicks(self.names, drawn, form), batch_size=None)
+        return DataLoader(_Clicks(self.names, drawn, form), batch_size=None, pin_memory=pin_memory)
