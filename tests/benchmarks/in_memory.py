@@ -106,6 +106,7 @@ def work(given: argparse.Namespace) -> None:
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=1,
         logger=False,
+        default_root_dir=given.results,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

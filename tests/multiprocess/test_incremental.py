@@ -147,6 +147,17 @@ def test_an_export_since_a_checkpoint_has_the_rows_that_changed(
             assert torch.equal(torch.from_numpy(numpy.stack(of_table["vector"].tolist())), found[f"{key}.rows"])
 
 
+def test_load_from_checkpoint_reads_a_difference_with_its_base(quick: tuple[Path, dict[str, list[set[str]]]]) -> None:
+    for name in quick[1]:
+        folder = quick[0] / name
+        path = folder / "series" / "step=4-difference.ckpt"
+        loaded = runs.LargeTables.load_from_checkpoint(path, optimizer=torch.optim.Adagrad, options={})
+        found = loaded.state_dict()
+        wanted = read_full(folder / "full/step=4.ckpt", with_optimizers=False)["state_dict"]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
 def test_loading_finds_a_changed_byte_in_a_difference(
     quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Notes which rows get a gradient, from the ids with which FBGEMM's kernels are called: a flag for each row of a shard.
 
-It is noted when the gradient arrives, before rows are updated by it; nothing waits for a device.
+It is noted when the gradient arrives, before rows are updated by it; nothing waits for a device. On the host, rows'
+numbers are gathered first and many flags are written together: they are in no cache, and together they wait for memory.
 """
 
 from typing import Any
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.weights.shard_of import without_guards
+
+PENDING = 2**17
+"""How many numbers of rows are gathered, 8 bytes each."""
 
 
 class TouchedRows:
@@ -24,6 +28,8 @@ class TouchedRows:
 
     def ids_of(self, shard: LocalShard) -> Tensor:
         """Return the rows of a shard that were touched, ascending, counted from the shard's first."""
+        for rows in self._kernels:
+            rows.write()
         flags = self._flags.get(id(shard))
         return torch.empty(0, dtype=torch.long) if flags is None else flags.nonzero().squeeze(1)
 
@@ -31,7 +37,7 @@ class TouchedRows:
     def clear(self) -> None:
         """Forget all rows but those of gradients that no optimizer has used yet."""
         for rows in self._kernels:
-            rows.flags.zero_()
+            rows.forget()
             for shard, flags in rows.by_shard():
                 gradient = shard.weight.grad
                 if gradient is not None and gradient.is_sparse:
@@ -51,11 +57,25 @@ class _KernelRows:
             self._firsts.append(self._firsts[-1] + len(shard.weight))
         device = shards[0].weight.device
         self.flags = torch.zeros(self._firsts[-1], dtype=torch.bool, device=device)
+        # A kernel on a GPU writes all flags of a step at once.
+        self._pending = torch.empty(PENDING if device.type == "cpu" else 0, dtype=torch.long)
+        self._num_pending = 0
         # Feature -> where the rows of its table begin in `flags`.
         firsts = [self._firsts[table] for table in kernel.feature_table_map]
         self._first_of_all = firsts[0] if len(set(firsts)) == 1 else None
         self._first_of_feature = torch.tensor(firsts, device=device)
         self.handle = kernel.register_forward_hook(self._looked_up, with_kwargs=True)
+
+    def write(self) -> None:
+        """Write the flags of the rows that have been gathered."""
+        if self._num_pending:
+            self.flags.index_fill_(0, self._pending[: self._num_pending], True)
+            self._num_pending = 0
+
+    def forget(self) -> None:
+        """Begin with no rows."""
+        self._num_pending = 0
+        self.flags.zero_()
 
     def by_shard(self) -> list[tuple[LocalShard, Tensor]]:
         return [
@@ -78,7 +98,7 @@ class _KernelRows:
 
         batch_sizes: feature -> rank -> bags, where features have unequal batch sizes.
         """
-        rows = ids if ids.dtype == torch.long else ids.long()
+        rows = ids
         if self._first_of_all is None:
             num_features = len(self._first_of_feature)
             if batch_sizes is None:
@@ -91,5 +111,14 @@ class _KernelRows:
             counts = ends.diff()
             rows = rows + self._first_of_feature.repeat_interleave(counts, output_size=len(rows))
         elif self._first_of_all:
-            rows = rows + self._first_of_all
-        self.flags.index_fill_(0, rows, True)
+            rows = rows.long() + self._first_of_all
+        count, end = self._num_pending, self._num_pending + len(rows)
+        if end > len(self._pending):
+            self.write()
+            count, end = 0, len(rows)
+        if end > len(self._pending):
+            self.flags.index_fill_(0, rows.long(), True)
+        else:
+            # Copied, since whoever made the batch may use its memory again.
+            self._pending[count:end].copy_(rows)
+            self._num_pending = end
