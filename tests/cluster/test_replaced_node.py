@@ -1,4 +1,4 @@
-"""A node that is lost with its memory is replaced: its ranks get their copies from the node that is left."""
+"""A lost node is replaced: its ranks get their copies from the memory of the node that is left, or resume from disk."""
 
 import json
 import os
@@ -94,18 +94,22 @@ class _Agents:
 
 
 @pytest.mark.timeout(2 * LIMIT_SECONDS)
-@pytest.mark.parametrize("kind", ["a node is replaced", "a rank is killed"])
-def test_a_job_goes_on_from_memory_when_a_node_is_replaced(
+@pytest.mark.parametrize(
+    "kind", ["a node is replaced", "a rank is killed", "a node is replaced, with checkpoints on disk"]
+)
+def test_a_job_goes_on_when_a_node_is_replaced(
     machines: tuple[Machine, Machine], tmp_path: Path, kind: str
 ) -> None:
-    options = {"on_disk": False, "pause": 0.1}
+    options: dict[str, Any] = {"on_disk": False, "pause": 0.1}
+    if "on disk" in kind:
+        options |= {"on_disk": True, "checkpoint": None}
     with folder_in_memory() as memory:
         agents = _Agents(machines, tmp_path, memory)
         try:
             for number in (0, 1):
                 agents.start(number, options)
             agents.wait(lambda: max(read_trained(tmp_path).last_steps.values(), default=0) >= 2 * EVERY)
-            if kind == "a node is replaced":
+            if kind.startswith("a node is replaced"):
                 agents.lose(1)
                 agents.start(1, options)
             else:
@@ -118,7 +122,7 @@ def test_a_job_goes_on_from_memory_when_a_node_is_replaced(
         assert [agent.returncode for agent in agents.running.values()] == [0, 0], trained.printed[-6000:]
         assert [*memory.glob("*/*/*")] == []
         (restart,) = trained.restarts
-        check_trained(trained, memory, REORDERED)
+        check_trained(trained, tmp_path if options["on_disk"] else memory, REORDERED)
     assert restart.step >= EVERY
     assert restart.reached is not None
     assert restart.reached - restart.step <= 2 * EVERY
