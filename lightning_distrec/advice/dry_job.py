@@ -48,6 +48,10 @@ class DryJob:
 def decisions_of(dry: DryModule, job: DryJob) -> Decisions:
     """Return what is decided about the tables on these ranks."""
     constraints = constraints_of(dry.wanted, dry.updates, job.device, job.layout)
+    for name, data in dry.data.items():
+        given = dry.wanted.options[name].pooling_factor is not None
+        factors = None if given else data.ids_per_example
+        constraints[name] = replace(constraints[name], data=data, pooling_factors=factors)
     if not job.host_bytes:  # estimates take most of the time, and are not needed for kernels that cannot be chosen
         constraints = {name: _on_device(of_table) for name, of_table in constraints.items()}
     return Decisions(dry.wanted.tables, [], dry.updates, constraints, dry.optimizers, [])

@@ -1,8 +1,9 @@
 """A module on the meta device, and the decisions about its tables that do not depend on ranks."""
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.sharding.plan.table_data import TableData
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.tables.decisions import WantedTables, updates_in_fit, wanted_tables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
@@ -36,6 +38,8 @@ class DryModule:
     settings: TableSettings
     assumed: list[str]
     """Assumptions, for the report."""
+    data: Mapping[str, TableData] = field(default_factory=dict)
+    """What batches look up, by full name of a table, where some were looked at."""
 
 
 def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, device: torch.device) -> DryModule:

@@ -91,9 +91,10 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
     asked = asked_bandwidths(planning.bandwidths, os.environ)
     if missing := [name for name in asked.wanted if name not in job.bandwidths]:
         assumed.append(f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used")
-    if planning.estimate_pooling:
+    if planning.estimate_pooling and not dry.data:
         assumed.append("planning.estimate_pooling: no data is read, so ids per example are not counted")
-    unset = [name for name, options in dry.wanted.options.items() if options.pooling_factor is None]
+    options = dry.wanted.options.items()
+    unset = [name for name, option in options if option.pooling_factor is None and name not in dry.data]
     if unset:
         assumed.append(
             f"one id per example and feature is assumed for {quantity(len(unset), 'table')} without pooling_factor"

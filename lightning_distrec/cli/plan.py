@@ -15,8 +15,8 @@ def parser() -> ArgumentParser:
         prog="lightning-distrec plan",
         description="Plan the embedding tables of a module for any cluster, without running on it. Print whether they "
         "fit, what each rank stores, computes and sends, the largest batch, and the minimum number of nodes. The "
-        "module is built without memory; no data is read and nothing is trained. Exit codes: 0: the tables fit; 1: "
-        "they do not; 2: the recipe or an option is wrong.",
+        "module is built without memory; data is read with --from-data only, and nothing is trained. Exit codes: 0: "
+        "the tables fit; 1: they do not; 2: the recipe or an option is wrong.",
     )
     add = parser.add_argument
     add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
@@ -28,6 +28,7 @@ def parser() -> ArgumentParser:
     add("--bandwidth", type=str, action="append", help="Set a bandwidth, such as cross_node=25GB/s; repeat for others.")
     add("--reserve", type=str | None, help="Reserve memory for everything but tables: 15%, 4GB or measure.")
     add("--batch-size", type=int | None, help="Plan for this many samples per rank and step instead of the YAML's.")
+    add("--from-data", type=int | None, help="Plan by the ids, different rows and hot rows of this number of batches.")
     add("--plan-file", type=str | None, help="Examine this plan.json instead of searching for a plan.")
     add("--html", type=str | None, help="Write the plan as a page to this file.")
     add("--save-plan", type=str | None, help="Write the plan to this file, for planning.plan_file.")

@@ -12,6 +12,8 @@ from lightning_distrec._compat.deprecations import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
 from lightning_distrec.advice.dry_module import dry_module, place_of
 from lightning_distrec.advice.dry_run import DryRun, dry_run
+from lightning_distrec.advice.job_batches import look_at_data
+from lightning_distrec.advice.table_data import save_data, with_data
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
     build_recipe,
@@ -32,13 +34,16 @@ from lightning_distrec.units import parse_bandwidth, parse_bytes
 
 
 class PlanRecipeBuilder(MetaRecipeBuilder):
-    """Builds the strategy too, if the YAML gives it options, and no data."""
+    """Builds the strategy too, if the YAML gives it options, and no data unless it is to be looked at."""
+
+    reads_data = False
 
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
         config = self.config.fit
         self.settings.batch_size = _batch_size_of(config.get("data"), config.get("model"))
-        config.data = None
+        if not self.reads_data:
+            config.data = None
         if isinstance(self.settings.strategy, Namespace) and self.settings.strategy.get("class_path"):
             config.trainer.strategy = self.settings.strategy
 
@@ -49,6 +54,12 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
     def instantiate_trainer(self, **given: Any) -> Any:
         self.settings.strategy_built = self.config_init.fit.trainer.strategy
         return super().instantiate_trainer(**given)
+
+
+class DataRecipeBuilder(PlanRecipeBuilder):
+    """Builds the data, too."""
+
+    reads_data = True
 
 
 def _batch_size_of(*parts: Any) -> int | None:
@@ -74,7 +85,7 @@ def plan_ahead(given: Namespace) -> DryRun:
     if given.device_memory is not None:
         memory = parse_bytes(given.device_memory, f"--device-memory {given.device_memory!r}")
     hide_upstream_deprecations()
-    built = _built(given.config)
+    built = _built(given.config, PlanRecipeBuilder if given.from_data is None else DataRecipeBuilder)
     trainer, assumed = built.settings, []
     trainer.precision = full_precision_name(trainer.precision)
     device = given.accelerator or ("cuda" if is_on_gpu(trainer.accelerator) else "cpu")
@@ -101,20 +112,25 @@ def plan_ahead(given: Namespace) -> DryRun:
         bandwidths=bandwidths,
         shards_dense=strategy.shards_dense,
     )
-    found = dry_run(dry_module(built.model, trainer, settings, job.device), job, quick=given.quick)
+    dry = dry_module(built.model, trainer, settings, job.device)
+    if given.from_data is not None:
+        dry = with_data(dry, look_at_data(built.model, built.datamodule, given.from_data))
+    found = dry_run(dry, job, quick=given.quick)
     found = replace(found, assumed=[*of_strategy, *assumed, *found.assumed])
     if found.plan is not None and given.html is not None:
         write_page(given.html, found.plan)
     if found.plan is not None and given.save_plan is not None:
         Path(given.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
         save_plan(given.save_plan, found.plan)
+        if given.from_data is not None:
+            save_data(Path(given.save_plan).with_suffix(".data.json"), found.plan)
     return found
 
 
 def _check(given: Namespace) -> None:
     if not given.config:
         raise ConfigError("plan: no --config is given. Name the YAML that `fit` would be given.")
-    for name in ("nodes", "devices", "batch_size"):
+    for name in ("nodes", "devices", "batch_size", "from_data"):
         if given[name] is not None and given[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1.")
 
@@ -135,9 +151,9 @@ def _bandwidths(given: Sequence[str]) -> dict[str, Bandwidth]:
     return found
 
 
-def _built(configs: Sequence[str]) -> Any:
+def _built(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> Any:
     try:
-        return build_recipe(configs, PlanRecipeBuilder)
+        return build_recipe(configs, builder)
     except Exception as error:
         cause = error  # below jsonargparse's own error, which lists all types that a value might have had
         while isinstance(cause.__cause__, Exception) and not place_of(cause):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
+from lightning_distrec.sharding.plan.table_data import TableData
 from lightning_distrec.sharding.sharding_types import HOST_KERNELS
 from lightning_distrec.sharding.tables import Table
 
@@ -59,6 +60,10 @@ class PlannedTable:
     """Class of the optimizer that updates it."""
     update_milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
     """(S,): estimated time of a step that updates each shard; None where that was not estimated."""
+    milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
+    """(S,): estimated time of a step that is spent on each shard; None where that was not estimated."""
+    data: TableData | None = None
+    """What batches look up in it; None where none were looked at."""
     update_reason: str = ""
     """Why the update is of that kind."""
     update_bytes_per_element: float = 0.0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, RankUsage, ShardingPlan
 from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
+from lightning_distrec.sharding.plan_report.heat_map import MAX_RANKS, draw_heat_map
 from lightning_distrec.sharding.plan_report.sentences import (
     matrix_in_words,
     memory_in_words,
@@ -59,6 +60,8 @@ def _pictures(plan: ShardingPlan) -> dict[str, Callable[[ShardingPlan], Any]]:
         if plan.layout.num_ranks <= MAX_BARS or plan.layout.num_nodes > 1:
             pictures["traffic_matrix"] = _draw_matrix
     pictures["tables"] = _draw_tables
+    if 1 < plan.layout.num_ranks <= MAX_RANKS:
+        pictures["tables_by_rank"] = draw_heat_map
     return pictures
 
 

@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan.table_data import TableData
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharding_types import (
     HOST_KERNELS,
@@ -40,6 +41,8 @@ class TableConstraints:
     """Allowed kernels; torchrec leaves out those that are not possible."""
     pooling_factors: tuple[float, ...] | None = None
     """Ids per example of each of its features, if they were counted."""
+    data: TableData | None = None
+    """What batches look up in it, if some were looked at."""
     update: str = "fused"
     """The kind of its update, for reports."""
     optimizer: str = ""

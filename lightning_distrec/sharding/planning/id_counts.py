@@ -49,7 +49,7 @@ class IdCounts:
         """Count the ids in what a batch consists of, each object once: containers and dataclasses at any depth."""
         seen: set[int] = set()
         for batch in batches:
-            for name, leaf in _leaves("", batch, seen):
+            for name, leaf in leaves("", batch, seen):
                 self._count(name, leaf)
 
     def _count(self, name: str, leaf: Any) -> None:
@@ -82,7 +82,7 @@ class IdCounts:
         return tuple(known) if len(known) == len(counts) else None
 
 
-def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield what is in containers and dataclasses, at any depth, with the name that it has in the innermost of them."""
     if id(value) in seen:
         return
@@ -101,4 +101,4 @@ def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for part_name, part in inner:
-        yield from _leaves(part_name, part, seen)
+        yield from leaves(part_name, part, seen)

@@ -119,6 +119,8 @@ def _described(
             update=wanted.update,
             optimizer=wanted.optimizer,
             update_milliseconds=option.milliseconds_by_part[option.which, TIME_PARTS.index("update")],
+            milliseconds=option.milliseconds,
+            data=wanted.data,
             update_reason=wanted.update_reason,
             update_bytes_per_element=wanted.bytes_per_element,
             update_bytes_per_row=wanted.bytes_per_row,

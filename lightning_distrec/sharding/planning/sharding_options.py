@@ -258,7 +258,8 @@ def _updates(
     ids = option.batch_size * ranks * sum(option.input_lengths) / blocks
     sizes = [(shard.size[0], shard.size[1]) for shard in option.shards]
     per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
-    return update_milliseconds(constraints.update, sizes, ids, per_element, per_row, on_gpu, speed)
+    distinct = 1.0 if constraints.data is None else constraints.data.distinct_share
+    return update_milliseconds(constraints.update, sizes, ids, per_element, per_row, on_gpu, speed, distinct)
 
 
 def _on_device(storage: Any, device: str) -> int:

@@ -54,7 +54,7 @@ class Links:
         return within + to_each * (self.num_ranks - self.ranks_on_node) / self.of_node
 
     def ring(self, to_next: float) -> float:
-        """Return a rank's share of the time in which each rank sends the next `to_next` bytes; one of a node crosses."""
+        """Return a rank's share of the time in which each rank sends `to_next` bytes to the next; one crosses."""
         if self.num_nodes == 1:
             return to_next / self.on_node
         return to_next / self.of_node / self.ranks_on_node

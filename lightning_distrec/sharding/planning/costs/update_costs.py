@@ -45,15 +45,17 @@ def update_milliseconds(
     bytes_per_row: float,
     on_gpu: bool,
     bytes_per_millisecond: float,
+    distinct_share: float = 1.0,
 ) -> NDArray[np.float64]:
     """Return, (D,), the time of a step in which shards of these sizes, (rows, columns), are updated.
 
     kind: fused, fused_lazy, sparse, dense or frozen. ids: those that reach a shard in a step. bytes_per_element,
-    bytes_per_row: what the update keeps, see TableUpdate.
+    bytes_per_row: what the update keeps, see TableUpdate. distinct_share: rows over ids at most,
+    where batches show it.
     """
     found = np.zeros(len(sizes))
     for i, (rows, columns) in enumerate(sizes):
-        touched = touched_rows(rows, ids)
+        touched = min(touched_rows(rows, ids), ids * distinct_share)
         if kind in ("fused", "fused_lazy"):
             moved = _fused(touched, columns, bytes_per_element, bytes_per_row, on_gpu)
         elif kind == "sparse":

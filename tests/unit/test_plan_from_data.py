@@ -1,0 +1,147 @@
+"""`plan --from-data`: what batches look up is counted, planned by, saved beside the plan and shown on its page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from lightning_distrec.cli import main as cli
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.plan_report.heat_map import cells
+from lightning_distrec.sharding.planning.costs.update_costs import update_milliseconds
+from tests.support.planned import planned_at_random
+
+HERE = "tests.unit.test_plan_from_data."
+BATCH, BATCHES = 32, 5
+
+
+def drawn(number: int) -> dict[str, list[list[int]]]:
+    """Return the bags of a batch, by feature: one id in two of `a` and all of `b` are of hot rows."""
+    draw = np.random.default_rng(number)
+    bags_a = [draw.choice([7, int(draw.integers(100_000))], size=4).tolist() for _ in range(BATCH)]
+    return {"a": bags_a, "b": [[3]] * BATCH}
+
+
+class Data(pl.LightningDataModule):
+    """Batches that are drawn from their number."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails, self.ready = fails, False
+
+    def setup(self, stage: str) -> None:
+        self.ready = stage == "fit"
+
+    def train_dataloader(self) -> DataLoader:
+        if self.fails or not self.ready:
+            raise FileNotFoundError("clicks.parquet")
+        batches = [
+            {
+                "ids": KeyedJaggedTensor(
+                    keys=list(bags),
+                    values=torch.tensor([i for of in bags.values() for bag in of for i in bag]),
+                    lengths=torch.tensor([len(bag) for of in bags.values() for bag in of]),
+                ),
+                "label": torch.ones(BATCH),
+            }
+            for bags in map(drawn, range(BATCHES))
+        ]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+class Clicks(pl.LightningModule):
+    """Two tables, of which the batches show the features, and one of which they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name="many", num_embeddings=200_000, embedding_dim=16, feature_names=["a"]),
+                EmbeddingBagConfig(name="few", num_embeddings=5_000, embedding_dim=16, feature_names=["b"]),
+                EmbeddingBagConfig(name="unseen", num_embeddings=5_000, embedding_dim=16, feature_names=["c"]),
+            ]
+        )
+        self.layer = nn.Linear(48, 1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return self.layer(self.bags(batch["ids"]).values()).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str, **data: Any) -> tuple[int, str, str]:
+    config = {
+        "model": {"class_path": HERE + "Clicks"},
+        "data": {"class_path": HERE + "Data", "init_args": data},
+        "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "torchrec_sharded"},
+    }
+    Path("job.yaml").write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    code = cli.main(["plan", "--config", "job.yaml", "--quick", *args])
+    return (code, *capsys.readouterr())
+
+
+def test_a_plan_follows_what_its_batches_look_up(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = run(capsys, "--from-data", "3", "--save-plan", "plan.json", "--html", "plan.html", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["planned_with"][0] == ["examples per rank", str(BATCH), "of the first batch"]
+    assert any("no batch holds the features of bags.unseen by name" in line for line in found["assumed"])
+    assert any("one id per example and feature is assumed for 1 table without" in line for line in found["assumed"])
+    saved = json.loads(Path("plan.data.json").read_text())
+    assert saved["batch_size"] == BATCH
+    assert set(saved["tables"]) == {"bags.many", "bags.few"}
+    many = saved["tables"]["bags.many"]
+    ids = [[i for bag in drawn(number)["a"] for i in bag] for number in range(3)]
+    assert many["ids_per_example"] == [4.0]
+    assert many["ids_per_batch"] == np.mean([len(of) for of in ids])
+    assert many["distinct_per_batch"] == pytest.approx(np.mean([len(set(of)) for of in ids]))
+    assert many["distinct"] == len({i for of in ids for i in of})
+    every = [i for of in ids for i in of]
+    assert many["hottest_share"] == every.count(7) / len(every)
+    few = saved["tables"]["bags.few"]
+    assert (few["rows_for_half"], few["hottest_share"], few["distinct"]) == (1, 1.0, 1)
+    html = Path("plan.html").read_text()
+    assert "What batches look up" in html
+    assert "1 of 5,000 rows" in html
+    assert "tables by rank" in html
+
+
+def test_data_is_read_only_where_that_is_asked_for_and_a_failure_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, fails=True)[0] == 0
+    code, _, error = run(capsys, "--from-data", "2", fails=True)
+    assert code == 2
+    assert "--from-data: the data cannot be read (FileNotFoundError: clicks.parquet)" in " ".join(error.split())
+    code, _, error = run(capsys, "--from-data", "0")
+    assert code == 2
+    assert "--from-data 0: must be at least 1" in error
+
+
+def test_rows_that_repeat_make_updates_shorter() -> None:
+    def of(share: float) -> float:
+        return float(update_milliseconds("fused", [(10**6, 64)], 5000.0, 4.0, 0.0, False, 1e6, share)[0])
+
+    assert of(0.1) == pytest.approx(of(1.0) / 10, rel=0.01)
+    assert of(0.999) == pytest.approx(of(1.0), rel=0.01)
+
+
+def test_the_heat_map_adds_up_to_what_ranks_hold_and_send() -> None:
+    plan = planned_at_random(12, NodeLayout.equal(4, 2), seed=3)
+    found = cells(plan, list(plan.tables.values()))
+    assert np.allclose(found["memory"].sum(axis=0), plan.table_bytes(), atol=len(plan.tables))
+    assert (found["sent per step"].sum(axis=0) >= plan.traffic.sent() * 0.99).all()  # sizes are sent once for several
