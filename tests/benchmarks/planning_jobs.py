@@ -1,6 +1,7 @@
 """What is planned in benchmarks: tables drawn from a seed, and the ranks that they go to."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tests.support.planned_tables import KINDS, Kind, TableSet, draw_tables, table_set
 
@@ -11,7 +12,7 @@ RANKS_ON_NODE = 8
 class Job:
     """One call of a planner, in plain numbers, so that another process can be told of it."""
 
-    kind: Kind
+    kind: Kind | Literal["mlperf", "torchrec"]
     num_tables: int
     num_ranks: int
     ranks_on_node: int = RANKS_ON_NODE
@@ -26,6 +27,10 @@ class Job:
 
     def tables(self) -> TableSet:
         """Return the tables, on the meta device."""
+        if self.kind in ("mlperf", "torchrec"):
+            from tests.benchmarks.planning_problems import published_tables  # which has jobs itself
+
+            return published_tables(self)
         drawn = draw_tables(
             self.kind, self.num_tables, self.num_ranks, self.ranks_on_node, self.memory_gb, self.seed, "cuda"
         )

@@ -1,7 +1,10 @@
 """Tables of the section about planning: what was seen, beside what was aimed at."""
 
+from collections.abc import Mapping
+
 from tests.benchmarks.page import NONE, table
 from tests.benchmarks.performance_rows import Row
+from tests.benchmarks.planning_jobs import Timed
 from tests.benchmarks.planning_one import Planned
 from tests.benchmarks.planning_runs import Measured, Outcome
 
@@ -28,21 +31,21 @@ def summary(measured: Measured) -> list[Row]:
     return rows
 
 
-def times_table(measured: Measured) -> str:
+def times_table(outcomes: Mapping[Timed, Outcome]) -> str:
     """Return seconds and memory of the timed jobs, both planners side by side."""
     rows = []
-    for outcome in measured.timed.values():
-        ours, default = outcome.ours, outcome.default
+    for outcome in outcomes.values():
+        ours, default, job = outcome.ours, outcome.default, outcome.job
         rows.append([
-            f"{outcome.job.num_tables:,} x {outcome.job.num_ranks:,}",
+            f"{job.kind}, {job.num_tables:,} x {job.num_ranks:,}",
             _seconds(ours),
             NONE if isinstance(ours, str) else f"{ours.peak_bytes / 2**20:,.0f}",
             _seconds(default),
             _number(outcome.ratio),
             _number(outcome.gap),
         ])
-    header = ["tables x ranks", "seconds", "MiB of the process", "default's seconds", "ratio", "over the lower bound"]
-    return table(header, rows)
+    header = ["set, tables x ranks", "seconds", "MiB of the process", "default's seconds", "ratio"]
+    return table([*header, "over the lower bound"], rows)
 
 
 def compared_csv(measured: Measured) -> str:
@@ -68,7 +71,7 @@ def compared_csv(measured: Measured) -> str:
 
 def failures(measured: Measured) -> list[str]:
     """Return what our planner came to no plan for, and why."""
-    outcomes: list[Outcome] = [*measured.timed.values(), *measured.compared]
+    outcomes: list[Outcome] = [*measured.timed.values(), *measured.problems.values(), *measured.compared]
     return [f"{outcome.job}: {outcome.ours}" for outcome in outcomes if isinstance(outcome.ours, str)]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tests.benchmarks.planning_jobs import SHAPES, TIMED, Job, Timed, compared_jobs
 from tests.benchmarks.planning_one import Planned, run_one
+from tests.benchmarks.planning_problems import PROBLEMS
 
 PATIENCE = 10
 """How many times the aim our planner may take before it is ended."""
@@ -38,6 +39,7 @@ class Measured:
     """What there is to report."""
 
     timed: dict[Timed, Outcome] = field(default_factory=dict)
+    problems: dict[Timed, Outcome] = field(default_factory=dict)
     compared: list[Outcome] = field(default_factory=list)
     limit_seconds: float = 0.0
     """Of each call of torchrec's planner in comparisons."""
@@ -46,7 +48,7 @@ class Measured:
 def measure(
     parts: Sequence[str], limit_seconds: float, quick: bool, tell: Callable[[str], None] = lambda _: None
 ) -> Measured:
-    """Run both planners, one call at a time. parts: "time", "quality". quick: only small jobs."""
+    """Run both planners, one call at a time. parts: "time", "problems", "quality". quick: only small jobs."""
     measured = Measured(limit_seconds=limit_seconds)
     for timed in TIMED if "time" in parts else ():
         if quick and timed.job.num_tables > 100:
@@ -56,6 +58,14 @@ def measure(
         default = run_one("default", timed.job, limit) if limit else "not tried"
         measured.timed[timed] = Outcome(timed.job, ours, default)
         tell(_said(measured.timed[timed]))
+    for problem in PROBLEMS if "problems" in parts else ():
+        if quick and problem.job.num_tables > 10:
+            continue
+        ours = run_one("ours", problem.job, PATIENCE * problem.aim_seconds)
+        limit = problem.default_limit_seconds
+        default = run_one("default", problem.job, limit) if limit else "not tried"
+        measured.problems[problem] = Outcome(problem.job, ours, default)
+        tell(_said(measured.problems[problem]))
     of_quality = compared_jobs() if "quality" in parts else []
     for job in of_quality[: len(of_quality) // len(SHAPES)] if quick else of_quality:
         outcome = Outcome(job, run_one("ours", job, 10 * limit_seconds), run_one("default", job, limit_seconds))

@@ -1,14 +1,20 @@
 """What stands around the tables of the section about planning."""
 
 BEGIN, END = "<!-- planning: begin -->", "<!-- planning: end -->"
+PROBLEMS = """\
+Published problems: `mlperf` is the tables of MLPerf's DLRM-DCNv2 (26 tables of up to 40 million rows x 128, up to 100 ids;
+65,536 examples on all ranks together), `torchrec` those of TorchRec's own planner tests (100 x 10). `zipf` as below.
+TorchRec's planner gets ten minutes."""
 DETAILS = "performance_planning.csv"
 """The file next to the page that has every set of tables."""
 
 
-def section(summary: str, times: str, notes: list[str], *, machine: str, limit_seconds: float, load: float) -> str:
+def section(
+    summary: str, times: str, problems: str, notes: list[str], *, machine: str, limit_seconds: float, load: float
+) -> str:
     """Return the section, lines that mark it included.
 
-    summary, times: tables. notes: what went wrong. machine: in words. load: the machine's, before the run.
+    summary, times, problems: tables. notes: what went wrong. machine: in words. load: the machine's, before the run.
     """
     parts = [
         BEGIN,
@@ -20,8 +26,9 @@ def section(summary: str, times: str, notes: list[str], *, machine: str, limit_s
         *(["\n".join(notes)] if notes else []),
         """\
 Seconds are those of one thread's processor; 350 of the MiB are torch and torchrec. "Default" is torchrec's
-`EmbeddingShardingPlanner`, where it ends within minutes.""",
+`EmbeddingShardingPlanner`, where it ends within minutes. Sets are named by kind.""",
         times,
+        *([PROBLEMS, problems] if problems else []),
         f"""\
 The critical path is the estimated time of a step for tables, see [plans](how_to/plans.md#how-the-planner-decides); of
 the default planner's plans too.

@@ -52,14 +52,14 @@ def test_worse_plans_and_missed_aims_are_bold_and_failures_are_listed() -> None:
     }
     assert rows["critical path / the default planner's, mean over 2 sets of tables"].value == pytest.approx(1.0)
     assert "1.100" in compared_csv(measured)
-    assert "not tried" in times_table(measured)
+    assert "not tried" in times_table(measured.timed)
     assert failures(measured) == []
     measured.compared.append(Outcome(SMALL, "PlanError: no", default))
     assert failures(measured) == ["4 tables (uniform) on 2 ranks: PlanError: no"]
 
 
 def test_the_section_comes_before_the_one_about_gpus_and_replaces_the_one_that_is_there() -> None:
-    found = section("summary", "times", [], machine="2 cores", limit_seconds=60, load=0.5)
+    found = section("summary", "times", "problems", [], machine="2 cores", limit_seconds=60, load=0.5)
     page = with_section(f"# How fast\n\nwords\n\n{GPU}\n", found, BEGIN, END)
     assert page.index("words") < page.index(BEGIN) < page.index(END) < page.index("## On a GPU")
     assert with_section(page, found.replace("times", "other"), BEGIN, END) == page.replace("times", "other")
