@@ -911,4 +911,28 @@ BREAKAGES = (
         "A plan takes the update of all rows by dense Adam for nothing, and gives its rank other tables too.",
         ("unit/test_update_costs.py",),
     ),
+    Breakage(
+        "kept-part-travels",
+        "lightning_distrec/sharding/planning/costs/exchange_costs.py",
+        r"to_each \* \(self\.num_ranks - self\.ranks_on_node\)",
+        "to_each * self.num_ranks",
+        "An estimate sends what stays on a node over its link, too.",
+        ("unit/test_planner.py",),
+    ),
+    Breakage(
+        "batch-size-assumed",
+        "lightning_distrec/strategies/tables/batch_size.py",
+        r"if is_size\(size := getattr\(of, \"batch_size\", None\)\):",
+        "if False:",
+        "Plans are made for 512 examples, not for the loader's.",
+        ("unit/test_batch_size.py",),
+    ),
+    Breakage(
+        "distinct-rows-of-one-batch",
+        "lightning_distrec/sharding/planning/id_statistics.py",
+        r"distinct_per_batch=float\(np\.mean\(\[len\(np\.unique\(batch\)\) for batch in batches\]\)\)",
+        "distinct_per_batch=float(len(rows))",
+        "Different rows of a batch are told as those of all batches together.",
+        ("unit/test_plan_from_data.py",),
+    ),
 )
