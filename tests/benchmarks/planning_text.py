@@ -25,7 +25,7 @@ def section(
         summary,
         *(["\n".join(notes)] if notes else []),
         """\
-Seconds are those of one thread's processor; 350 of the MiB are torch and torchrec. "Default" is torchrec's
+Seconds are those of one thread's processor; 300 of the MiB are torch and torchrec. "Default" is torchrec's
 `EmbeddingShardingPlanner`, where it ends within minutes. Sets are named by kind.""",
         times,
         *([PROBLEMS, problems] if problems else []),

@@ -121,7 +121,7 @@ def _jobs(folder: Path) -> dict[str, Path]:
     return jobs
 
 
-NUMBERS = 164
+NUMBERS = 196
 """Ids and lengths that a rank sends in a step. The first lookup of a module sends them with 64 bits in place of 32."""
 NAMES = ("lookups", "users", "recipe")
 
