@@ -119,14 +119,15 @@ def test_a_saved_plan_is_followed_bit_by_bit_from_logs_checkpoints_and_the_varia
 
 
 def _follow_with_little_memory(folder: str) -> str:
-    return refusal({"plan_file": f"{folder}/logs/version_0/plan.json"}, memory_bytes=2000, folder=folder)
+    planning = {"plan_file": f"{folder}/logs/version_0/plan.json", "reserve": "15%"}
+    return refusal(planning, memory_bytes=2000, folder=folder)
 
 
 def test_a_file_whose_tables_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
     for said in run_on_warm_ranks(_follow_with_little_memory, 2, str(tmp_path)):
         assert said.startswith("InfeasiblePlanError: "), said
-        assert "bytes for its tables (rows, gradients, optimizer state), but has" in said
+        assert " KiB for its tables (rows, gradients, optimizer state), but has 1.7 KiB" in said
 
 
 def test_the_plan_in_a_checkpoint_is_listed_verified_and_reported(
