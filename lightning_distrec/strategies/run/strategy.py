@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
+from lightning_distrec._compat.lightning_hooks import call_overridden_hooks
 from lightning_distrec._compat.lightning_resuming import resume_from
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.cluster.environment import local_world_size, publish_ranks
@@ -186,6 +187,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         stopping = StopHandler(trainer, consensus, checkpoints, self._stop_options, job)
         run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
         run.undo.enter_context(local_world_size(self.num_local_ranks))
+        run.undo.callback(call_overridden_hooks(trainer))
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         if run.is_fitting and checkpoints.copies is not None:
             run.undo.enter_context(copying(trainer, checkpoints.copies))
