@@ -1,11 +1,12 @@
 """Host time of a training step: what the main thread of a rank does, while the tables' work is small.
 
-    python -m tests.benchmarks.host_time [--only tiny,8,2 ...] [--rounds 5] [--functions ours] [--write]
+    python -m tests.benchmarks.host_time [--only tiny,8,2 ...] [--functions ours] [--files ours] [--write]
 
 Contenders take turns on the same ranks: torchrec's TrainPipelineSparseDist written by hand, Trainer.fit under
 torchrec_sharded, the same with a metric and a logged loss, and Lightning's loop around next to nothing. For each:
 the main thread's processor time and the wall's time of a step, and how many Python functions a step calls, by package.
---functions lists the functions that a contender calls most. --write puts tables into docs/performance.md.
+--functions lists the functions that a contender calls most, --files the files that its time goes to. --write puts
+tables into docs/performance.md.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the ranks
 
-from tests.benchmarks.host_time_steps import CONTENDERS, Measured, Sizes, measure  # noqa: E402
+from tests.benchmarks.host_time_steps import CONTENDERS, Measured, Sizes, measure, times_by_file  # noqa: E402
 from tests.benchmarks.page import NONE, table  # noqa: E402
 from tests.support.ranks import run_on_ranks  # noqa: E402
 
@@ -34,12 +35,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=CASES, metavar="BATCH,TABLES,RANKS", help="cases to run")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--functions", choices=CONTENDERS, help="list the functions that this contender calls most")
+    parser.add_argument("--files", choices=CONTENDERS, help="profile this contender alone, and list its files")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
     options = parser.parse_args()
     found = {}
     for case in options.only:
         batch, num_tables, num_ranks = case.split(",")
         sizes = Sizes(*BATCHES[batch], int(num_tables))
+        if options.files:
+            files = run_on_ranks(times_by_file, int(num_ranks), sizes, options.files, timeout_seconds=300)[0]
+            print(f"{case}, {options.files}: {files.total():.0f} us a step under a profiler")
+            print("\n".join(f"{time:6.0f} {file}" for file, time in files.most_common(40)), flush=True)
+            continue
         found[case] = run_on_ranks(measure, int(num_ranks), sizes, options.rounds, timeout_seconds=900)[0]
         print(f"{case}\n{times_table({case: found[case]})}\n\n{calls_table(found[case])}\n", flush=True)
         if options.functions:

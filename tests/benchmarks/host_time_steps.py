@@ -1,6 +1,8 @@
 """What a step costs the main thread of a rank: its processor time, the wall's, and the functions that it calls."""
 
+import cProfile
 import io
+import pstats
 import random
 import statistics
 import sys
@@ -119,6 +121,32 @@ class CallCounter:
         return Counter({n: k for n, k in functions.items() if k}), int(statistics.median(b for _, b in steps))
 
 
+class FileTimes:
+    """Profiles the main thread. A builtin counts to the file that calls it; calls seem dearer than they are."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._profile = cProfile.Profile(time.thread_time)
+        self._turn, self._step = turn, 0
+
+    def __call__(self) -> float:
+        if self._step == self._turn.first:
+            self._profile.enable()
+        elif self._step == self._turn.first + self._turn.counted:
+            self._profile.disable()
+        self._step += 1
+        return time.perf_counter()
+
+    def microseconds(self) -> Counter[str]:
+        """Return file -> microseconds of a step."""
+        found: Counter[str] = Counter()
+        stats: dict[Any, Any] = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
+        for (path, _, _), (_, _, own, _, callers) in stats.items():
+            parts = [(path, own)] if path != "~" else [(caller[0], part[2]) for caller, part in callers.items()]
+            for of, seconds in parts:
+                found[_file(of)] += seconds * 1e6 / self._turn.counted  # type: ignore[assignment]
+        return found
+
+
 def _file(path: str) -> str:
     """Return a file's path from its package on."""
     for before in ("site-packages/", "lightning_distrec/"):
@@ -204,3 +232,17 @@ def calls_of(contender: Contender) -> tuple[Counter[str], int]:
     finally:
         sys.setprofile(None)
     return counter.usual(COUNTED_TURN)
+
+
+def times_by_file(sizes: Sizes, name: str) -> Counter[str]:
+    """Collective. Return how long a step of this contender stays in each file, in microseconds, under a profiler."""
+    torch.set_num_threads(1)
+    join_ranks()
+    silence()
+    batches = Batches(sizes.num_rows, TURN.steps, dist.get_rank(), sizes.num_tables, sizes.batch_size)
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        contender = CONTENDERS[name](sizes.num_rows, batches, TURN)
+        contender.clock = times = FileTimes(TURN)
+        contender.turn()
+    return times.microseconds()
