@@ -206,14 +206,6 @@ BREAKAGES = (
         ("multiprocess/test_copies_in_memory.py",),
     ),
     Breakage(
-        "copy-keeps-changes",
-        "lightning_distrec/strategies/checkpoints/in_memory/series.py",
-        r"self\._changed\.begin\(\)",
-        "self._changed._touched.clear() if over else self._changed.begin()",
-        "A table that a callback wrote is copied in full for ever.",
-        ("multiprocess/test_copies_by_rows.py",),
-    ),
-    Breakage(
         "copy-lacks-what-it-lies-over",
         "lightning_distrec/checkpoint/in_memory/copying.py",
         r"if path\.name not in \(self\.path\.name, \*self\.over\):",
