@@ -25,6 +25,14 @@ class Breakage:
 
 
 BREAKAGES = (
+    Breakage(
+        "no-grad-keeps-rows",
+        "lightning_distrec/sharding/lookup",
+        r"with torch\.enable_grad\(\), self\._order\.of\(lambda: \[values\]\):",
+        "with self._order.of(lambda: [values]):",
+        "Bags that are first seen under no_grad lose their gradient: their tables stop learning, silently.",
+        ("multiprocess/test_lazy_outputs.py",),
+    ),
     # ---- cluster
     Breakage(
         "slurm-counts",

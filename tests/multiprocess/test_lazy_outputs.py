@@ -32,6 +32,7 @@ USES: dict[str, Callable[[KeyedTensor], Tensor]] = {
     "moved": lambda kt: kt.to(torch.device("cpu")).values(),
     "made again": lambda kt: KeyedTensor(kt.keys(), kt.length_per_key(), kt.values()).values(),
     "seen without gradient": lambda kt: _seen(kt).values(),
+    "columns seen without gradient": lambda kt: _columns_seen(kt)["f@t"] * kt["f@u"][:, :8],
     "said": lambda kt: (str(kt), repr(kt), kt.values())[2],
     "detached too": lambda kt: kt.values() + kt.values().detach(),
     "by position": lambda kt: kt.values()[:, kt.offset_per_key()[1] :],
@@ -43,6 +44,12 @@ USES: dict[str, Callable[[KeyedTensor], Tensor]] = {
 def _seen(output: KeyedTensor) -> KeyedTensor:
     with torch.no_grad():
         assert not (output.values() * 2).requires_grad
+    return output
+
+
+def _columns_seen(output: KeyedTensor) -> KeyedTensor:
+    with torch.no_grad():
+        assert not (output["f@t"] * 2).requires_grad
     return output
 
 
@@ -58,9 +65,9 @@ class Uses(Bags):
         return type(self).use(self.ebc(batch))
 
 
-def _sharded(name: str) -> dict[str, Any]:
+def _sharded(name: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]:
     kind = type("Used", (Uses,), {"use": staticmethod(USES[name])})
-    found = fit(kind, 3)
+    found = fit(kind, 3, strategy=strategy)
     return {key: found[key] for key in ("losses", "state", "counts", "moved")}
 
 
@@ -79,6 +86,21 @@ def _train_plain(model: Any) -> dict[str, Tensor]:
             (model.loss(model.rows(batch, step)) / 2).backward()
         optimizer.step()
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+def test_values_and_columns_that_no_grad_sees_first_get_their_gradients() -> None:
+    """Either is made of the other: values of columns where sharding types differ, or else columns of values."""
+
+    def calls(sharding_types: dict[str, list[str]]) -> dict[str, tuple[Any, ...]]:
+        tables = {name: {"sharding_types": types} for name, types in sharding_types.items()}
+        names = ("seen without gradient", "columns seen without gradient")
+        return {name: (_sharded, name, {"tables": tables}) for name in names}
+
+    for types in ({"t": ["row_wise"], "u": ["table_wise"]}, {"t": ["row_wise"], "u": ["row_wise"]}):
+        for name, found in run_each_on_ranks(calls(types), 2)[0].items():
+            wanted = _plain(name)
+            for key, value in wanted.items():
+                assert torch.allclose(found["state"][key], value, rtol=0, atol=2e-6), (types, name, key)
 
 
 @pytest.fixture(scope="module")

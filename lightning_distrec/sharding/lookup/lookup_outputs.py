@@ -125,7 +125,8 @@ class PooledEmbeddings:
     def values(self) -> torch.Tensor:
         """All of them concatenated, in the unsharded order."""
         if self._values is None:
-            with self._order.of(lambda: [values]):
+            # In grad mode, as LazyOutput: code that first looks at them under no_grad may use them in its loss later.
+            with torch.enable_grad(), self._order.of(lambda: [values]):
                 values = torch.cat(list(self.columns.values()), dim=1)
             self._values = values
         return self._values
@@ -134,7 +135,7 @@ class PooledEmbeddings:
     def columns(self) -> dict[str, torch.Tensor]:
         """Output -> its columns."""
         if self._columns is None:
-            with self._order.of(lambda: list(columns)):
+            with torch.enable_grad(), self._order.of(lambda: list(columns)):
                 columns = self.values.split(self._widths, dim=1)
             self._columns = dict(zip(self._names, columns, strict=True))
         return self._columns
