@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_distrec.checkpoint.tools.quantized_rows import dequantized, packed_width, usable_bits
+from lightning_distrec.checkpoint.incremental.packed_rows import dequantized, packed_width, usable_bits
 from lightning_distrec.errors import ConfigError
 
 

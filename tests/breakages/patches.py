@@ -101,7 +101,7 @@ BREAKAGES = (
     # ---- serving
     Breakage(
         "nibbles",
-        "lightning_distrec/checkpoint/tools",
+        "lightning_distrec/checkpoint/incremental",
         r"numbers & 15, numbers >> 4",
         "numbers >> 4, numbers & 15",
         "Rows of 4 bits are read with neighbouring numbers swapped.",

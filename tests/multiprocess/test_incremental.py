@@ -52,6 +52,7 @@ QUICK = {
     "sparse": (ADAGRAD, SPARSE, runs.KeepsGradients),
     "written": (ADAGRAD, {}, runs.WritesInStep),
 }
+PACKED = (ADAGRAD, _cut("column_wise"), runs.LargeTables, (), {"row_bits": 8})
 
 
 def _series(folder: Path, cases: dict[str, tuple[Any, ...]], steps: int = 6) -> dict[str, list[set[str]]]:
@@ -65,7 +66,9 @@ def _series(folder: Path, cases: dict[str, tuple[Any, ...]], steps: int = 6) -> 
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[set[str]]]]:
     """Folders of the quick cases, and the tables that each of their differences has by rows."""
     folder = tmp_path_factory.mktemp("incremental")
-    return folder, _series(folder, QUICK, steps=4)
+    by_rows = _series(folder, QUICK, steps=4)
+    run_on_warm_ranks(fit, 2, str(folder / "packed"), 4, *PACKED)
+    return folder, by_rows
 
 
 def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
@@ -74,6 +77,35 @@ def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
     _, by_rows = quick
     assert by_rows["by columns"] == by_rows["by rows"] == by_rows["sparse"] == [ALL]
     assert by_rows["written"] == [ALL - {"ebc.narrow"}]
+
+
+def test_rows_of_8_bits_are_near_and_all_else_is_exact(
+    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quick[0] / "packed"
+    difference, full = folder / "series" / "step=4-difference.ckpt", folder / "full" / "step=4.ckpt"
+    found, wanted = runs.tensors_in(difference), runs.tensors_in(full)
+    inexact = {where for where in wanted if not torch.equal(found[where], wanted[where])}
+    assert inexact == {f"weights/ebc.embedding_bags.{name}.weight" for name in TABLES}
+    changes = tmp_path / "rows.pt"
+    assert main(["export", str(difference), str(changes), "--since", str(folder / "series" / "step=2-full.ckpt")]) == 0
+    of_rows = torch.load(changes)
+    for where in inexact:
+        name = where.removeprefix("weights/")
+        before = runs.tensors_in(folder / "series" / "step=2-full.ckpt")[where]
+        same = (wanted[where] == before).all(1)
+        assert torch.equal(found[where][same], before[same])  # rows that have not changed are those of the base
+        steps = (wanted[where].amax(1) - wanted[where].amin(1)) / 255  # of 8 bits; scales of column shards are finer
+        assert bool(((found[where] - wanted[where]).abs().amax(1) <= 0.51 * steps).all())
+        assert torch.equal(of_rows[f"{name}.rows"], found[where][of_rows[f"{name}.ids"]])
+    capsys.readouterr()
+    assert main(["checkpoint", "inspect", str(difference)]) == 0
+    assert "changed rows, 8 bits a number: ebc." in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="has its changed rows in 8 bits a number"):
+        load(difference, 0, 1)
+    assert main(["checkpoint", "merge", str(difference), str(tmp_path / "merged.ckpt")]) == 0
+    merged = runs.tensors_in(tmp_path / "merged.ckpt")
+    assert all(torch.equal(merged[where], found[where]) for where in found)
 
 
 def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(
@@ -194,6 +226,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ({"every": 200, "full_every": 300}, "full_every=300 is no multiple of every=200"),
         ({"every": 0, "full_every": 300}, "every=0 must be a whole number"),
         ({"every": 200}, "every and full_every"),
+        ({"every": 200, "full_every": 200, "row_bits": 4}, "row_bits=4 must be 32, which is exact, or 8"),
     ):
         with pytest.raises(ConfigError, match=message):
             CheckpointOptions(incremental=given)  # type: ignore[arg-type]

@@ -38,7 +38,8 @@ def _fit(folder: str, lost: bool) -> dict[str, Any]:
         rank_monitor.WAIT_SECONDS = 0.5
         if rank == 1:
             monitor._put = lambda *_: None  # type: ignore[method-assign]
-    trainer = make_trainer(callbacks=[monitor, Communication()], logger=CSVLogger(folder))
+    row_wise = {"sharding_types": ["row_wise"]}
+    trainer = make_trainer(row_wise, callbacks=[monitor, Communication()], logger=CSVLogger(folder))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(seeded(Slow, torch.optim.SGD, {"lr": 0.1}), DataLoader([make_batch(rank)] * STEPS, batch_size=None))

@@ -1,12 +1,16 @@
 """Lays a difference over its base: handles of tensors that read both, for all who read checkpoints."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_distrec.checkpoint import load as of_one
 from lightning_distrec.checkpoint.incremental.marks import base_of, mark_of
+from lightning_distrec.checkpoint.incremental.packed_rows import UnpackedRows
 from lightning_distrec.checkpoint.lazy_tensors import PatchedTensor, RowIds, ShardRows, as_lazy, stored_tensor
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.plain_state import insert_tensors, map_nested, read_plain
@@ -34,6 +38,12 @@ def load(path: Path, rank: int, num_ranks: int, pickles: bool = False) -> Loaded
     for name, record in StoredTensors(path).records(rank, num_ranks):
         if not matches_checksums(record):
             raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
+    if mark.row_bits != 32 and rank == 0:
+        warnings.warn(
+            f"{path} has its changed rows in {mark.row_bits} bits a number (checkpoint: incremental: row_bits): what "
+            "resumes from it is near the run that never stopped, and not equal to it.",
+            stacklevel=2,
+        )
     return replace(loaded, checkpoint=with_base(path, loaded.checkpoint, loaded.marker, pickles))
 
 
@@ -57,7 +67,8 @@ def with_base(
                 return map_nested(item, where, put)
             if where not in handles or tuple(handles[where].shape) != tuple(item["shape"]):
                 raise CheckpointError(f"{path} is a difference of '{where}', which its base {base} has not.")
-            return PatchedTensor(handles[where], [_shard_rows(shard, ids, known) for shard in item[CHANGED]])
+            dtype = handles[where].dtype
+            return PatchedTensor(handles[where], [_shard_rows(shard, ids, known, dtype) for shard in item[CHANGED]])
 
         patched: dict[str, Any] = put(checkpoint, "")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -65,9 +76,13 @@ def with_base(
     return patched
 
 
-def _shard_rows(shard: Mapping[str, Any], ids: Mapping[str, Any], known: dict[str, RowIds]) -> ShardRows:
+def _shard_rows(
+    shard: Mapping[str, Any], ids: Mapping[str, Any], known: dict[str, RowIds], dtype: torch.dtype
+) -> ShardRows:
     offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
     rows, numbers = as_lazy(shard["rows"]), ids[name]
+    if rows is not None and shard.get("bits", 32) == 8:
+        rows = UnpackedRows(rows, dtype)
     if rows is None or tuple(rows.shape) != (*numbers.shape, *sizes[1:]) or len(offsets) != len(sizes):
         raise ValueError(f"rows of {offsets}")
     if name not in known:

@@ -26,6 +26,8 @@ class Mark:
     base_id: str = ""
     changed: dict[str, int]
     """Full name of a table -> rows that the difference has of it; the other tables are in it in full."""
+    row_bits: int = 32
+    """Bits a number of the rows of float32 tables in a difference; with 8 they are not exact."""
 
     @property
     def is_difference(self) -> bool:
@@ -44,6 +46,8 @@ def mark_of(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
             raise TypeError("no text")
         if os.path.basename(mark.base_name) != mark.base_name or not isinstance(mark.changed, dict):
             raise TypeError(f"a base {mark.base_name!r}")
+        if mark.row_bits not in (8, 32):
+            raise TypeError(f"{mark.row_bits!r} bits")
     except TypeError as error:
         raise CheckpointError(f"{path} is damaged: its marker says {given!r} of its base ({error}).") from None
     return mark

@@ -63,6 +63,8 @@ class Description:
     """Of a difference: the full checkpoint next to it that it needs."""
     changed_rows: dict[str, int] = dataclasses.field(default_factory=dict)
     """Of a difference: full name of a table -> rows that it has of it; other tables are in it in full."""
+    row_bits: int = 32
+    """Of a difference: bits a number of those rows; 32 where they are exact."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of a table -> its sharding type, kernel and ranks."""
     plan_file: bool = False
@@ -108,6 +110,7 @@ def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> De
         lightning=checkpoint.get("pytorch-lightning_version"),
         base=(mark.base_name or None) if mark else None,
         changed_rows=mark.changed if mark else {},
+        row_bits=mark.row_bits if mark else 32,
         plan=plan,
         plan_file=PLAN_FILE in marker.get("files", {}),
         tensors=sorted(tensors, key=lambda tensor: (tensor.sharding_type is None, -tensor.num_bytes, tensor.name)),
@@ -175,7 +178,8 @@ def print_description(found: Description, console: Console, show_all: bool) -> N
             console.print(f"{name:<11}{value}", soft_wrap=True)
     if found.base is not None:
         rows = ", ".join(f"{name} {count:,}" for name, count in found.changed_rows.items()) or "none"
-        console.print(f"difference to {found.base}, which it needs; changed rows: {rows}", soft_wrap=True)
+        packed = f", {found.row_bits} bits a number" if found.row_bits != 32 else ""
+        console.print(f"difference to {found.base}, which it needs; changed rows{packed}: {rows}", soft_wrap=True)
     listed = found.tensors if show_all else found.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
     if rest := found.tensors[len(listed) :]:

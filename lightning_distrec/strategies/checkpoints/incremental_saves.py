@@ -129,8 +129,16 @@ class IncrementalSaves:
             return {INCREMENTAL: asdict(mark)}
         base = self._base
         assert base is not None
-        rows = as_difference(checkpoint, self._tables, self._changed, self._in_full, base.tensors, self._ranks)
-        mark = Mark(id=drawn, series=self._series, base_name=base.name, base_id=base.mark.id, changed=rows)
+        of_tables, bits = (self._tables, self._changed, self._in_full, base.tensors), self._options.row_bits
+        rows = as_difference(checkpoint, *of_tables, self._ranks, bits)
+        mark = Mark(
+            id=drawn,
+            series=self._series,
+            base_name=base.name,
+            base_id=base.mark.id,
+            changed=rows,
+            row_bits=bits,
+        )
         return {INCREMENTAL: asdict(mark)}
 
     def _remove_old(self, written: Path) -> None:

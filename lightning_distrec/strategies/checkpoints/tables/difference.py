@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.checkpoint.incremental.loading import CHANGED, ROW_IDS
+from lightning_distrec.checkpoint.incremental.packed_rows import packed_width, quantized
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.strategies.checkpoints.tables.changed_tables import ChangedTables
@@ -19,6 +20,8 @@ from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTa
 if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
     from lightning_distrec.sharding.row_gradients import LocalShard
 
+WEIGHTS = "state_dict/"
+"""What the places of weights in a checkpoint begin with."""
 WORTH = 0.8
 """Share of a table's rows from which on it is written in full."""
 
@@ -61,7 +64,7 @@ def tensors_of_tables(checkpoint: Mapping[str, Any], tables: SavedTables) -> lis
     """Return the sharded tensors of a checkpoint that lie along tables, weights and state; the same on every rank."""
     keys = tables.shards.keys_in_tree() | {table.key: table.full_name for table in tables.shards.tables}
     state = checkpoint["state_dict"]
-    found = [TensorOfTable(f"state_dict/{key}", keys[key], state, key) for key in state if key in keys]
+    found = [TensorOfTable(f"{WEIGHTS}{key}", keys[key], state, key) for key in state if key in keys]
     for i, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         for name, values in optimizer.get("state", {}).items():
             where = f"optimizer_states/{i}/state/{name}"
@@ -76,10 +79,12 @@ def as_difference(
     in_full: Mapping[str, str],
     in_base: set[str],
     ranks: Consensus,
+    row_bits: int = 32,
 ) -> dict[str, int]:
     """Collective. Put changed rows in the place of tensors of tables, in place; return the number of rows by table.
 
     in_full: tables that stay as they are, the same on every rank. in_base: the tensors of tables that the base has.
+    row_bits: 8 packs the rows of float32 tables; their optimizer state stays as it is.
     """
     wanted = [t for t in tensors_of_tables(checkpoint, tables) if t.where in in_base and t.table not in in_full]
     shards = {name: [s for s in tables.shards.shards[name] if s.weight.numel()] for name in {t.table for t in wanted}}
@@ -120,8 +125,13 @@ def as_difference(
                 if name not in numbers:
                     in_table = None if own_ids is None else (own_ids + place.row).to(_ids_type(sizes[each.table]))
                     numbers[name] = _alone((count,), _ids_type(sizes[each.table]), in_table)
-                of_shard = _alone((count, *box[1:]), dtype, rows)
-                places.append({"offsets": offsets, "sizes": box, "ids": name, "rows": of_shard})
+                entry: dict[str, Any] = {"offsets": offsets, "sizes": box, "ids": name}
+                if row_bits == 8 and each.where.startswith(WEIGHTS) and dtype == torch.float32 and not box[1] % 4:
+                    packed = None if rows is None else quantized(rows, 8)
+                    entry |= {"rows": _alone((count, packed_width(box[1], 8)), torch.uint8, packed), "bits": 8}
+                else:
+                    entry |= {"rows": _alone((count, *box[1:]), dtype, rows)}
+                places.append(entry)
         each.holder[each.key] = {CHANGED: places, "shape": shape}
         by_rows.add(each.table)
     checkpoint[ROW_IDS] = numbers

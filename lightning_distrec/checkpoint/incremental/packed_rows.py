@@ -1,0 +1,65 @@
+"""Rows of 8 or 4 bits a number, with a scale and an offset for each row, as FBGEMM's inference kernels have them.
+
+8 bits: dim bytes, then scale and offset in float32. 4 bits: two numbers in a byte, the first in its low half, then
+scale and offset in float16. A number is
+`bits * scale + offset`. Source: fbgemm_gpu's FloatToFused8BitRowwiseQuantized and
+FloatToFusedNBitRowwiseQuantizedSBHalf.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_distrec.chunks import Chunk, LazyTensor
+
+
+def usable_bits(dim: int, bits: int) -> int:
+    """Return `bits`, or 8 where rows of `dim` numbers cannot be packed in 4: FBGEMM wants pairs of bytes."""
+    return 8 if dim % 4 else bits
+
+
+def packed_width(dim: int, bits: int) -> int:
+    """Return the bytes of a row of `dim` numbers."""
+    return dim + 8 if bits == 8 else dim // 2 + 4
+
+
+def quantized(rows: Tensor, bits: int) -> Tensor:
+    """Return rows packed, (num_rows, packed_width) uint8. rows: (num_rows, dim) float32, on the host."""
+    import fbgemm_gpu  # noqa: F401  it registers the operators
+
+    if bits == 8:
+        packed: Tensor = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
+    else:
+        packed = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
+    return packed
+
+
+def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
+    """Return rows in float32, (num_rows, dim), by operators of torch alone. packed: as `quantized` returns them."""
+    numbers, rest = packed[:, : dim if bits == 8 else dim // 2], packed[:, dim if bits == 8 else dim // 2 :]
+    of_row = rest.contiguous().view(torch.float32 if bits == 8 else torch.float16).float()
+    if bits == 4:
+        numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).reshape(-1, dim)
+    return numbers.float() * of_row[:, :1] + of_row[:, 1:]
+
+
+class UnpackedRows:
+    """Rows of 8 bits, unpacked while they are read. packed: (num_rows, dim + 8) uint8."""
+
+    def __init__(self, packed: LazyTensor, dtype: torch.dtype) -> None:
+        self._packed, self.dtype = packed, dtype
+        self.shape = (packed.shape[0], packed.shape[1] - packed_width(0, 8))
+
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Read and unpack the rows of `chunks`, which are full rows."""
+        for chunk in chunks:
+            packed = torch.empty((len(chunk.tensor), self._packed.shape[1]), dtype=torch.uint8)
+            self._packed.read_into([Chunk((chunk.offsets[0], 0), packed)])
+            chunk.tensor.copy_(dequantized(packed, self.shape[1], 8))
+
+    def read(self) -> Tensor:
+        """Read and unpack all rows."""
+        rows = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into([Chunk((0, 0), rows)])
+        return rows
