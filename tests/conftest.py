@@ -1,5 +1,6 @@
 """Which tests share a process where pytest-xdist has several, and what one file leaves to the next: nothing."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,10 +25,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
     return FilesTogether(config, log)
 
 
+OF_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _end_ranks_and_group() -> Iterator[None]:
-    """Warm ranks, and the process group that trainers of one rank leave, end with the file that has made them."""
+    """Warm ranks, and the process group that trainers of one rank leave, end with the file that has made them.
+
+    So do the variables that Lightning's launcher leaves: a script that a later file starts would take itself for a rank
+    that somebody else has started, and wait for the others.
+    """
+    before = {name: os.environ[name] for name in OF_RANKS if name in os.environ}
     yield
+    for name in OF_RANKS:
+        os.environ.pop(name, None)
+    os.environ.update(before)
     stop_warm_ranks()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
