@@ -1,0 +1,1 @@
+"""Copies in the memory of nodes, from which a restarted fit goes on."""
