@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec.checkpoint.incremental.loading import load
+from lightning_distrec.checkpoint.incremental.loading import _shard_rows, load
 from lightning_distrec.checkpoint.incremental.marks import Mark
+from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
 from lightning_distrec.checkpoint.tools.contents import read_full
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.merge import merge
@@ -106,6 +107,14 @@ def test_rows_of_8_bits_are_near_and_all_else_is_exact(
     assert main(["checkpoint", "merge", str(difference), str(tmp_path / "merged.ckpt")]) == 0
     merged = runs.tensors_in(tmp_path / "merged.ckpt")
     assert all(torch.equal(merged[where], found[where]) for where in found)
+
+
+@pytest.mark.parametrize("packed", [torch.zeros(2, 12), torch.zeros(2, dtype=torch.uint8)], ids=["floats", "flat"])
+def test_packed_rows_that_are_not_as_they_were_written_are_refused(packed: torch.Tensor) -> None:
+    ids = {"t": MappedTensor(torch.tensor([0, 1]))}
+    shard = {"offsets": (0, 0), "sizes": (2, 4), "ids": "t", "rows": MappedTensor(packed), "bits": 8}
+    with pytest.raises(ValueError, match="packed rows of"):
+        _shard_rows(shard, ids, {}, torch.float32)
 
 
 def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(

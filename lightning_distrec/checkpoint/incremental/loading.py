@@ -82,6 +82,8 @@ def _shard_rows(
     offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
     rows, numbers = as_lazy(shard["rows"]), ids[name]
     if rows is not None and shard.get("bits", 32) == 8:
+        if rows.dtype != torch.uint8 or len(rows.shape) != 2:
+            raise ValueError(f"packed rows of {offsets}")
         rows = UnpackedRows(rows, dtype)
     if rows is None or tuple(rows.shape) != (*numbers.shape, *sizes[1:]) or len(offsets) != len(sizes):
         raise ValueError(f"rows of {offsets}")
