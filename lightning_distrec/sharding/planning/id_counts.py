@@ -47,10 +47,8 @@ class IdCounts:
 
     def look_at(self, *batches: Any) -> None:
         """Count the ids in what a batch consists of, each object once: containers and dataclasses at any depth."""
-        seen: set[int] = set()
-        for batch in batches:
-            for name, leaf in leaves("", batch, seen):
-                self._count(name, leaf)
+        for name, leaf in leaves_of(*batches):
+            self._count(name, leaf)
 
     def _count(self, name: str, leaf: Any) -> None:
         if isinstance(leaf, KeyedJaggedTensor):
@@ -82,7 +80,14 @@ class IdCounts:
         return tuple(known) if len(known) == len(counts) else None
 
 
-def leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def leaves_of(*batches: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what batches consist of with its name, as `_leaves` does, each object once."""
+    seen: set[int] = set()
+    for batch in batches:
+        yield from _leaves("", batch, seen)
+
+
+def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield what is in containers and dataclasses, at any depth, with the name that it has in the innermost of them."""
     if id(value) in seen:
         return
@@ -101,4 +106,4 @@ def leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for part_name, part in inner:
-        yield from leaves(part_name, part, seen)
+        yield from _leaves(part_name, part, seen)

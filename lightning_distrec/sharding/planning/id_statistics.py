@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from lightning_distrec.sharding.plan.table_data import TableData
-from lightning_distrec.sharding.planning.id_counts import IdCounts, leaves
+from lightning_distrec.sharding.planning.id_counts import IdCounts, leaves_of
 from lightning_distrec.sharding.tables import Table
 
 Ids = NDArray[np.int64]
@@ -32,10 +32,8 @@ class IdStatistics:
         """Take in a batch, and what the step computes of it."""
         self.num_batches += 1
         self.counts.look_at(*batches)
-        seen: set[int] = set()
-        for batch in batches:
-            for name, leaf in leaves("", batch, seen):
-                self._keep(name, leaf)
+        for name, leaf in leaves_of(*batches):
+            self._keep(name, leaf)
 
     def _keep(self, name: str, leaf: Any) -> None:
         if isinstance(leaf, KeyedJaggedTensor):
