@@ -140,7 +140,7 @@ class LitLayer(LitTables):
 
 
 def batches(fit: Fit, number: int, rank: int) -> DataLoader:
-    """Return so many batches of a rank, each with POOLING evenly drawn ids per example and table."""
+    """Return `number` batches of a rank, each with POOLING evenly drawn ids per example and table."""
     draw = torch.Generator().manual_seed(1 + rank)
     keys, bags = [f"f{i}" for i in range(NUM_TABLES)], NUM_TABLES * fit.batch_size
     drawn = [

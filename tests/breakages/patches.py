@@ -932,7 +932,7 @@ BREAKAGES = (
         "lightning_distrec/sharding/planning/id_statistics.py",
         r"distinct_per_batch=float\(np\.mean\(\[len\(np\.unique\(batch\)\) for batch in batches\]\)\)",
         "distinct_per_batch=float(len(rows))",
-        "Different rows of a batch are told as those of all batches together.",
+        "Different rows of a batch are reported as those of all batches together.",
         ("unit/test_plan_from_data.py",),
     ),
 )
