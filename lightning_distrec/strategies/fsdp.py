@@ -18,7 +18,7 @@ from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_opt
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import (
     FullyShardedModule,
     drop_unfinished_step,
@@ -30,7 +30,11 @@ from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizer
 from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
 from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
-from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_over_all_ranks
+from lightning_distrec.strategies.run.precision import (
+    MatmulPrecision,
+    clip_over_all_ranks,
+    skip_overflows_on_all_ranks,
+)
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
@@ -62,6 +66,12 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             "auto": for all blocks but the last.
         activation_checkpointing: whether to recompute the activations of blocks in backward instead of keeping them.
         cpu_offload: whether to keep parameters, gradients and optimizer state on the host (CUDA).
+        param_dtype: "fp32", "bf16" or "fp16": type in which parameters are gathered. None: the precision's. With
+            precision="32-true", blocks compute in it: they cast their inputs to it, and their outputs back.
+        reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true precision.
+        buffer_dtype: type into which floating-point buffers of blocks are converted. None: leave them.
+        forward_prefetch: blocks that are gathered ahead in forward, in the module's order. 0: torch's own way.
+        backward_prefetch: blocks that are gathered ahead in backward. 0: torch's own way, one.
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or "error".
         checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
@@ -83,6 +93,11 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         reshard_after_forward: Literal["auto"] | bool = "auto",
         activation_checkpointing: bool = False,
         cpu_offload: bool = False,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
+        buffer_dtype: Dtype | None = None,
+        forward_prefetch: int = 0,
+        backward_prefetch: int = 0,
         uneven_inputs: UnevenInputs = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
@@ -98,6 +113,11 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             cpu_offload=cpu_offload,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            buffer_dtype=buffer_dtype,
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
         )
         self._mesh: DeviceMesh | None = None
         super().__init__(
@@ -145,6 +165,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
             run.undo.callback(clip_over_all_ranks(self.precision_plugin, None, {}))
+            run.undo.callback(skip_overflows_on_all_ranks(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, None, self.lightning_module_state_dict)
         self.setup_precision_plugin()
         if run.is_fitting:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -165,6 +165,12 @@ class NoReset(Plain):
         self.weight = nn.Parameter(torch.empty(WIDTH, device="meta"))
 
 
+class Eighths(Precision):
+    """A precision that we do not know."""
+
+    precision = "8-true"  # type: ignore[assignment]
+
+
 REFUSED: dict[str, tuple[Any, ...]] = {
     "'out.weight', 'out.bias'|uses the weights of a block without calling it": (Reaches, SMALL, {}),
     "param group 0, a parameter of shape .16, 12. that is not in the module": (OldList, SMALL, {}),
@@ -180,7 +186,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "wrap: 'one' shares a weight with another submodule": (BareAndTied, {"wrap": ["one"]}, {}),
     "replicas=3: 2 ranks cannot be divided evenly among them. Use a divisor of 2": (Plain, {"replicas": 3}, {}),
     "cpu_offload=true: the ranks compute on cpu": (Plain, {"cpu_offload": True}, {}),
-    "fsdp_tuned supports '32-true'": (Plain, {}, {"plugins": MixedPrecision("16-mixed", "cpu")}),
+    "fsdp_tuned supports '32-true'": (Plain, {}, {"plugins": Eighths()}),
 }
 
 

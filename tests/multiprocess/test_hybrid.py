@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -88,6 +89,25 @@ def _case(case: str) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     return run_each_on_ranks({case: (_case, case) for case in CASES}, 2)
+
+
+def _scaled() -> dict[str, Tensor]:
+    return _fit(WithScale, "SGD", plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 256.0))])
+
+
+def test_loss_scaling_reaches_tables_and_sharded_layers() -> None:
+    found = run_on_warm_ranks(_scaled, 2)[0]
+    model = seeded(WithScale, *OPTIMIZERS["SGD"])
+    optimizer, scaler = model.configure_optimizers(), torch.amp.GradScaler("cpu", 256.0)
+    for step, batch in enumerate(global_batches(STEPS)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model.training_step(batch, step)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for key, value in found.items():
+        torch.testing.assert_close(value, model.state_dict()[key], atol=1e-3, rtol=0, msg=key)
 
 
 def _clip(parameters: Any) -> None:

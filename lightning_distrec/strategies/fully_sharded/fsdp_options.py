@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from lightning_distrec.errors import ConfigError
 
 Replicas = int | Literal["nodes"]
 ReshardAfterForward = Literal["auto"] | bool
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,22 @@ class FSDPOptions:
     cpu_offload: bool = False
     """Whether to keep parameters, gradients and optimizer state on the host (CUDA)."""
 
+    param_dtype: Dtype | None = None
+    """Type in which parameters are gathered. None: the precision's. With precision="32-true", blocks compute in it:
+    they cast their inputs to it, and their outputs back."""
+
+    reduce_dtype: Dtype | None = None
+    """Type in which gradients are sent and summed. None: float32, or that of parameters with a true precision."""
+
+    buffer_dtype: Dtype | None = None
+    """Type into which floating-point buffers of blocks are converted. None: leave them as they are."""
+
+    forward_prefetch: int = 0
+    """Blocks that are gathered ahead in forward, in the order in which the module has them. 0: torch's own way."""
+
+    backward_prefetch: int = 0
+    """Blocks that are gathered ahead in backward, in reverse order. 0: torch's own way, one."""
+
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str) and self.wrap != "auto":
             raise ConfigError(
@@ -44,3 +64,9 @@ class FSDPOptions:
             raise ConfigError(f"reshard_after_forward={self.reshard_after_forward!r}: must be 'auto', true or false.")
         if self.replicas != "nodes" and (isinstance(self.replicas, str) or self.replicas < 1):
             raise ConfigError(f"replicas={self.replicas!r}: must be 'nodes', or at least 1.")
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
+                raise ConfigError(f"{name}={dtype!r} is not known. Use one of {', '.join(map(repr, DTYPES))}.")
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if (number := getattr(self, name)) < 0:
+                raise ConfigError(f"{name}={number}: must be a number of blocks, or 0.")

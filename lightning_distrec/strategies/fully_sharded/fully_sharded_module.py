@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat.fully_shard import (
     draw_dtensors_with,
+    drop_gathered_ahead,
     drop_unreduced_gradient,
     reset_after_failure,
     sharded_and_unsharded_parameters,
@@ -31,10 +32,10 @@ from lightning_distrec.strategies.fully_sharded.activation_checkpointing import 
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS, gather_in_steps
 from lightning_distrec.strategies.fully_sharded.draws import draw_full
+from lightning_distrec.strategies.fully_sharded.dtypes import Dtypes, choose_dtypes
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.guards import guard
 from lightning_distrec.strategies.fully_sharded.refusals import (
-    compute_dtype,
     explained_errors,
     refuse_mixed_dtypes,
     refuse_module,
@@ -47,8 +48,8 @@ from lightning_distrec.strategies.fully_sharded.replicated_parameters import (
 from lightning_distrec.strategies.fully_sharded.shard_blocks import Sharding, fsdp_modules, modules_in_step
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, BufferBroadcaster
 
-_sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, torch.dtype | None]]" = WeakKeyDictionary()
-"""Fully sharded module -> the options and type with which it was sharded."""
+_sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, Dtypes]]" = WeakKeyDictionary()
+"""Fully sharded module -> the options and types with which it was sharded."""
 
 
 def drop_unfinished_step(module: nn.Module) -> None:
@@ -73,7 +74,7 @@ def shard_module(
 
     Raises ConfigError, UnsupportedError on every rank: it cannot be sharded so, or was sharded otherwise.
     """
-    wanted = options, compute_dtype(precision)
+    wanted = options, choose_dtypes(options, precision)
     if isinstance(module, FSDPModule):
         _refuse_other_options(_sharded_as.get(module, wanted), wanted)
     else:
@@ -82,7 +83,7 @@ def shard_module(
         log_replicated(replicated, rank_zero_info)
         if options.activation_checkpointing:
             checkpoint_activations(blocks)
-        sharding = Sharding(mesh, device, options.reshard_after_forward, wanted[1], options.cpu_offload)
+        sharding = Sharding(mesh, device, *wanted)
         sharding.shard(module, blocks, set(replicated.values()))
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
         guard(module)
@@ -99,12 +100,12 @@ def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
 
 
 def _refuse_other_options(
-    before: tuple[FSDPOptions, torch.dtype | None], wanted: tuple[FSDPOptions, torch.dtype | None]
+    before: tuple[FSDPOptions, Dtypes], wanted: tuple[FSDPOptions, Dtypes]
 ) -> None:
     if before != wanted:
         raise ConfigError(
-            f"an earlier run has sharded this module as {before[0]}, computing in {before[1] or 'its own type'}; now "
-            f"it is {wanted[0]}, in {wanted[1] or 'its own type'}, and a sharded module stays as it is. Give the "
+            f"an earlier run has sharded this module as {before[0]}, computing in {before[1].param or 'its own type'}; "
+            f"now it is {wanted[0]}, in {wanted[1].param or 'its own type'}, and a sharded module stays so. Give the "
             "strategy the same options and precision, or build a new module and load a checkpoint into it."
         )
 
@@ -115,6 +116,8 @@ class FullyShardedModule:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._fsdp_modules = fsdp_modules(module)
+        options = _sharded_as[module][0] if module in _sharded_as else FSDPOptions()
+        self._prefetches = options.forward_prefetch > 0 or options.backward_prefetch > 0
         self._replicated = ReplicatedParameters(module)
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
@@ -174,6 +177,8 @@ class FullyShardedModule:
         """Free what is gathered, so that the module's parameters are the shards."""
         for module in self._fsdp_modules:
             module.reshard()
+            if self._prefetches:
+                drop_gathered_ahead(module)
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:

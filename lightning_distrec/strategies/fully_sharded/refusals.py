@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
@@ -12,28 +11,8 @@ from torch.optim import LBFGS, Optimizer
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
 
-COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
-    "32-true": None,
-    "64-true": None,
-    "bf16-true": None,
-    "16-true": None,
-    "bf16-mixed": torch.bfloat16,
-}
-"""Precision -> the type in which parameters are gathered; None: their own."""
-
-
 INEXACT_OVER_SHARDS = ("Adafactor", "Muon", "Rprop")
 """Optimizers of torch that were tried over DTensors, and fail or have other numbers."""
-
-
-def compute_dtype(precision: str) -> torch.dtype | None:
-    """Return the type in which parameters are gathered. Raises UnsupportedError: this precision is not supported."""
-    if precision not in COMPUTE_DTYPES:
-        raise UnsupportedError(
-            f"Trainer(precision={precision!r}): fsdp_tuned supports {', '.join(map(repr, COMPUTE_DTYPES))}. The loss "
-            "scaling of '16-mixed' was not tried over sharded gradients: use 'bf16-mixed'."
-        )
-    return COMPUTE_DTYPES[precision]
 
 
 def refuse_sharded(module: nn.Module, strategy: str) -> None:

@@ -23,7 +23,8 @@ from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_s
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.fully_sharded.deep_copy import allow_deepcopy
-from lightning_distrec.strategies.fully_sharded.fsdp_options import ReshardAfterForward
+from lightning_distrec.strategies.fully_sharded.dtypes import Dtypes
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 
 modules_in_step: "WeakSet[nn.Module]" = WeakSet()
 """Fully sharded modules of which the strategy runs a step now."""
@@ -35,12 +36,8 @@ class Sharding:
 
     mesh: DeviceMesh
     device: torch.device
-    reshard_after_forward: ReshardAfterForward
-    """Whether to free a block's parameters between forward and backward; "auto": but for the last block's."""
-    compute_dtype: torch.dtype | None
-    """Type in which parameters are gathered; gradients are reduced as float32. None: the parameters' own."""
-    cpu_offload: bool
-    """Whether to keep parameters, gradients and optimizer state on the host."""
+    options: FSDPOptions
+    dtypes: Dtypes
 
     def shard(self, module: nn.Module, blocks: Sequence[nn.Module], replicated: set[nn.Parameter]) -> None:
         """Collective. Shard the parameters of each block, then the module's others, with rank 0's weights.
@@ -49,37 +46,64 @@ class Sharding:
         Raises ConfigError: what is on the meta device cannot be initialized.
         """
         last = blocks[-1] if blocks else None
+        inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
         for block in blocks:
-            wanted = self.reshard_after_forward
-            self._shard_one(block, replicated, block is not last if wanted == "auto" else wanted)
-        self._shard_one(module, replicated, reshard_after_forward=False)
+            wanted = self.options.reshard_after_forward
+            self.dtypes.convert_buffers(block)
+            policy = self.dtypes.of_block(is_nested=id(block) in inside)
+            self._shard_one(block, replicated, block is not last if wanted == "auto" else wanted, policy)
+        self._shard_one(module, replicated, False, self.dtypes.of_root())
+        _prefetch(module, blocks, self.options)
 
-    def _shard_one(self, module: nn.Module, replicated: set[nn.Parameter], reshard_after_forward: bool) -> None:
+    def _shard_one(
+        self,
+        module: nn.Module,
+        replicated: set[nn.Parameter],
+        reshard_after_forward: bool,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
         _materialize(module, self.device)
         apply_to_tensors(module, partial(_to_device, self.device))
         broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
         module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
-        self._fully_shard(module, replicated, reshard_after_forward)
+        self._fully_shard(module, replicated, reshard_after_forward, policy)
         module.register_forward_hook(_reshard_without_backward)
         module.register_load_state_dict_pre_hook(_load_shards)
         allow_deepcopy(
             module,
-            lambda copied, its_replicated: self._fully_shard(copied, its_replicated, reshard_after_forward=True),
+            lambda copied, its_replicated: self._fully_shard(copied, its_replicated, True, policy),
             self.device,
         )
 
-    def _fully_shard(self, module: nn.Module, replicated: set[nn.Parameter], reshard_after_forward: bool) -> None:
+    def _fully_shard(
+        self,
+        module: nn.Module,
+        replicated: set[nn.Parameter],
+        reshard_after_forward: bool,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
         """Collective the first time: see fully_shard."""
-        reduce_dtype = None if self.compute_dtype is None else torch.float32
         options: dict[str, Any] = {"ignored_params": replicated} if replicated else {}
         fully_shard(
             module,
             mesh=self.mesh,
             reshard_after_forward=reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(self.compute_dtype, reduce_dtype, cast_forward_inputs=False),
-            offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
             **options,
         )
+
+
+def _prefetch(module: nn.Module, blocks: Sequence[nn.Module], options: FSDPOptions) -> None:
+    """Let each block gather those that come next in the module while it computes."""
+    own = {id(block) for block in blocks}
+    in_order: list[Any] = [submodule for submodule in module.modules() if id(submodule) in own]
+    for i, block in enumerate(in_order):
+        if options.forward_prefetch:
+            block.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + options.forward_prefetch])
+        if options.backward_prefetch:
+            before = in_order[max(0, i - options.backward_prefetch) : i]
+            block.set_modules_to_backward_prefetch(before[::-1])
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

@@ -1,6 +1,8 @@
 """What the Trainer's precision plugin does, over gradients of which each rank has its shards only."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -61,8 +64,30 @@ class _JointScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with with_parameters(optimizer, parameters_of(self.others)):
+        with with_parameters(optimizer, parameters_of(self.others)), _local_gradients(optimizer):
             super().unscale_(optimizer)
+
+
+@dataclass
+class _Local:
+    """Stands for a DTensor as a scaler sees it: this rank's shard of the gradient, which is unscaled in place."""
+
+    grad: torch.Tensor
+
+
+@contextmanager
+def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Inside of the context an optimizer's DTensors are their shards: torch's kernel takes no lists of both kinds."""
+    before = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [
+            _Local(p.grad.to_local()) if isinstance(p.grad, DTensor) else p for p in group["params"]
+        ]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
 
 
 def skip_overflows_on_all_ranks(

@@ -1,0 +1,235 @@
+"""Types and prefetching of `fsdp_tuned` against hand-written loops over fully_shard."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn import functional
+
+from lightning_distrec import TunedFSDPStrategy
+from lightning_distrec.errors import ConfigError
+from tests.support.dense_models import KINDS, WIDTH, Recording, loader
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+SMALL = {"min_num_parameters": 8}
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+OVERFLOWS = {2: 1}
+"""Step -> the rank whose gradients are not finite in it."""
+
+Outcome = tuple[list[float], dict[str, Tensor]]
+
+
+class Blocks(Recording):
+    """Two blocks with a buffer each, and a layer beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = Shifted(), Shifted()
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.high(self.low(inputs)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if OVERFLOWS.get(len(self.losses) - 1) == rank_and_num_ranks()[0] else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class Shifted(nn.Module):
+    """A layer and a shift that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.301))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.layer(inputs) + self.shift).tanh()
+
+
+class Finite(Blocks):
+    """The same without overflows."""
+
+    training_step = Recording.training_step
+
+
+def _scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+
+
+def _fit(kind: type[Recording], options: dict[str, Any], **settings: Any) -> Outcome:
+    pl.seed_everything(5)
+    if settings.pop("scaled", False):
+        settings["plugins"] = MixedPrecision("16-mixed", "cpu", _scaler())
+    rank, num_ranks = rank_and_num_ranks()
+    model = kind()
+    trainer = pl.Trainer(
+        strategy=TunedFSDPStrategy(**options), devices=num_ranks, **DEFAULTS | {"max_epochs": 2} | settings
+    )
+    validates = loader(rank, num_ranks) if "limit_val_batches" in settings else None
+    trainer.fit(model, loader(rank, num_ranks), validates)
+    whole = {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}
+    return model.losses, whole | {"scale": torch.tensor(getattr(trainer.precision_plugin, "scaler", None) is not None)}
+
+
+def _by_hand(
+    kind: type[Recording],
+    of_block: MixedPrecisionPolicy,
+    of_root: MixedPrecisionPolicy,
+    autocast: torch.dtype | None = None,
+    scaled: bool = False,
+    buffers: torch.dtype | None = None,
+) -> Outcome:
+    pl.seed_everything(5)
+    model: Any = kind()
+    for block in (model.low, model.high):
+        if buffers is not None:
+            block.shift = block.shift.to(buffers)
+        fully_shard(block, mp_policy=of_block)
+    fully_shard(model, mp_policy=of_root)
+    optimizer = model.configure_optimizers()
+    scaler = _scaler() if scaled else torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        for batch in loader(*rank_and_num_ranks()):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", autocast or BF16, enabled=autocast is not None):
+                outputs = model(batch[0])
+                loss = functional.mse_loss(outputs, batch[1])
+            model.losses.append(float(loss.detach()))
+            is_bad = kind is Blocks and OVERFLOWS.get(len(model.losses) - 1) == rank_and_num_ranks()[0]
+            scaler.scale(loss * torch.inf if is_bad else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return model.losses, {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in model.state_dict().items()}
+
+
+WRAPPED = {"wrap": ["Shifted"]}
+EACH: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
+    "blocks in bf16": (
+        (Finite, WRAPPED | {"param_dtype": "bf16", "buffer_dtype": "bf16"}),
+        {},
+        (Finite, MixedPrecisionPolicy(BF16, FP32, FP32), MixedPrecisionPolicy(None, FP32), None, False, BF16),
+    ),
+    "gradients in bf16": (
+        (Finite, WRAPPED | {"reduce_dtype": "bf16"}),
+        {},
+        (Finite, MixedPrecisionPolicy(None, BF16), MixedPrecisionPolicy(None, BF16)),
+    ),
+    "gathered in float32 under autocast": (
+        (Finite, WRAPPED | {"param_dtype": "fp32"}),
+        {"precision": "bf16-mixed"},
+        (Finite, MixedPrecisionPolicy(), MixedPrecisionPolicy(), BF16),
+    ),
+    "16-mixed, with an overflow": (
+        (Blocks, WRAPPED),
+        {"scaled": True},
+        (Blocks, *2 * [MixedPrecisionPolicy(FP16, FP32, cast_forward_inputs=False)], FP16, True),
+    ),
+}
+
+
+def _both(case: str) -> tuple[Outcome, Outcome]:
+    (args, settings, by_hand) = EACH[case]
+    return _fit(*args, **settings), _by_hand(*by_hand)
+
+
+def _prefetching(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    ahead: list[str] = []
+    prefetch: Callable[..., Any] = FSDPParamGroup._prefetch_unshard
+
+    def recorded(group: Any, when: Any) -> None:
+        ahead.append(when)
+        prefetch(group, when)
+
+    FSDPParamGroup._prefetch_unshard = staticmethod(recorded)
+    try:
+        with_it = _fit(KINDS[kind], SMALL | {"forward_prefetch": 2, "backward_prefetch": 2}, **settings)
+    finally:
+        FSDPParamGroup._prefetch_unshard = staticmethod(prefetch)
+    return {"ahead": set(ahead), "with it": with_it, "without": _fit(KINDS[kind], SMALL, **settings)}
+
+
+PREFETCHED: dict[str, tuple[Any, ...]] = {
+    "blocks": (_prefetching, "Layers", {"val_check_interval": 2, "limit_val_batches": 2}),
+    "a block that is not called": (_prefetching, "Unused", {}),
+    "two optimizers by hand": (_prefetching, "Adversaries", {}),
+}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "param_dtype='bf16' with Trainer.precision='bf16-true'.: all parameters are of that": (
+        {"param_dtype": "bf16"},
+        {"precision": "bf16-true"},
+    ),
+    "param_dtype='fp16' with .*32-true'.: gradients of 16 bits need loss scaling": ({"param_dtype": "fp16"}, {}),
+    "param_dtype='fp16' with .*bf16-mixed'.: autocast computes in bfloat16": (
+        {"param_dtype": "fp16"},
+        {"precision": "bf16-mixed"},
+    ),
+}
+
+
+def _refusal(options: dict[str, Any], settings: dict[str, Any]) -> str:
+    try:
+        _fit(Finite, options, **settings)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    cases = {case: (_both, case) for case in EACH}
+    return run_each_on_ranks(cases | PREFETCHED | {said: (_refusal, *case) for said, case in REFUSED.items()}, 2)
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_types_are_those_of_a_loop_by_hand(found: list[dict[str, Any]], case: str) -> None:
+    for of_rank in found:
+        ours, by_hand = of_rank[case]
+        assert ours[0] == pytest.approx(by_hand[0], rel=1e-6)
+    ours, by_hand = found[0][case]
+    for name, value in by_hand[1].items():
+        torch.testing.assert_close(ours[1][name], value, atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_types_are_not_those_of_float32(found: list[dict[str, Any]]) -> None:
+    exact = {case: found[0][case][0][0][-1] for case in EACH}
+    assert len(set(exact.values())) == len(EACH), "every option changes the numbers"
+
+
+@pytest.mark.parametrize("case", PREFETCHED)
+def test_what_is_gathered_ahead_changes_no_number(found: list[dict[str, Any]], case: str) -> None:
+    for of_rank in found:
+        result = of_rank[case]
+        assert result["ahead"] == {"forward", "backward"}
+        assert result["with it"][0] == result["without"][0]
+        for name, value in result["without"][1].items():
+            assert torch.equal(result["with it"][1][name], value), name
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_types_that_contradict_the_precision_are_refused(found: list[dict[str, Any]], said: str) -> None:
+    for of_rank in found:
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(of_rank[said])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"param_dtype": "float16"}, "param_dtype='float16' is not known. Use one of 'fp32', 'bf16', 'fp16'"),
+        ({"forward_prefetch": -1}, "forward_prefetch=-1: must be a number of blocks, or 0"),
+    ],
+)
+def test_what_types_and_prefetching_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TunedFSDPStrategy(**arguments)
