@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.pipeline.options import PipelineOptions
+    from lightning_distrec.sharding.groups.options import ShardingGroupOptions
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.planning_options import PlanningOptions
     from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -53,6 +54,7 @@ __all__ = [
     "QuantizedComms",
     "RankMonitor",
     "ScaledLearningRate",
+    "ShardingGroupOptions",
     "TableOptions",
     "Throughput",
     "Timeline",
@@ -74,6 +76,7 @@ _HOMES = {
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
+    "ShardingGroupOptions": "lightning_distrec.sharding.groups.options",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",

@@ -95,6 +95,14 @@ def local_offsets(tensor: Any) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
+def is_first_replica(tensor: Any) -> bool:
+    """Return whether a ShardedTensor is of the group of ranks with rank 0; others have replicas of its shards.
+
+    Source: torch/distributed/_shard/sharded_tensor/api.py.
+    """
+    return 0 in torch.distributed.get_process_group_ranks(tensor._process_group)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether autograd knows a tensor as a view of another. Source: torch/_tensor.py."""
     return bool(tensor._is_view())

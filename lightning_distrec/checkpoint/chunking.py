@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_distrec._compat.torch import local_offsets
+from lightning_distrec._compat.torch import is_first_replica, local_offsets
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 
 SMALL_BYTES = 2**20
@@ -22,7 +22,8 @@ def as_chunked(value: Any) -> ChunkedTensor | None:
     types = sys.modules.get("torchrec.distributed.types")  # slow to load; without it, nobody has made one
     if types is None or not isinstance(value, types.ShardedTensor):
         return None
-    chunks = [Chunk(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in value.local_shards()]
+    shards = value.local_shards() if is_first_replica(value) else []  # the other ranks' are equal
+    chunks = [Chunk(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in shards]
     return ChunkedTensor(tuple(value.size()), value.dtype, [chunk for chunk in chunks if chunk.tensor.numel()])
 
 

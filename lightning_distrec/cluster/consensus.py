@@ -30,9 +30,10 @@ class Consensus:
         self.rank = dist.get_rank() if members is None else members.index(dist.get_rank())
         self.num_ranks = dist.get_world_size() if members is None else len(members)
         self.flags = flags
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self.timeout = timedelta(seconds=timeout_seconds)
+        """How long a rank waits in collectives of this job."""
         local = members is not None
-        self._group = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=local)
+        self._group = dist.new_group(members, self.timeout, "gloo", use_local_synchronization=local)
         self._ids: Any = None
 
     @property
@@ -54,7 +55,7 @@ class Consensus:
         gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
         """
         if self._ids is None and self.num_ranks > 1 and dist.get_backend() == "gloo":
-            self._ids = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._ids = dist.new_group(backend="gloo", timeout=self.timeout)
         return self._ids
 
     def with_flags(self, *values: int) -> tuple[int, ...]:

@@ -11,12 +11,15 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_distrec._compat.torch import norms_of, scale_all
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], sharded: Set[int] | None, max_norm: float) -> Tensor:
+def clip_by_norm(
+    parameters: Iterable[nn.Parameter], sharded: Set[int] | None, max_norm: float, num_replicas: int = 1
+) -> Tensor:
     """Collective. Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
     parameters: those to clip, the same ones on every rank but for shards; those without a gradient are passed over.
     sharded: ids of the parameters that only this rank has; None: no rank has such. The others are replicated and
-    count once; of DTensors each rank counts its local tensor.
+    count once; of DTensors each rank counts its local tensor. num_replicas: how many ranks have each of `sharded`;
+    where replicas differ, squares count by their mean, so that all ranks clip by one norm.
     The numbers are those of torch.nn.utils.clip_grad_norm_ on the unsharded parameters.
     """
     parameters = list(parameters)
@@ -28,6 +31,8 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], sharded: Set[int] | None, m
     for kind, square in squares.items():
         for group in _groups(kind):
             dist.all_reduce(square, group=group)
+        if kind == ON_ONE:
+            square /= num_replicas
     norm = torch.stack(list(squares.values())).sum().sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for values in _alike([gradient for of_kind in gradients.values() for gradient in of_kind]):

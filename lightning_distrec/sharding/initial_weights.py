@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_distrec.chunks import Chunk
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import Table
 
 CHUNK_BYTES = 64 * 2**20
@@ -40,23 +41,26 @@ class TableShard:
         return replace(self, tensor=None if self.tensor is None else self.tensor.cpu())
 
 
-def table_shards(weight: Tensor, num_ranks: int, rank: int) -> list[TableShard]:
-    """Return all shards of a table on all ranks, `tensor` set for those of this rank.
+def table_shards(weight: Tensor, groups: ShardingGroups) -> list[TableShard]:
+    """Return all shards of a table on all ranks, `tensor` set for those of this rank; alike on every rank.
 
     weight: a ShardedTensor, or the plain tensor of a data-parallel table, of which every rank holds a replica.
     """
     if not isinstance(weight, ShardedTensor):
         rows, columns = weight.shape
-        return [TableShard(r, 0, 0, rows, columns, weight if r == rank else None) for r in range(num_ranks)]
+        return [
+            TableShard(r, 0, 0, rows, columns, weight if r == groups.rank else None) for r in range(groups.num_ranks)
+        ]
     local = {tuple(s.metadata.shard_offsets): s.tensor for s in weight.local_shards()}
     shards = []
     for metadata in weight.metadata().shards_metadata:
         assert metadata.placement is not None
         holder = metadata.placement.rank()
         assert holder is not None
-        tensor = local[tuple(metadata.shard_offsets)] if holder == rank else None
         (row, column), (rows, columns) = metadata.shard_offsets, metadata.shard_sizes
-        shards.append(TableShard(holder, row, column, rows, columns, tensor))
+        for rank in groups.same_shards(holder):
+            tensor = local[tuple(metadata.shard_offsets)] if rank == groups.rank else None
+            shards.append(TableShard(rank, row, column, rows, columns, tensor))
     return shards
 
 

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lightning_distrec.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -11,6 +13,8 @@ class NodeLayout:
 
     node_of_rank: tuple[int, ...]
     """Rank -> its node, numbered by first appearance."""
+    num_replicas: int = field(default=1, compare=False)
+    """How many groups of ranks like these there are, each with a replica of the tables."""
 
     @classmethod
     def of_nodes(cls, *ranks_by_node: int) -> "NodeLayout":
@@ -40,6 +44,18 @@ class NodeLayout:
             here = max(1, min(reported[len(in_blocks)][1], len(reported) - len(in_blocks)))
             in_blocks += [in_blocks[-1] + 1 if in_blocks else 0] * here
         return cls(tuple(in_blocks))
+
+    def of_group(self, size: int) -> "NodeLayout":
+        """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they have unequal ones."""
+        of_groups = [self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)]
+        numbered = {tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in of_groups}
+        if len(numbered) > 1:
+            raise ConfigError(
+                f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks of their nodes (the "
+                f"nodes have {', '.join(map(str, self.ranks_by_node))} ranks), and one plan is made for all groups. "
+                "Choose the ranks of a node, of some nodes, or a divisor of a node's."
+            )
+        return NodeLayout(numbered.pop(), self.num_ranks // size)
 
     @property
     def num_ranks(self) -> int:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
 
@@ -20,6 +19,7 @@ from lightning_distrec._compat.torchrec import (
     skip_idle_record_functions,
 )
 from lightning_distrec.sharding.data_parallel_tables import make_freezable
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -53,7 +53,8 @@ def shard_tables(
     held: Mapping[str, list[TableShard]],
     seed: int,
     comms: QuantizedComms,
-    gathered: Set[str] = frozenset(),
+    gathered: Set[str],
+    groups: ShardingGroups,
 ) -> ShardedTables:
     """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
 
@@ -61,13 +62,14 @@ def shard_tables(
     held: rows of an earlier sharding by full name; other tables keep the rows of rank 0's unsharded weight, as DDP
     would, or get new ones by `seed` where they were built on meta.
     comms: the types in which rows and gradients are sent. gathered: tables whose full weight user code may read.
+    groups: the ranks among which tables are sharded; `plan` counts ranks within a group.
     """
     skip_idle_record_functions()
-    env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+    env = groups.environment()
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         sharded = _sharded_modules(tables, plan, fused, env, device, comms)
-        result = ShardedTables(root, tables, plan, sharded)
+        result = ShardedTables(root, tables, plan, sharded, groups)
         _bring_rows(result, device, held, seed)
     for path, module in sharded.items():
         of_collection = result.tables_of(path)
@@ -75,7 +77,7 @@ def shard_tables(
         result.kernels += kernels
         watch_caches(kernel for kernel, _ in kernels)
         result.shards |= _by_table(module, of_collection, [shard for _, shards in kernels for shard in shards])
-        result.proxies[path] = _proxy(module, of_collection, result.shards)
+        result.proxies[path] = _proxy(module, of_collection, result.shards, groups)
     shapes = {table.full_name: (table.config.num_embeddings, table.config.embedding_dim) for table in tables}
     for name, shards in result.table_shards().items():
         _set_offsets(result.shards[name], shards)
@@ -117,7 +119,7 @@ def _sharded_modules(
 
 
 def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, list[TableShard]], seed: int) -> None:
-    rank, shards = dist.get_rank(), result.table_shards()
+    shards = result.table_shards()
     for table in result.tables:
         targets = shards[table.full_name]
         if table.full_name in held:
@@ -126,7 +128,7 @@ def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, 
             init_rows(table, targets, seed)
         else:
             rows, columns = table.parameter.shape
-            unsharded = TableShard(0, 0, 0, rows, columns, table.parameter if rank == 0 else None)
+            unsharded = TableShard(0, 0, 0, rows, columns, table.parameter if result.groups.rank == 0 else None)
             redistribute([unsharded], targets, device)
 
 
@@ -167,38 +169,41 @@ def _guard(result: ShardedTables, name: str, shape: tuple[int, int], shards: lis
         return
     alone = max(Counter(shard.rank for shard in shards).values()) == 1
     places = [(shard.row, shard.column) for shard in local]
-    rectangles: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    rectangles: list[list[Any]] = [[] for _ in range(result.groups.num_ranks)]
     for shard in shards:
         if shard.num_rows:
             rectangles[shard.rank].append(shard.rectangle)
     gathering = Gathering(shape, [sorted(of_rank) for of_rank in rectangles]) if gathered else None
     loss_weight = partial(getattr, result, "loss_weight")
-    guard([shard.weight for shard in local], name, shape, places, alone, loss_weight, gathering)
+    weights, group = [shard.weight for shard in local], result.groups.sharding
+    guard(weights, name, shape, places, alone, loss_weight, gathering, group)
 
 
-def _proxy(sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]]) -> ShardedProxy:
+def _proxy(
+    sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]], groups: ShardingGroups
+) -> ShardedProxy:
     path = tables[0].collection
     prefix = f"{path}."
     keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
     weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}
     names = {t.key.removeprefix(prefix): t.full_name for t in tables}
-    return make_proxy(tables[0].original, path, sharded, keys, weights, names, partial(_load, sharded))
+    return make_proxy(tables[0].original, path, sharded, keys, weights, names, partial(_load, sharded, groups))
 
 
 @torch.no_grad()
-def _load(sharded: ShardedModule, name: str, value: Any) -> str:
+def _load(sharded: ShardedModule, groups: ShardingGroups, name: str, value: Any) -> str:
     """Load a table of `sharded`, by its name in the state_dict, and return what is wrong, or "".
 
     value: an unsharded tensor, one in a file, or a ShardedTensor that is sharded in the same way.
     """
     with rewriting():
-        return _load_rows(sharded.state_dict()[name], value)
+        return _load_rows(sharded.state_dict()[name], value, groups)
 
 
-def _load_rows(target: Tensor, value: Any) -> str:
+def _load_rows(target: Tensor, value: Any, groups: ShardingGroups) -> str:
     if tuple(value.size()) != tuple(target.size()):
         return f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into it."
-    shards = table_shards(target, dist.get_world_size(), dist.get_rank())
+    shards = table_shards(target, groups)
     if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
         copy_from_full(shards, value)
         return ""

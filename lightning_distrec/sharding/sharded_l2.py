@@ -55,7 +55,7 @@ class _SumOfSquares(torch.autograd.Function):
         ctx.save_for_backward(*weights)
         norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
         total = torch.stack(norms).square().sum()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=tables.groups.sharding)
         return total.float()
 
     @staticmethod

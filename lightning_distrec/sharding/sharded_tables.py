@@ -1,18 +1,18 @@
 """Tables while they are sharded: their shards, kernels and proxies, and the module that they belong to."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.torchrec import fill_weight
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups, do_nothing
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -32,10 +32,18 @@ class ShardedTables:
     """The tables of one module while they are sharded."""
 
     def __init__(
-        self, root: nn.Module, tables: list[Table], plan: ShardingByTable, sharded: dict[str, ShardedModule]
+        self,
+        root: nn.Module,
+        tables: list[Table],
+        plan: ShardingByTable,
+        sharded: dict[str, ShardedModule],
+        groups: ShardingGroups,
     ) -> None:
         self.tables = tables
         self.plan = plan
+        self.groups = groups
+        self.synchronize: Callable[[], None] = do_nothing
+        """Collective. Makes replicas equal, where steps may pass before they are; a fit sets it."""
         self.sharded = sharded
         """Path of a collection, or of a plain embedding -> torchrec's sharded module."""
         self.proxies: dict[str, ShardedProxy] = {}
@@ -64,8 +72,7 @@ class ShardedTables:
 
     def table_shards(self) -> dict[str, list[TableShard]]:
         """Return the tables' shards on all ranks by full name."""
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        return {name: table_shards(weight, num_ranks, rank) for name, weight in self.weights().items()}
+        return {name: table_shards(weight, self.groups) for name, weight in self.weights().items()}
 
     def parameters(self) -> dict[str, list[nn.Parameter]]:
         """Return this rank's shards of every table by full name, as optimizers step on them."""
@@ -159,12 +166,13 @@ class ShardedTables:
         """
         table = next(table for table in self.tables if table.full_name == name)
         sharded = sharded_weights(self.sharded[table.collection], [table])[name]
-        shards = table_shards(sharded, dist.get_world_size(), dist.get_rank())
+        shards = table_shards(sharded, self.groups)
         with rewriting():
             copy_from_full(shards, weight) if isinstance(weight, Tensor) else weight.read_into(chunks_of(shards))
 
     def full_weight(self, name: str, first: int, last: int) -> Tensor:
         """Collective. Return rows `first` to `last` (not included) of a table, by full name, on every host."""
+        self.synchronize()
         weight, shards = self.weights()[name], self.table_shards()[name]
         held = self.shards[name][0].weight
         return gather_rows(shards, first, last, weight.dtype, held.device)

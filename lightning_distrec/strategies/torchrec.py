@@ -9,7 +9,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -20,6 +19,7 @@ from lightning_distrec.pipeline.even_batches import EndPolicy, UnevenInputs
 from lightning_distrec.pipeline.fetcher import ReadyBatch
 from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PipelineOptions
+from lightning_distrec.sharding.groups.options import ShardingGroupOptions
 from lightning_distrec.sharding.lookup.ids_check import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.node_layout import NodeLayout
@@ -31,7 +31,6 @@ from lightning_distrec.sharding.weights.plain_shards import plain_shards
 from lightning_distrec.sharding.weights.sums import in_step
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, full_value
-from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
 from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
 from lightning_distrec.strategies.run.given_options import as_options
@@ -40,7 +39,7 @@ from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
-from lightning_distrec.strategies.torchrec_run import TorchRecRun, fsdp_options_of_dense, holds_shards, unshard
+from lightning_distrec.strategies.torchrec_run import TorchRecRun, holds_shards, sharded_dense, unshard
 
 
 class TorchRecShardedStrategy(FullTables[TorchRecRun]):
@@ -83,6 +82,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         batch_size_per_rank: examples per rank and step, for estimates. None: those of the loader, or 512.
         planning: bandwidths, reserve, plan_file, save_plan: how plans are made, and what is assumed of the machines;
             see PlanningOptions.
+        sharding_groups: size, sync_interval: tables are sharded within groups of ranks, and each group has a replica of
+            them; see ShardingGroupOptions.
         find_unused_parameters: as in DDP, for dense layers that some steps do not use.
         static_graph: as in DDP, for dense layers that every step uses alike.
         dense: how the layers without tables train. "ddp": every rank has them; "fsdp": they are sharded over the ranks
@@ -126,6 +127,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         timeout_seconds: float | None = None,
         watchdog_seconds: float = 30.0,
         table_optimizer: dict[str, Any] | None = None,
+        sharding_groups: ShardingGroupOptions | dict[str, Any] | None = None,
     ) -> None:
         self._settings = TableSettings(
             everywhere=TableOptions(
@@ -139,9 +141,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,
             planning=as_options("planning", PlanningOptions, planning),
+            groups=as_options("sharding_groups", ShardingGroupOptions, sharding_groups),
         )
-        self._fsdp_options = fsdp_options_of_dense(dense, fsdp)
-        self._mesh: DeviceMesh | None = None
+        self._sharded_dense = sharded_dense(dense, fsdp)
         self._pipeline_options = as_options("pipeline", PipelineOptions, pipeline)
         self._lookups_ahead: dict[str, LookupCounts] = {}
         super().__init__(
@@ -178,7 +180,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @property
     def shards_dense(self) -> bool:
         """Whether the layers without tables are sharded over the ranks."""
-        return self._fsdp_options is not None
+        return self._sharded_dense is not None
 
     @property
     def lookups_ahead(self) -> dict[str, LookupCounts]:
@@ -196,7 +198,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @override
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, TorchRecRun)
-        if self._fsdp_options is None:
+        if self._sharded_dense is None:
             refuse_sharded(run.module, "torchrec_sharded with dense='ddp'")
         else:
             drop_unfinished_step(run.module)
@@ -209,19 +211,13 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         trainer.accelerator.setup(trainer)
         if run.is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(run.module)
-        run.set_up_dense(self, tables, self._fsdp_on_mesh([ranks_on_node for _, ranks_on_node in nodes]))
+        dense, on_node = self._sharded_dense, [here for _, here in nodes]
+        fsdp = None if dense is None else dense.on_mesh(self.root_device, on_node, self._wait)
+        run.set_up_dense(self, tables, fsdp)
         run.session.checkpoints.begin(tables)
         if self._pipeline_options.depth > 1:
             end = EndPolicy(run.session.consensus, self._uneven_inputs, rank_zero_warn)
             self._lookups_ahead = run.start_pipelining(self, tables, self._pipeline_options, end)
-
-    def _fsdp_on_mesh(self, ranks_on_node: list[int]) -> tuple[FSDPOptions, DeviceMesh] | None:
-        """Collective. Return how layers without tables are sharded, and over which mesh; None for dense="ddp"."""
-        if self._fsdp_options is None:
-            return None
-        if self._mesh is None:  # one for all runs: parameters that stay sharded between them are on it
-            self._mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
-        return self._fsdp_options, self._mesh
 
     @override
     def configure_ddp(self) -> None:
@@ -261,14 +257,14 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @contextmanager
     def _evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
         run = self.run
-        run.tables.begin_step()
+        run.tables.before_evaluation_step()
         with run.evaluation_step(), run.dense.step(), run.pipelining.step(args[0], has_backward=False), in_step():
             yield
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync(), self.run.dense.no_sync():
+        with super().block_backward_sync(), self.run.dense.no_sync(), self.run.tables.no_sync():
             yield
 
     @override
@@ -277,7 +273,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         factor = run.tables.loss_factor()
         loss = closure_loss if factor == 1.0 else closure_loss * factor
         with run.dense.backward():
-            return super().backward(loss, optimizer, *args, **kwargs)
+            loss = super().backward(loss, optimizer, *args, **kwargs)
+        run.tables.after_backward()
+        return loss
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -3,8 +3,10 @@
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PipelineOptions
+from lightning_distrec.sharding.groups.sharding_groups import make_groups
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.weights.plain_shards import plain_shards
@@ -25,6 +28,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import Replica
 from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule, shard_module
+from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_inexact_optimizers
 from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
@@ -35,6 +39,7 @@ from lightning_distrec.strategies.run.precision import clip_over_all_ranks, outp
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.tables.no_tables import NoPipelining, NoTables
 from lightning_distrec.strategies.tables.pipelining import Pipelining
+from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_checkpoints
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up import set_up_tables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
@@ -56,6 +61,7 @@ class TorchRecRun(Run):
         try:
             if not self.has_failed:
                 self.tables.check_steps()
+                self.tables.synchronize()
         finally:
             super().end()
 
@@ -78,7 +84,9 @@ class TorchRecRun(Run):
         """Collective. Plan and shard the module's tables, and connect their optimizers; None where it has none."""
         # Shards of a module that is no longer used are in reference cycles, which Python would collect much later.
         gc.collect()
-        copies = self.session.checkpoints.copies
+        checkpoints, consensus = self.session.checkpoints, self.session.consensus
+        copies = checkpoints.copies
+        refuse_with_checkpoints(settings.groups, checkpoints.options)
         if self.is_fitting and copies is not None and copies.plan_file and settings.planning.plan_file is None:
             settings = replace(settings, planning=replace(settings.planning, plan_file=copies.plan_file))
         tables = set_up_tables(
@@ -86,9 +94,10 @@ class TorchRecRun(Run):
                 trainer=self.trainer,
                 module=self.module,
                 settings=settings,
-                consensus=self.session.consensus,
+                consensus=consensus,
                 device=strategy.root_device,
                 layout=nodes,
+                groups=make_groups(settings.groups, consensus, consensus.timeout),
                 output_dtype=output_dtype(str(self.trainer.precision)),
                 shards_dense=shards_dense,
             )
@@ -131,7 +140,8 @@ class TorchRecRun(Run):
             if fsdp is None:
                 strategy.configure_ddp()
             shards, own = tables.shards.sharded_parameters, tables.table_optimizers
-            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_weights(), own))
+            replicas = tables.shards.groups.num_replicas
+            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_weights(), own, replicas))
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, own))
             self.undo.callback(call_after_closure(plugin, plain_shards.begin))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
@@ -179,13 +189,29 @@ class TorchRecRun(Run):
         return pipelining.pipeline.counts
 
 
-def fsdp_options_of_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDPOptions | None:
+class ShardedDense:
+    """How layers without tables are sharded, over one mesh for all runs: parameters that stay sharded are on it."""
+
+    def __init__(self, options: FSDPOptions) -> None:
+        self._options = options
+        self._mesh: DeviceMesh | None = None
+
+    def on_mesh(
+        self, device: torch.device, ranks_on_node: list[int], timeout: timedelta
+    ) -> tuple[FSDPOptions, DeviceMesh]:
+        """Collective. Return the options, and the mesh. ranks_on_node: see `make_mesh`."""
+        if self._mesh is None:
+            self._mesh = make_mesh(self._options, device, ranks_on_node, timeout)
+        return self._options, self._mesh
+
+
+def sharded_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> ShardedDense | None:
     """Return how layers without tables are sharded; None where DDP trains them. Raises ConfigError."""
     if dense not in ("ddp", "fsdp"):
         raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
     if dense == "ddp" and fsdp is not None:
         raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
-    return as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
+    return ShardedDense(as_options("fsdp", FSDPOptions, fsdp)) if dense == "fsdp" else None
 
 
 def holds_shards(module: nn.Module | None) -> bool:

@@ -20,6 +20,7 @@ PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
 SHARDING = {
     "sharding",
     "sharding/calls",
+    "sharding/groups",
     "sharding/weights",
     "sharding/lookup",
     "sharding/plan",
@@ -40,6 +41,7 @@ STRATEGIES = {
     "strategies/fully_sharded",
     "strategies/estimates",
     "strategies/tables",
+    "strategies/tables/replicas",
 }
 
 MAY_IMPORT = {
@@ -68,8 +70,9 @@ MAY_IMPORT = {
     "cluster/watchdog": GROUND | {"cluster/watchdog/process"},
     "cluster": GROUND | {"cluster/watchdog"},
     "sharding/calls": GROUND,
+    "sharding/groups": GROUND,
     "sharding/weights": GROUND,
-    "sharding": GROUND | {"sharding/calls", "sharding/weights"},
+    "sharding": GROUND | {"sharding/calls", "sharding/groups", "sharding/weights"},
     "sharding/lookup": GROUND | {"sharding", "sharding/calls", "sharding/weights"},
     "sharding/plan": GROUND | {"sharding"},
     "sharding/planning/costs": GROUND | {"sharding", "sharding/plan"},
@@ -82,7 +85,8 @@ MAY_IMPORT = {
     "strategies/data_parallel": BELOW_STRATEGIES | {"strategies/run"},
     "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/run"},
     "strategies/estimates": BELOW_STRATEGIES | {"strategies/run", "strategies/fully_sharded"},
-    "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates"},
+    "strategies/tables/replicas": BELOW_STRATEGIES,
+    "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates", "strategies/tables/replicas"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans
     "metrics": {"errors"},  # for any strategy, and for none

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec.sharding import shard_tables
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.weights import row_caches
 from lightning_distrec.sharding.weights.shard_weight import guard
 from lightning_distrec.strategies.run.lightning_callbacks import WeightCopies
@@ -82,10 +83,8 @@ def test_loaded_rows_are_looked_up(kernel: CachedKernel) -> None:
             return {"table": kernel.host}
 
     kernel.look_up(2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_tables.dist, "get_rank", lambda: 0)
-        patch.setattr(shard_tables.dist, "get_world_size", lambda: 1)
-        assert shard_tables._load(Sharded(), "table", torch.full((4, 2), 7.0)) == ""  # type: ignore[arg-type]
+    groups = ShardingGroups(rank=0, num_ranks=1, size=1)
+    assert shard_tables._load(Sharded(), groups, "table", torch.full((4, 2), 7.0)) == ""  # type: ignore[arg-type]
     assert [kernel.look_up(row).tolist() for row in (0, 2)] == [[7, 7], [7, 7]]
 
 

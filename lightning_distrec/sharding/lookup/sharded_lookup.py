@@ -67,6 +67,7 @@ class ShardedLookup:
     maximum over ranks; None: ranks are not compared.
     note_used_tables: called before a lookup of an EmbeddingCollection with the set that its backward fills with the
     names of the tables that get gradients.
+    num_replicas: how many groups of ranks have the tables; ids are exchanged within one, and agreed on among all.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ShardedLookup:
         output_dtype: torch.dtype | None = None,
         compare_examples: Callable[[int, int, int], None] | None = None,
         note_used_tables: Callable[[set[str] | None], None] | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self.sharded = sharded
         self.path = tables[0].collection
@@ -100,6 +102,7 @@ class ShardedLookup:
         # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
         by_rows = any(use.sharding_type in ROW_TYPES for use in uses.values())
         self._needs_equal_batches = self._pooled and by_rows and dist.get_backend() == "gloo"
+        self._agrees_first = self._needs_equal_batches or num_replicas > 1
         self._compare_examples = compare_examples
         self._note_used_tables = None if self._pooled else note_used_tables
         self._updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
@@ -131,11 +134,11 @@ class ShardedLookup:
         except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
             nothing = self._inputs.nothing(self._device)
             request = LookupRequest(self, nothing, problem, NO_FORM)
-        if self._needs_equal_batches:  # sizes must be known before ids are sent
+        if self._agrees_first:  # sizes must be known before ids are sent, or the exchange does not reach all ranks
             request.sizes = self._consensus.agree(request)
         exchange = IdsExchange([request], self._consensus.values_to_send(request))
         values = exchange.values_of_ranks()
-        if not self._needs_equal_batches:
+        if not self._agrees_first:
             request.sizes = self._consensus.agree_on(values, request)
         exchange.wait()
         self.note_call(request)

@@ -120,12 +120,12 @@ class PlannedTable:
         times = self.update_milliseconds
         return 0.0 if times is None else float(times[self.ranks == rank].sum())
 
-    def for_torchrec(self, devices: list[str]) -> ParameterSharding:
-        """Return it as torchrec's sharders take it. devices: of each rank, as that rank names it."""
+    def for_torchrec(self, devices: list[str], first_rank: int = 0) -> ParameterSharding:
+        """Return it as torchrec's sharders take it. devices, first_rank: see `ShardingPlan.for_torchrec`."""
         spec = None
         if self.sharding_type != "data_parallel":
             spec = EnumerableShardingSpec([
-                ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/{devices[rank]}")
+                ShardMetadata(list(offsets), list(sizes), f"rank:{first_rank + rank}/{devices[rank]}")
                 for rank, offsets, sizes in self.shards
             ])
         factor = self.cache_load_factor
@@ -138,11 +138,11 @@ class PlannedTable:
         )
 
     @staticmethod
-    def from_torchrec(table: Table, sharding: ParameterSharding, num_ranks: int) -> "PlannedTable":
-        """Return where `table` is in a plan of torchrec's."""
+    def from_torchrec(table: Table, sharding: ParameterSharding, num_ranks: int, first_rank: int = 0) -> "PlannedTable":
+        """Return where `table` is in a plan of torchrec's. first_rank: see `ShardingPlan.for_torchrec`."""
         spec, cache = sharding.sharding_spec, sharding.cache_params
         if isinstance(spec, EnumerableShardingSpec):
-            shards = in_order(_from_metadata(shard) for shard in spec.shards)
+            shards = in_order(_from_metadata(shard, first_rank) for shard in spec.shards)
         else:
             all_of_it = (table.config.num_embeddings, table.config.embedding_dim)
             shards = tuple(PlannedShard(rank, (0, 0), all_of_it) for rank in range(num_ranks))
@@ -163,6 +163,7 @@ def in_order(shards: Iterable[PlannedShard]) -> tuple[PlannedShard, ...]:
     return tuple(sorted(shards, key=lambda shard: (shard.offsets[1], shard.offsets[0], shard.rank)))
 
 
-def _from_metadata(shard: ShardMetadata) -> PlannedShard:
+def _from_metadata(shard: ShardMetadata, first_rank: int) -> PlannedShard:
     (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-    return PlannedShard(shard.placement.rank(), (row, column), (rows, columns))  # type: ignore[union-attr, arg-type]
+    rank: int = shard.placement.rank()  # type: ignore[union-attr, assignment]
+    return PlannedShard(rank - first_rank, (row, column), (rows, columns))

@@ -143,22 +143,25 @@ class ShardingPlan:
         """Whether tables train on GPUs."""
         return self.device == "cuda"
 
-    def for_torchrec(self, devices: Sequence[torch.device]) -> ShardingByTable:
+    def for_torchrec(self, devices: Sequence[torch.device], first_rank: int = 0) -> ShardingByTable:
         """Return it as torchrec's sharders take it.
 
         devices: of each rank, as that rank names it. torchrec's own planner numbers a node's GPUs by rank, which is
         wrong where nodes are unequal, or where a launcher shows each rank one GPU that all of them call cuda:0.
+        first_rank: of the group of ranks that it is for; a plan counts within the group, and shards' places do not.
         """
         names = [str(device) for device in devices]
-        return {name: table.for_torchrec(names) for name, table in self.tables.items()}
+        return {name: table.for_torchrec(names, first_rank) for name, table in self.tables.items()}
 
     @staticmethod
     def from_torchrec(
-        tables: Iterable[Table], shardings: ShardingByTable, layout: NodeLayout, device: str
+        tables: Iterable[Table], shardings: ShardingByTable, layout: NodeLayout, device: str, first_rank: int = 0
     ) -> "ShardingPlan":
         """Return a plan of torchrec's for these tables; what it costs is not known."""
         of_tables = {
-            table.full_name: PlannedTable.from_torchrec(table, shardings[table.full_name], layout.num_ranks)
+            table.full_name: PlannedTable.from_torchrec(
+                table, shardings[table.full_name], layout.num_ranks, first_rank
+            )
             for table in tables
         }
         return ShardingPlan(layout=layout, device=device, tables=of_tables)

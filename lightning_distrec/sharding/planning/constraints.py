@@ -82,6 +82,9 @@ def allowed_types(table: Table, options: TableOptions, layout: NodeLayout, unspl
 def _why_not_type(table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str) -> str:
     if not table.pooled and sharding_type not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be {', '.join(SEQUENCE_TYPES)}"
+    if layout.num_replicas > 1 and sharding_type in (*TWO_LEVEL_TYPES, "data_parallel"):
+        # torchrec makes both over the nodes, and over the ranks, of the whole job.
+        return "it is not possible within sharding_groups; allow table_wise, row_wise or column_wise"
     if not layout.alike and sharding_type in TWO_LEVEL_TYPES:
         return (
             "the nodes have unequal numbers of ranks, or ranks that are not numbered consecutively; allow table_wise, "

@@ -54,6 +54,8 @@ class ShardOf:
     """Returns what this rank's loss is multiplied by in the current backward, for its share of the examples."""
     gathering: Any = field(default=None, repr=False)
     """Gathers the full weight where it is read; None: reading it raises."""
+    group: Any = field(default=None, repr=False)
+    """Process group of the ranks that have the table's shards; None: the default one."""
     what: str = "weight"
     """Whose values they are: the weight's or its gradient's."""
 

@@ -112,11 +112,12 @@ def guard(
     alone: bool,
     loss_weight: Callable[[], float],
     gathering: Gathering | None,
+    group: Any = None,
 ) -> None:
     """Turn this rank's shards of a table into guarded ones, in place.
 
     places: first row and column of each. alone: whether no rank has more than one. loss_weight,
-    gathering: see ShardOf.
+    gathering, group: see ShardOf.
     """
     held: list[Any] = list(weights)
     for weight, (row, column) in zip(held, places, strict=True):
@@ -124,7 +125,7 @@ def guard(
         # By its class: kernels, optimizers and the module tree hold references to this object. The class adds methods
         # only, so that the object's memory layout fits.
         weight.__class__ = ShardWeight
-        weight.of = ShardOf(table, shape, row, column, rows, columns, held, alone, loss_weight, gathering)
+        weight.of = ShardOf(table, shape, row, column, rows, columns, held, alone, loss_weight, gathering, group)
 
 
 def _caller(frame: FrameType | None) -> Any:

@@ -65,13 +65,13 @@ def sum_over_ranks(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Returns the sum over the elements of all ranks' shards; the gradients are those of this rank's elements."""
+    """Returns the sum over the elements of all shards; the gradients are those of this rank's elements."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, of: ShardOf) -> Tensor:
         ctx.shape, ctx.of = values.shape, of
         total = values.sum(dtype=torch.float64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=of.group)
         return total.to(values.dtype)
 
     @staticmethod

@@ -55,7 +55,7 @@ class Checkpointing:
         copies: Copies | None = None,
     ) -> None:
         """of_writer: a consensus of its own for the thread that writes while training goes on. copies: in memory."""
-        self._options = options
+        self.options = options
         self._ranks, self._of_writer = consensus, of_writer
         self._saver = Saver(of_writer, options.async_save)
         self.copies = copies
@@ -82,14 +82,14 @@ class Checkpointing:
         """
         self._tables, module = tables, self._module
         self._ranks.flags.watch_failures(lambda: any(saver.has_failed for saver in self._savers))
-        if not self._options.pickles:
+        if not self.options.pickles:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
-        if self._options.async_save:
+        if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
         if self.copies is not None:
             self.copies.begin(module.trainer, tables, self.optimizer_state)
-        self._incremental = begin_series(self._options.incremental, self._ranks, tables, module, self._job, self._saver)
-        path = self._options.start_from
+        self._incremental = begin_series(self.options.incremental, self._ranks, tables, module, self._job, self._saver)
+        path = self.options.start_from
         if path is None or self._has_started:
             return
         loaded = self._load(path)
@@ -144,7 +144,7 @@ class Checkpointing:
         Raises CheckpointError on every rank: something is not of a plain type, or cannot be written; ConfigError: a
         folder would be written to what is no file system.
         """
-        pickles = self._options.pickles
+        pickles = self.options.pickles
         if not pickles:
             drop_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
@@ -166,7 +166,7 @@ class Checkpointing:
             return
         uses_io = is_elsewhere(where, io) or storage_options is not None
         snapshot: Writable
-        if not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self._options, self._ranks)):
+        if not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks)):
             checkpoint = self._positions.left_in(checkpoint, rank_state)
             target = Path(where).absolute()
             file = take_file_snapshot(target, checkpoint, rank_state, facts, self._ranks, plan_files, pickles)
@@ -197,7 +197,7 @@ class Checkpointing:
 
     def _write_with(self, io: CheckpointIO, snapshot: FileSnapshot, path: str, storage_options: Any) -> None:
         """Collective. Let rank 0 write a file, at once."""
-        if self._options.async_save:
+        if self.options.async_save:
             refuse_folder(path, storage_options)
         content = snapshot.full_content(self._of_writer)
 
@@ -265,13 +265,13 @@ class Checkpointing:
         self._positions.on_train_start(self._module.trainer)
 
     def _load(self, path: str | Path) -> Loaded:
-        pickles, rank, num_ranks = self._options.pickles, self._ranks.rank, self._ranks.num_ranks
+        pickles, rank, num_ranks = self.options.pickles, self._ranks.rank, self._ranks.num_ranks
         if self.copies is not None:
             rank, num_ranks = self.copies.place(path) or (rank, num_ranks)
         io = self._module.trainer.strategy.checkpoint_io
         loaded = self._ranks.all_or_none("loading a checkpoint", lambda: read(path, io, rank, num_ranks, pickles))
         checkpoint = loaded.checkpoint
-        renamed = self._options.renamed
+        renamed = self.options.renamed
         checkpoint["state_dict"] = {renamed(name): value for name, value in checkpoint["state_dict"].items()}
         for state in checkpoint.get("optimizer_states", []):
             if "optimizer" in state:  # torch's own have numbers
@@ -284,7 +284,7 @@ class Checkpointing:
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Collective. Load the module's state; every rank reads its own shards of tables."""
         shards = None if self._tables is None else self._tables.shards
-        state, grow = checkpoint["state_dict"], self._options.grow_tables
+        state, grow = checkpoint["state_dict"], self.options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint", lambda: load_weights(self._module, shards, state, strict=strict, grow=grow)
         )
@@ -292,7 +292,7 @@ class Checkpointing:
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
         states = OptimizerStates(self._module, self._tables, self._ranks, self._zero_rank_of)
-        grow = self._options.grow_tables
+        grow = self.options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint",
             lambda: states.load(

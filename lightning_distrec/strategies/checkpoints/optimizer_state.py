@@ -124,7 +124,8 @@ class OptimizerStates:
         tensors = [(s, optimizer.state[s.weight][key]) for s in shards if s.weight.numel()]
         if shards[0].replicated:
             return tensors[0][1].detach()
-        chunks = [Chunk(offsets_in_table(s, len(shape), kind), tensor) for s, tensor in tensors]
+        is_first = self._tables[name].tables.shards.groups.is_first
+        chunks = [Chunk(offsets_in_table(s, len(shape), kind), tensor) for s, tensor in tensors if is_first]
         return ChunkedTensor(shape, value, chunks)
 
     def load(
@@ -258,10 +259,9 @@ def _of_fused(saved: SavedTable) -> dict[str, Any]:
     table, shards, tables = saved
     state: dict[str, Any] = {}
     memory = tables.shards.fused_state()
+    held = [s for s in shards if s.weight.numel() and tables.shards.groups.is_first]
     for i, (key, per_row) in enumerate(saved.update.state_keys):
-        chunks = [
-            Chunk((s.row, 0 if per_row else s.column), as_columns(memory[id(s)][i])) for s in shards if s.weight.numel()
-        ]
+        chunks = [Chunk((s.row, 0 if per_row else s.column), as_columns(memory[id(s)][i])) for s in held]
         columns = 1 if per_row else table.config.embedding_dim
         state[key] = ChunkedTensor((table.config.num_embeddings, columns), torch.float32, chunks)
     if state:

@@ -135,12 +135,14 @@ def clip_over_all_ranks(
     shards: Callable[[], list[nn.Parameter]] | None,
     fused: Mapping[int, str],
     others: Sequence[Optimizer] = (),
+    num_replicas: int = 1,
 ) -> Callable[[], None]:
     """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks; returns an undo.
 
     shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
     now on; None: all shards are DTensors, which that function knows. fused: id of a weight -> its table, of those that
     cannot be clipped. others: optimizers that step together with the one that is clipped, by one norm.
+    num_replicas: how many ranks have each shard.
     """
 
     def clipped(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
@@ -151,7 +153,7 @@ def clip_over_all_ranks(
     def by_norm(optimizer: Any, clip_val: float) -> None:
         parameters = clipped(optimizer, clip_val)
         sharded = None if shards is None else {id(shard) for shard in shards()}
-        clip_by_norm(parameters, sharded, float(clip_val))
+        clip_by_norm(parameters, sharded, float(clip_val), num_replicas)
 
     def by_value(optimizer: Any, clip_val: float) -> None:
         clip_by_value(clipped(optimizer, clip_val), float(clip_val))

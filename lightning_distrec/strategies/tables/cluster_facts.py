@@ -38,7 +38,7 @@ from lightning_distrec.units import format_bandwidth, format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """What planning needs to know of the ranks."""
+    """What planning needs to know of the ranks: with sharding_groups, of those of a group."""
 
     layout: NodeLayout
     topology: Topology
@@ -91,6 +91,7 @@ def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     an impossible value. PlanError: the reservation leaves no memory for tables.
     """
     settings, consensus, device, layout = run.settings, run.consensus, run.device, run.layout
+    groups, in_group = run.groups, consensus.all_or_none("setup", lambda: run.group_layout)
     here = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
 
     def look() -> tuple[Any, int, int]:
@@ -105,8 +106,8 @@ def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     for variable in asked.bare:
         rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are assumed.")
     memory = RankMemory(
-        device_bytes=tuple(device_bytes for _, device_bytes, _, _ in gathered),
-        host_bytes=tuple(host_bytes for _, _, host_bytes, _ in gathered),
+        device_bytes=tuple(min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)),
+        host_bytes=tuple(min(gathered[r][2] for r in groups.same_shards(rank)) for rank in range(groups.size)),
     )
     shares = layout.num_ranks if run.shards_dense else 1
     dense = dense_bytes(run.module, decisions.tables, decisions.optimizers, str(run.trainer.precision), shares)
@@ -115,14 +116,14 @@ def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     measured = measured_bandwidths(asked.wanted, layout, device, consensus, asked.afresh) if asked.wanted else {}
     bandwidths = asked.with_measured(measured)
     return ClusterFacts(
-        layout=layout,
-        topology=make_topology(device, layout, usable, bandwidths),
-        devices=tuple(of_rank for _, _, _, of_rank in gathered),
+        layout=in_group,
+        topology=make_topology(device, in_group, usable, bandwidths),
+        devices=tuple(gathered[rank][3] for rank in groups.members),
         memory=memory,
         memory_origin="found" if settings.memory_bytes_per_rank is None else "memory_bytes_per_rank",
         reservation=reservation,
         bandwidths=bandwidths,
-        names=names_of_bandwidths(layout, device),
+        names=names_of_bandwidths(in_group, device),
         batch_size=settings.batch_size_in_words,
         dense_bytes=dense,
     )

@@ -34,6 +34,7 @@ from lightning_distrec.sharding.planning.table_options import (
     replicated_collections,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_groups, warn_of_replicas, why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.strategies.tables.weight_reads import weight_reads
 from lightning_distrec.units import format_bytes
@@ -121,12 +122,14 @@ def updates_in_fit(
     precision: Any,
     device: torch.device,
     earlier: Mapping[str, list[nn.Parameter]],
+    kept_for: str = "",
 ) -> tuple[dict[str, TableUpdate], list[OwnOptimizer], list[str]]:
     """Return what updates each table in a fit, by full name, the tables' own optimizers, and warnings.
 
     optimizers: those of configure_optimizers, which tables with an own one leave.
     trainer: or what has its callbacks, precision, accumulate_grad_batches and gradient_clip_val. precision: its plugin,
-    or what has the plugin's scaler. earlier: see `decide`. Raises OptimizerError, UnsupportedError.
+    or what has the plugin's scaler. earlier: see `decide`. kept_for: why gradients must be kept for the optimizers.
+    Raises OptimizerError, UnsupportedError.
     """
     tables = wanted.tables
     parameters = {table.full_name: table.parameter for table in tables}
@@ -141,7 +144,7 @@ def updates_in_fit(
         {name: _mode(name, option) for name, option in wanted.options.items()},
         [*optimizers, *(of.optimizer for of in own)],
         device.type,
-        why_not_in_backward(trainer, module, precision),
+        kept_for or why_not_in_backward(trainer, module, precision),
         {table.full_name for table in tables if table.plain is not None},
         earlier,
     )
@@ -187,11 +190,15 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
     if tables and run.fits:
         optimizers, schedulers = init_optimizers_and_schedulers(module)
         precision = trainer.precision_plugin
-        updates, own, more = updates_in_fit(wanted, module, optimizers, trainer, precision, run.device, earlier)
-        warnings += more
+        kept_for = why_kept(run.groups)
+        updates, own, more = updates_in_fit(
+            wanted, module, optimizers, trainer, precision, run.device, earlier, kept_for
+        )
+        warnings += [*more, *warn_of_replicas(run.groups)]
+        refuse_with_groups(run.groups, updates, wanted.options)
         if own:
             _report_left_embeddings(module, tables)
-    constraints = constraints_of(wanted, updates, run.device, run.layout)
+    constraints = constraints_of(wanted, updates, run.device, run.group_layout)
     gathered = {name for name, option in wanted.options.items() if option.gathered_weight}
     schedulers = [*schedulers, *(scheduler for of in own for scheduler in of.schedulers)]
     return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own, gathered)

@@ -1,6 +1,7 @@
 """What is asked of full tables: their weights, and the norms of their gradients."""
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,17 @@ class FullTables(DistRecStrategy[AnyRun]):
     def run_tables(self) -> RunTables | None:
         """The sharded tables of the run in progress; None without tables."""
         raise NotImplementedError
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        _make_equal(self.module)
+        return state
+
+    @override
+    def full_state_dict(self) -> dict[str, Any]:
+        _make_equal(self.module)
+        return super().full_state_dict()
 
     @override
     def full_parameter(self, name: str, rows: Rows = None) -> Tensor:
@@ -69,7 +81,7 @@ def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
         squares = torch.zeros(num_rows, dtype=torch.float64, device=shards[0].weight.device)
         for shard, norms in of_rows:
             squares[shard.row : shard.row + len(norms)] += norms.double().square()
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=tables.groups.sharding)
         full = squares.sqrt().to(shards[0].weight.dtype)
         of_rows = [(shard, full[shard.row : shard.row + len(norms)]) for shard, norms in of_rows]
     for shard, norms in of_rows:
@@ -109,7 +121,8 @@ def gradient_norms(module: nn.Module, tables: RunTables | None, order: float, se
             "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or 'dense'."
         )
     by_table = {} if tables is None else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
-    of_tables = _of_tables(by_table, order)
+    group = None if tables is None else tables.shards.groups.sharding
+    of_tables = _of_tables(by_table, order, group)
     table_of = {id(shard.weight): name for name, shards in by_table.items() for shard in shards}
     found: dict[str, float] = {}
     for name, parameter in module.named_parameters():
@@ -130,7 +143,7 @@ def _norm(gradient: Tensor, order: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _of_tables(by_table: dict[str, list[LocalShard]], order: float) -> dict[str, float]:
+def _of_tables(by_table: dict[str, list[LocalShard]], order: float, group: Any) -> dict[str, float]:
     """Collective. Return the norms of the tables that have a gradient on any rank."""
     if not by_table:
         return {}
@@ -147,7 +160,13 @@ def _of_tables(by_table: dict[str, list[LocalShard]], order: float) -> dict[str,
             )
             parts[0, i] = 1
             parts[1, i] = torch.maximum(parts[1, i], part) if math.isinf(order) else parts[1, i] + part**order
-    dist.all_reduce(parts[0], op=dist.ReduceOp.MAX)
-    dist.all_reduce(parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
+    dist.all_reduce(parts[0], op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
     norms = parts[1] if math.isinf(order) else parts[1] ** (1 / order)
     return {name: float(norms[i]) for i, name in enumerate(by_table) if parts[0, i]}
+
+
+def _make_equal(root: nn.Module) -> None:
+    """Collective where replicas of the tables in `root` differ. Make them equal."""
+    if (tables := sharded_tables_of(root)) is not None:
+        tables.synchronize()

@@ -17,6 +17,19 @@ class NoTables:
     def begin_step(self) -> None:
         """Do nothing."""
 
+    def before_evaluation_step(self) -> None:
+        """Do nothing."""
+
+    def after_backward(self) -> None:
+        """Do nothing."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return NOTHING
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
     def check_steps(self) -> None:
         """Do nothing."""
 

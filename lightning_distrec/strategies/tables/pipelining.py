@@ -143,7 +143,8 @@ class Pipelining:
             path: PrefetchableTable(proxy, lookups[path], tables, self._streams, self._changes)
             for path, proxy in tables.shards.proxies.items()
         }
-        group = consensus.ids_group()
+        groups = tables.shards.groups
+        group = consensus.ids_group() if groups.num_replicas == 1 else groups.ids
         self.pipeline = SparsePipeline(
             options.depth,
             consensus,

@@ -54,7 +54,9 @@ def plan_tables(
 
 def plan_of(sharded: ShardedTables, run: SetUpInputs) -> ShardingPlan:
     """Return the plan of tables that are sharded already, without its cost."""
-    return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, run.layout, run.device.type)
+    groups = sharded.groups
+    layout = run.layout.of_group(groups.size)
+    return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, layout, run.device.type, groups.first_rank)
 
 
 def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:

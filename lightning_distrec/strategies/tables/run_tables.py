@@ -1,6 +1,7 @@
 """The sharded tables of a run, their plan, what updates them, and the checks before and after every step."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_distrec.optimizers.learning_rate import LearningRates
 from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import TableUpdate
+from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
@@ -26,6 +28,7 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.draws import forget_last_call
 from lightning_distrec.sharding.weights.gathered import Gathering
 from lightning_distrec.sharding.weights.shard_of import without_guards
+from lightning_distrec.strategies.tables.replicas.replicas import AveragedRows, ExchangedGradients, OneReplica
 from lightning_distrec.strategies.tables.unfreezing import Unfreezing
 
 
@@ -61,6 +64,7 @@ class RunTables:
         self._manual_watch: ManualWatch | None = None
         self.unfreezing = Unfreezing(self.shards, self.updates)
         self._added_tables = AddedTables({})
+        self._replicas = OneReplica()
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
@@ -82,6 +86,32 @@ class RunTables:
         groups = {name: group for name in self.fused_tables if (group := self.updates[name].param_group) is not None}
         if groups and not self.automatic:
             self._watch_steps(ManualWatch(groups))
+
+    def connect_replicas(self, ranks: Ranks) -> None:
+        """Keep the replicas of the tables equal, where groups of ranks have one each."""
+        groups = self.shards.groups
+        if groups.exchanges_gradients:
+            self._replicas = ExchangedGradients(self.shards)
+        elif groups.num_replicas > 1:
+            self._replicas = AveragedRows(self.shards, self.updates, lambda: self.all_optimizers, ranks)
+        self.undo.append(self._replicas.release)
+
+    def after_backward(self) -> None:
+        """Collective where replicas exchange gradients: do that."""
+        self._replicas.after_backward()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside of the context, gradients stay on their rank, and a later backward exchanges their sum."""
+        return self._replicas.no_sync()
+
+    def before_evaluation_step(self) -> None:
+        """Collective where replicas differ. Begin a step that updates nothing."""
+        self.synchronize()
+        self.begin_step()
+
+    def synchronize(self) -> None:
+        """Collective where replicas differ. Make them equal."""
+        self._replicas.synchronize()
 
     def _watch_steps(self, watch: ManualWatch) -> None:
         self._manual_watch, fused = watch, self.fused_tables
@@ -148,6 +178,7 @@ class RunTables:
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not follow."""
         forget_last_call()
+        self._replicas.before_training_step()
         self.check_steps()
         self.learning_rates.check()
         self.replicas.before_step()
@@ -183,6 +214,7 @@ class RunTables:
         """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
         Gathering.forget_all()
         self.backward_watch.step()
+        self._replicas.after_optimizer_step()
         if self._manual_watch is not None:
             self._manual_watch.step(number)
         self._num_steps[number] = self._num_steps.get(number, 0) + 1

@@ -121,9 +121,9 @@ def _plan_and_shard(run: SetUpInputs, decisions: Decisions, earlier: ShardedTabl
     if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum
         run.trainer.strategy.optimizers, run.trainer.strategy.lr_scheduler_configs = [], []
         gc.collect()
-    shards = _shard(run, decisions, plan.for_torchrec(facts.devices), rows)
+    shards = _shard(run, decisions, plan.for_torchrec(facts.devices, run.groups.first_rank), rows)
     setup = _look_up(run, shards, plan, decisions.updates)
-    _connect(setup, decisions)
+    _connect(run, setup, decisions)
     if run.fits and setup.saves_plan:
         save_with_logs(run.trainer, plan)
     return setup
@@ -144,7 +144,9 @@ def _shard(
     }
     seed = run.consensus.all_gather(torch.initial_seed())[0]
     comms, gathered = run.settings.comms, decisions.gathered
-    shards = shard_tables(run.module, decisions.tables, plan, fused, run.device, rows, seed, comms, gathered)
+    shards = shard_tables(
+        run.module, decisions.tables, plan, fused, run.device, rows, seed, comms, gathered, run.groups
+    )
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     kept = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(kept)
@@ -153,10 +155,12 @@ def _shard(
     return shards
 
 
-def _connect(setup: RunTables, decisions: Decisions) -> None:
+def _connect(run: SetUpInputs, setup: RunTables, decisions: Decisions) -> None:
     """Let optimizers report their steps, and refuse gradients that fused updates would miss."""
     setup.lr_scheduler_configs = decisions.lr_scheduler_configs
     setup.connect(decisions.optimizers, [of.optimizer for of in decisions.own_optimizers])
+    if run.fits:
+        setup.connect_replicas(run.consensus)
     for name in setup.fused_tables:
         for shard in setup.shards.shards[name]:
             shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
@@ -215,6 +219,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
             run.output_dtype,
             compare,
             partial(shards.note_used_tables, path),
+            shards.groups.num_replicas,
         )
         shards.proxies[path].lookup = lookup
         setup.lookups.append(lookup)

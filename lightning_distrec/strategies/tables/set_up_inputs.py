@@ -1,7 +1,8 @@
 """What set-up gets from the strategy: its options about tables, and the run of a module on its ranks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
+from lightning_distrec.sharding.groups.options import ShardingGroupOptions
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -39,6 +42,7 @@ class TableSettings:
     """None: not set, and not found."""
     batch_size_origin: str = "batch_size_per_rank"
     planning: PlanningOptions
+    groups: ShardingGroupOptions = field(default_factory=ShardingGroupOptions)
 
     def __post_init__(self) -> None:
         check_check_ids(self.check_ids)
@@ -74,10 +78,17 @@ class SetUpInputs:
     consensus: Consensus
     device: torch.device
     layout: NodeLayout
+    """Of all ranks."""
+    groups: ShardingGroups
     output_dtype: torch.dtype | None
     """The type of looked up rows; None for the kernels' own."""
     shards_dense: bool
     """Whether layers without tables are sharded too."""
+
+    @cached_property
+    def group_layout(self) -> NodeLayout:
+        """Of the ranks among which tables are sharded; plans are made for these. Raises ConfigError."""
+        return self.layout.of_group(self.groups.size)
 
     @property
     def fits(self) -> bool:

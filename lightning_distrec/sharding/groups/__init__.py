@@ -1,0 +1,1 @@
+"""Tables that are sharded within groups of ranks: the groups, and how their replicas are kept equal."""

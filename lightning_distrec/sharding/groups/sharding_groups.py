@@ -1,0 +1,117 @@
+"""Which ranks shard the tables together, and which have the same shards: torchrec's sharding and replica groups."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torchrec.distributed.types import ShardingEnv
+
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.ranks import Ranks
+from lightning_distrec.sharding.groups.options import ShardingGroupOptions
+
+
+@dataclass(frozen=True, eq=False)
+class ShardingGroups:
+    """The groups as one rank sees them. Ranks of a group are numbered consecutively.
+
+    The rank at one position of each group has the same shards as those at that position of the others.
+    """
+
+    rank: int
+    num_ranks: int
+    size: int
+    """Ranks of a group."""
+    sync_interval: int = 1
+    """Steps from one synchronisation to the next; 1: gradients are exchanged before every update."""
+    sharding: Any = field(default=None, repr=False)
+    """Process group of the ranks that shard tables with this one; None: the default one, of all ranks."""
+    replicas: Any = field(default=None, repr=False)
+    """Process group of the ranks that have the same shards as this one; None where there is one group."""
+    ids: Any = field(default=None, repr=False)
+    """As `sharding`, for ids that are sent ahead; None: they share that one."""
+
+    @property
+    def num_replicas(self) -> int:
+        """How many groups there are."""
+        return self.num_ranks // self.size
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this rank's group."""
+        return self.rank - self.rank % self.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's group writes what all groups have."""
+        return self.rank < self.size
+
+    @property
+    def members(self) -> range:
+        """The ranks of this rank's group."""
+        return range(self.first_rank, self.first_rank + self.size)
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether groups exchange gradients of rows before every update."""
+        return self.num_replicas > 1 and self.sync_interval == 1
+
+    def same_shards(self, rank: int) -> range:
+        """Return the ranks that have the same shards as `rank`, itself among them."""
+        return range(rank % self.size, self.num_ranks, self.size)
+
+    def environment(self) -> ShardingEnv:
+        """Return what torchrec's sharders take: the ranks among which tables are sharded, counted within the group."""
+        if self.sharding is None:
+            return ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+        # Without a process group at first: torchrec would make a device mesh of all ranks for it, which nothing needs.
+        env = ShardingEnv(self.size, self.rank - self.first_rank)
+        env.process_group = self.sharding
+        return env
+
+
+def do_nothing() -> None:
+    """Leave replicas as they are: there is one, or they are equal."""
+
+
+_made: tuple[Any, dict[int, tuple[Any, Any, Any]]] | None = None
+
+
+def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta) -> ShardingGroups:
+    """Collective. Return the groups; their process groups are made once.
+
+    Raises ConfigError on every rank: the ranks cannot be divided so, or have unequal options.
+    """
+    size = ranks.num_ranks if options.size is None else options.size
+    of_ranks = ranks.all_gather((options.size, options.sync_interval))
+    if len(set(of_ranks)) > 1:
+        raise ConfigError(f"sharding_groups: ranks have unequal (size, sync_interval): {of_ranks}. Give all the same.")
+    if ranks.num_ranks % size:
+        raise ConfigError(
+            f"sharding_groups: size={size} does not divide the {ranks.num_ranks} ranks of the job. Choose a divisor."
+        )
+    if size == ranks.num_ranks:
+        return ShardingGroups(ranks.rank, ranks.num_ranks, size)
+    made = _process_groups(size, ranks, timeout)
+    return ShardingGroups(ranks.rank, ranks.num_ranks, size, options.sync_interval, *made)
+
+
+def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, Any, Any]:
+    """Collective. Return the process groups of this rank: of its group, of its replicas, and for ids sent ahead."""
+    global _made
+    if _made is None or _made[0] is not dist.group.WORLD:
+        _made = (dist.group.WORLD, {})
+    if size not in _made[1]:
+        sharding = [list(range(first, first + size)) for first in range(0, ranks.num_ranks, size)]
+        replicas = [list(range(first, ranks.num_ranks, size)) for first in range(size)]
+        # gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
+        ahead = _group_of(sharding, ranks.rank, timeout) if dist.get_backend() == "gloo" else None
+        _made[1][size] = (_group_of(sharding, ranks.rank, timeout), _group_of(replicas, ranks.rank, timeout), ahead)
+    return _made[1][size]
+
+
+def _group_of(members: list[list[int]], rank: int, timeout: timedelta) -> Any:
+    """Collective. Make process groups of these ranks; return the one that has `rank`."""
+    made = [dist.new_group(of_group, timeout) for of_group in members]
+    return next(group for group, of_group in zip(made, members, strict=True) if rank in of_group)

@@ -1,0 +1,57 @@
+"""What groups of ranks with a replica of the tables each change about a fit's set-up."""
+
+from collections.abc import Mapping
+
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.translation import TableUpdate
+from lightning_distrec.sharding.groups.options import ShardingGroupOptions
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
+from lightning_distrec.sharding.planning.table_options import TableOptions
+
+
+def why_kept(groups: ShardingGroups) -> str:
+    """Return why the gradients of tables must be kept for the optimizers; "" where they need not."""
+    return "sharding_groups exchange gradients" if groups.exchanges_gradients else ""
+
+
+def warn_of_replicas(groups: ShardingGroups) -> list[str]:
+    """Return the warning that the tables are not those of one process."""
+    if groups.num_replicas == 1 or groups.exchanges_gradients:
+        return []
+    return [
+        f"sharding_groups: sync_interval={groups.sync_interval} is not exact. Each of {groups.num_replicas} groups "
+        "updates its replica of the tables by its own batches, and the rows that they have touched are averaged at "
+        f"every {groups.sync_interval}th step. sync_interval=1 has the numbers of one process."
+    ]
+
+
+def refuse_with_groups(
+    groups: ShardingGroups, updates: Mapping[str, TableUpdate], options: Mapping[str, TableOptions]
+) -> None:
+    """Raise ConfigError where a table's options do not go together with the groups."""
+    if groups.num_replicas == 1:
+        return
+    fused = [name for name, update in updates.items() if update.in_backward]
+    if groups.exchanges_gradients and fused:
+        raise ConfigError(
+            f"table '{fused[0]}' is updated inside of backward, because embedding_update asks for it, but with "
+            "sharding_groups and sync_interval=1 the groups exchange gradients before the update. Set "
+            "embedding_update='auto', or a larger sync_interval, which is not exact."
+        )
+    gathered = [name for name in updates if options[name].gathered_weight]
+    if gathered and not groups.exchanges_gradients:
+        raise ConfigError(
+            f"table '{gathered[0]}' has gathered_weight=True, but with sync_interval={groups.sync_interval} each group "
+            "has other weights. Set sync_interval=1, or replicated=True for the table."
+        )
+
+
+def refuse_with_checkpoints(groups: ShardingGroupOptions, checkpoint: CheckpointOptions) -> None:
+    """Raise ConfigError where checkpoints take what each rank has, and replicas would be missed or saved twice."""
+    for name in ("incremental", "in_memory"):
+        if groups.size is not None and getattr(checkpoint, name):
+            raise ConfigError(
+                f"sharding_groups does not go together with checkpoint={{'{name}': ...}}, which follows the rows of "
+                "each rank and knows of no replicas. Remove one of them."
+            )

@@ -1,0 +1,202 @@
+"""Keeps replicas of tables equal in a fit: by gradients before every update, or by averages of rows after some."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_distrec.optimizers.translation import TableUpdate
+from lightning_distrec.ranks import Ranks
+from lightning_distrec.sharding.groups.row_exchange import average_gradients, average_rows, union_of_rows
+from lightning_distrec.sharding.groups.sharding_groups import do_nothing
+from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
+from lightning_distrec.sharding.row_gradients import LocalShard
+from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.weights.row_caches import rewriting
+from lightning_distrec.sharding.weights.shard_of import without_guards
+
+Updates = Mapping[str, TableUpdate]
+"""Full name of a table -> what updates it."""
+
+
+class OneReplica:
+    """In the place of the others, where all ranks shard the tables together, or nothing is updated."""
+
+    def before_training_step(self) -> None:
+        """Do nothing."""
+
+    def after_backward(self) -> None:
+        """Do nothing."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def after_optimizer_step(self) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class ExchangedGradients(OneReplica):
+    """Averages the gradients of rows over the groups after each backward, as DDP does those of other layers."""
+
+    def __init__(self, tables: ShardedTables) -> None:
+        self._weights = [shard.weight for shards in tables.shards.values() for shard in shards if shard.weight.numel()]
+        self._group = tables.groups.replicas
+        self._waits = False
+
+    @without_guards
+    def after_backward(self) -> None:
+        """Collective. Average the gradients, unless more are to come before the update."""
+        if not self._waits:
+            average_gradients(self._weights, self._group)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside of the context, gradients add up on each rank: a later backward averages their sum."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+
+class AveragedRows(OneReplica):
+    """Averages what any group has touched, weights and optimizer state, at every sync_interval-th step.
+
+    optimizers: returns those that step. Counts of steps in their state become the largest of the groups.
+    """
+
+    def __init__(
+        self, tables: ShardedTables, updates: Updates, optimizers: Callable[[], list[Optimizer]], ranks: Ranks
+    ) -> None:
+        self._tables, self._updates, self._optimizers, self._ranks = tables, updates, optimizers, ranks
+        self._group, self._interval = tables.groups.replicas, tables.groups.sync_interval
+        self._touched = TouchedRows(tables.kernels)
+        self._has_stepped = False
+        self._num_steps = 0
+        tables.synchronize = self.synchronize
+
+    def before_training_step(self) -> None:
+        """Collective where it is due: the steps since the last time are as many as the interval."""
+        self._count()
+        if self._num_steps >= self._interval:
+            self.synchronize()
+
+    def after_optimizer_step(self) -> None:
+        """Note that rows have changed in this training step."""
+        self._has_stepped = True
+
+    def _count(self) -> None:
+        self._num_steps += self._has_stepped
+        self._has_stepped = False
+
+    @without_guards
+    def synchronize(self) -> None:
+        """Collective where steps were made since the last time. Make the replicas equal now."""
+        self._count()
+        if not self._num_steps:
+            return
+        self._num_steps = 0
+        with rewriting(), torch.no_grad():
+            self._average()
+        self._touched.clear()
+
+    def release(self) -> None:
+        """Stop noting rows."""
+        self._touched.release()
+        self._tables.synchronize = do_nothing
+
+    def _average(self) -> None:
+        shards = [
+            (name, shard)
+            for name, of_table in self._tables.shards.items()
+            for shard in of_table
+            if shard.weight.numel() and (self._updates[name].kind != "frozen" or self._tables.learns(name))
+        ]
+        state = self._state([(i, shard) for i, (_, shard) in enumerate(shards)])
+        if not shards:
+            return  # and no replica of this rank has any
+        by_rows = [self._updates[name].in_backward or shard.sparse for name, shard in shards]
+        firsts = torch.tensor([0, *(len(shard.weight) for _, shard in shards)]).cumsum(0)
+        device = shards[0][1].weight.device
+        touched = [
+            self._touched.ids_of(shard).to(device) + int(first)
+            for (_, shard), first, is_by_rows in zip(shards, firsts, by_rows, strict=False)
+            if is_by_rows
+        ]
+        union = union_of_rows(torch.cat(touched), self._group) if touched else torch.empty(0, dtype=torch.long)
+        ends = torch.searchsorted(union, firsts.to(union.device)).tolist()
+        for i, (_, shard) in enumerate(shards):
+            rows = union[ends[i] : ends[i + 1]] - int(firsts[i]) if by_rows[i] else None
+            average_rows([shard.weight, *state[i]], rows, self._group)
+
+    def _state(self, shards: list[tuple[int, LocalShard]]) -> dict[int, list[Tensor]]:
+        """Collective over all ranks. Return the optimizer state of each shard that lies along its rows.
+
+        A group in which no step has given a table a gradient may have no state of it yet; it gets zeros.
+        """
+        fused = self._tables.fused_state()
+        kept = [(i, shard, self._optimizer_of(shard)) for i, shard in shards if id(shard) not in fused]
+        states = {i: (optimizer.state.get(shard.weight, {}), optimizer) for i, shard, optimizer in kept if optimizer}
+        widths = {i: _widths(shards[i][1], state) for i, (state, _) in states.items()}
+        of_ranks = self._ranks.all_gather(list(widths.items()))
+        alike = [dict(of_ranks[rank]) for rank in self._tables.groups.same_shards(self._ranks.rank)]
+        found: dict[int, list[Tensor]] = {i: list(fused.get(id(shard), ())) for i, shard in shards}
+        counts: list[tuple[dict[str, Any], str]] = []
+        for i, (state, optimizer) in states.items():
+            wanted = {key: width for of_replica in alike for key, width in of_replica[i]}
+            for key, width in wanted.items():
+                if key not in state:
+                    weight = shards[i][1].weight
+                    shape = (() if width < 0 else (len(weight),) if not width else (len(weight), width))
+                    state[key] = weight.new_zeros(shape, dtype=torch.float32)
+            if state:
+                optimizer.state[shards[i][1].weight] = state
+            found[i] = [state[key] for key, width in wanted.items() if width >= 0]
+            counts += [(state, key) for key, width in wanted.items() if width < 0]
+        self._use_largest(counts)
+        return found
+
+    def _optimizer_of(self, shard: LocalShard) -> Optimizer | None:
+        for optimizer in self._optimizers():
+            if any(shard.weight is each for group in optimizer.param_groups for each in group["params"]):
+                return optimizer
+        return None
+
+    def _use_largest(self, counts: list[tuple[dict[str, Any], str]]) -> None:
+        """Collective among replicas. Set each count of steps to the largest that a replica has."""
+        if not counts:
+            return
+        numbers = torch.tensor([float(state[key]) for state, key in counts], dtype=torch.float32)
+        numbers = numbers.to(self._device())
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+        for (state, key), number in zip(counts, numbers.tolist(), strict=True):
+            if isinstance(state[key], Tensor):
+                state[key].fill_(number)
+            else:
+                state[key] = type(state[key])(number)
+
+    def _device(self) -> torch.device:
+        return next(shards[0].weight.device for shards in self._tables.shards.values())
+
+
+def _widths(shard: LocalShard, state: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return key -> columns of the state of one shard: 0 for one number per row, -1 for one number in all."""
+    found = []
+    for key, value in state.items():
+        along = isinstance(value, Tensor) and value.dim() and len(value) == len(shard.weight)
+        if along:
+            found.append((key, value.shape[1] if value.dim() > 1 else 0))
+        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            found.append((key, -1))
+    return found
