@@ -274,7 +274,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         loss = closure_loss if factor == 1.0 else closure_loss * factor
         with run.dense.backward():
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        run.tables.after_backward()
+        if run.tables.groups is not None:
+            run.tables.groups.after_backward()
         return loss
 
     @override

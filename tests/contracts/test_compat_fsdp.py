@@ -9,6 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
@@ -41,6 +44,8 @@ def _on_a_rank() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (num_ranks,))
     whole = torch.arange(5 * 4.0).view(5, 4)
     cut = distribute_tensor(whole, mesh, [Shard(0)])
+    single = [torch.distributed.new_group([rank]) for rank in range(num_ranks)]
+    here = [LocalShard(torch.zeros(2), ShardMetadata([0], [2], f"rank:{rank}/cpu"))]
     net = Net()
     fully_shard(net.low, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -80,6 +85,7 @@ def _on_a_rank() -> dict[str, Any]:
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
         "writes": (gathering, _fully_shard.unsharded_version(gathered) - writes),
         "offsets": _torch.local_offsets(cut),
+        "first replica": _torch.is_first_replica(init_from_local_shards(here, [2], process_group=single[rank])),
         "local": cut.to_local(),
         "class": plain.__name__,
         "is cut": isinstance(net, FSDPModule) and not isinstance(alone, FSDPModule),
@@ -105,6 +111,10 @@ def test_local_offsets_are_where_the_local_tensor_begins(found: list[dict[str, A
     for of_rank in found:
         (row, column), local = of_rank["offsets"], of_rank["local"]
         assert torch.equal(whole[row : row + local.shape[0], column : column + local.shape[1]], local)
+
+
+def test_is_first_replica_is_true_in_the_group_of_rank_0(found: list[dict[str, Any]]) -> None:
+    assert [of_rank["first replica"] for of_rank in found] == [True, False]
 
 
 def test_class_before_fully_shard_and_without_fully_shard_leave_what_the_user_made(found: list[dict[str, Any]]) -> None:

@@ -1,23 +1,28 @@
 """Tables that are sharded within groups of ranks, with a replica in each: exact at sync_interval=1, told above."""
 
+import copy
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import (
     ClickModel,
+    EvaluatedModel,
     SequenceModel,
     join_batches,
     largest_difference,
     make_batch,
-    rank_loader,
     seeded,
 )
-from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of, train_plain
+from tests.support.parameters import slow_except
+from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.resuming import Life, Run, live, problems_of
 from tests.support.trainers import make_trainer
 
 EVERY_TYPE: dict[str, Any] = {
@@ -30,78 +35,146 @@ EVERY_TYPE: dict[str, Any] = {
 BY_ROWS: dict[str, Any] = {"sharding_types": ["table_wise", "row_wise"]}
 STEPS = 7
 GROUPS = (range(2), range(2, 4))
+LIMIT = 0.05
+"""Of norms, where gradients are clipped."""
 
 
-def joined(step: int, ranks: range = range(4)) -> dict[str, Tensor]:
+def batch_of(step: int, rank: int, unequal: bool = False) -> dict[str, Tensor]:
+    return make_batch(1000 * step + rank, 8 - 2 * rank if unequal else 8)
+
+
+def joined(step: int, ranks: Iterable[int] = range(4), unequal: bool = False) -> dict[str, Tensor]:
     """Return one batch of those that these ranks have in a step."""
-    return join_batches([make_batch(1000 * step + rank) for rank in ranks])
+    return join_batches([batch_of(step, rank, unequal) for rank in ranks])
 
 
-def fit(kind: type, name: str, options: dict[str, Any], interval: int, **of_trainer: Any) -> dict[str, Any]:
-    """Train in groups of two ranks; return the state on rank 0, and this rank's shards after the fit."""
+def fit(
+    kind: type, name: str, options: dict[str, Any], groups: dict[str, int], unequal: bool = False, **of_trainer: Any
+) -> dict[str, Any]:
+    """Train in groups; return the state on rank 0, and what this rank has after the fit."""
+    rank = rank_and_num_ranks()[0]
     model = seeded(kind, *OPTIMIZERS[name])
-    trainer = make_trainer(options | {"sharding_groups": {"size": 2, "sync_interval": interval}}, **of_trainer)
-    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+    trainer = make_trainer(options | {"sharding_groups": {"size": 2} | groups}, **of_trainer)
+    batches = [batch_of(step, rank, unequal) for step in range(STEPS)]
+    evaluated = [batch_of(STEPS, rank)] if kind is EvaluatedModel else None
+    trainer.fit(model, DataLoader(batches, batch_size=None), evaluated and DataLoader(evaluated, batch_size=None))
     tables = sharded_tables_of(model)
     assert tables is not None
     shards = {name: [s.tensor.detach().clone() for s in w.local_shards()] for name, w in tables.weights().items()}
-    return {"state": model.final_state, "shards": shards, "losses": model.losses}
+    shards["mlp"] = [parameter.detach().clone() for parameter in model.mlp.parameters()]
+    scores = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return {"state": model.final_state, "shards": shards, "scores": scores}
 
 
+def call(*args: Any, **options: Any) -> tuple[Any, ...]:
+    return (_fit, args, options)
+
+
+def _fit(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    return fit(*args, **copy.deepcopy(options))
+
+
+AT_ONCE = {"pipeline": {"depth": 1}}
 EXACT: dict[str, tuple[Any, ...]] = {
-    "Adagrad": (fit, ClickModel, "Adagrad", EVERY_TYPE, 1),
-    "RowWiseAdagrad": (fit, ClickModel, "RowWiseAdagrad", BY_ROWS, 1),
-    "sequences": (fit, SequenceModel, "SGD", {}, 1),
-    "not prefetched": (fit, ClickModel, "Adagrad", EVERY_TYPE | {"pipeline": {"depth": 1}}, 1),
+    "Adagrad": call(ClickModel, "Adagrad", EVERY_TYPE, {}),
+    "Adam": call(ClickModel, "Adam", EVERY_TYPE, {}),
+    "RowWiseAdagrad": call(ClickModel, "RowWiseAdagrad", BY_ROWS, {}),
+    "sequences": call(SequenceModel, "SGD", {}, {}),
+    "groups of one": call(ClickModel, "SGD", {}, {"size": 1}),
+    "not prefetched": call(ClickModel, "Adagrad", EVERY_TYPE | AT_ONCE, {}),
+    "unequal": call(ClickModel, "SGD", EVERY_TYPE, {}, unequal=True),
+    "unequal, not prefetched": call(ClickModel, "SGD", EVERY_TYPE | AT_ONCE, {}, unequal=True),
+    "clipped": call(ClickModel, "SGD", EVERY_TYPE, {}, gradient_clip_val=LIMIT),
+    "accumulated": call(ClickModel, "SGD", EVERY_TYPE, {}, accumulate_grad_batches=2),
 }
 AVERAGED: dict[str, tuple[Any, ...]] = {
-    "Adagrad": (fit, ClickModel, "Adagrad", EVERY_TYPE, 3),
-    "RowWiseAdagrad": (fit, ClickModel, "RowWiseAdagrad", BY_ROWS, 3),
-    "Adam": (fit, ClickModel, "Adam", EVERY_TYPE, 3),
+    "Adagrad": call(ClickModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}),
+    "Adam": call(ClickModel, "Adam", EVERY_TYPE, {"sync_interval": 3}),
+    "RowWiseAdagrad": call(ClickModel, "RowWiseAdagrad", BY_ROWS, {"sync_interval": 3}),
+    "clipped": call(ClickModel, "SGD", EVERY_TYPE, {"sync_interval": 3}, gradient_clip_val=LIMIT),
+    "validated": call(EvaluatedModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}, val_check_interval=4),
 }
 RUNS = {
     **{f"exact {name}": run for name, run in EXACT.items()},
     **{f"averaged {name}": run for name, run in AVERAGED.items()},
 }
+EXACT_RUNS, AVERAGED_RUNS = ([name for name in RUNS if name.startswith(kind)] for kind in ("exact", "averaged"))
+QUICK = ("exact Adagrad", "exact unequal, not prefetched")
+QUICK_AVERAGED = ("averaged Adagrad", "averaged validated")
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    """What each rank has after each run."""
-    return run_each_on_ranks(RUNS, 4)
+def found(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """What each rank has after each run that a test of this session asks for."""
+    asked = {item.callspec.params["run"] for item in request.session.items if "found" in item.fixturenames}  # type: ignore[attr-defined]
+    of_ranks = run_each_on_ranks({name: run for name, run in RUNS.items() if name in asked}, 4)
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
 
 
-@pytest.mark.parametrize("run", EXACT)
-def test_groups_that_exchange_gradients_train_as_one_process(run: str, found: list[dict[str, Any]]) -> None:
-    _, kind, name, *_ = EXACT[f"{run}"]
-    wanted = train_plain(seeded(kind, *OPTIMIZERS[name]), [joined(step) for step in range(STEPS)])
-    differences = largest_difference(found[0][f"exact {run}"]["state"], wanted)
-    assert max(differences.values()) <= limit_of(name), differences
+def train_plain(run: str) -> State:
+    """Train by a plain loop over the batches of all ranks, as this run does."""
+    _, (kind, name, *_), options = RUNS[run]
+    model = seeded(kind, *OPTIMIZERS[name])
+    optimizer = model.configure_optimizers()
+    every = options.get("accumulate_grad_batches", 1)
+    for step in range(STEPS):
+        (loss_of(model, joined(step, unequal=options.get("unequal", False))) / every).backward()
+        if (step + 1) % every and step + 1 < STEPS:
+            continue
+        if "gradient_clip_val" in options:
+            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_replicas_are_equal_to_the_bit_after_a_fit(run: str, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("run", slow_except(QUICK, EXACT_RUNS))
+def test_groups_that_exchange_gradients_train_as_one_process(run: str, found: dict[str, Any]) -> None:
+    differences = largest_difference(found[run][0]["state"], train_plain(run))
+    assert max(differences.values()) <= limit_of(RUNS[run][1][1]), differences
+
+
+@pytest.mark.parametrize("run", slow_except(QUICK + QUICK_AVERAGED, RUNS))
+def test_replicas_are_equal_to_the_bit_after_a_fit(run: str, found: dict[str, Any]) -> None:
     for here, there in ((0, 2), (1, 3)):
-        for name, shards in found[here][run]["shards"].items():
-            for one, other in zip(shards, found[there][run]["shards"][name], strict=True):
+        for name, shards in found[run][here]["shards"].items():
+            for one, other in zip(shards, found[run][there]["shards"][name], strict=True):
                 assert torch.equal(one, other), name
 
 
-def train_apart(name: str, interval: int) -> State:
-    """Train two copies by a plain loop, tables each on half of the batch, other layers on all of it."""
+def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tuple[State, float]:
+    """Train two copies by a plain loop, tables each on half of the batch, other layers on all of it.
+
+    synchronized: steps after which tables are averaged. scored: after which the loss of the batch after the last is
+    taken. Returns the state, and that loss.
+    """
+    _, (_, name, *_), options = RUNS[run]
     models = [seeded(ClickModel, *OPTIMIZERS[name]) for _ in GROUPS]
     optimizers = [model.configure_optimizers() for model in models]
+    score = 0.0
     for step in range(STEPS):
         for model, optimizer, ranks in zip(models, optimizers, GROUPS, strict=True):
             optimizer.zero_grad()
             loss_of(model, joined(step, ranks)).backward()
         for one, other in zip(*(model.mlp.parameters() for model in models), strict=True):
             one.grad = other.grad = (one.grad + other.grad) / 2
+        if "gradient_clip_val" in options:
+            clip_by_one_norm(models)
         for optimizer in optimizers:
             optimizer.step()
-        if (step + 1) % interval == 0 or step + 1 == STEPS:
+        if step + 1 in synchronized:
             average(models, optimizers)
-    return models[0].state_dict()
+        if step + 1 == scored:
+            score = float(loss_of(models[0], joined(STEPS)))
+    return models[0].state_dict(), score
+
+
+def clip_by_one_norm(models: list[ClickModel]) -> None:
+    """Scale the gradients of both copies by one factor, of the mean of their squares."""
+    squares = torch.stack([p.grad.square().sum() for model in models for p in model.parameters()]).sum() / len(models)
+    factor = (LIMIT / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    for gradient in {id(p.grad): p.grad for model in models for p in model.parameters()}.values():
+        gradient.mul_(factor)
 
 
 @torch.no_grad()
@@ -115,9 +188,44 @@ def average(models: list[ClickModel], optimizers: list[Any]) -> None:
                 tensor.copy_(mean)
 
 
-@pytest.mark.parametrize("name", AVERAGED)
-def test_groups_that_average_rows_train_as_copies_that_train_apart(name: str, found: list[dict[str, Any]]) -> None:
-    differences = largest_difference(found[0][f"averaged {name}"]["state"], train_apart(name, 3))
-    assert max(differences.values()) <= limit_of(name), differences
-    exact = train_plain(seeded(ClickModel, *OPTIMIZERS[name]), [joined(step) for step in range(STEPS)])
-    assert max(largest_difference(exact, train_apart(name, 3)).values()) > 100 * limit_of(name)
+@pytest.mark.parametrize("run", slow_except(QUICK_AVERAGED, AVERAGED_RUNS))
+def test_groups_that_average_rows_train_as_copies_that_train_apart(run: str, found: dict[str, Any]) -> None:
+    validates = "validated" in run
+    # A validation synchronises after step 4, and the third step from there on is the last.
+    state, score = train_apart(run, (3, 4, 7) if validates else (3, 6, 7), scored=4 * validates)
+    limit = limit_of(RUNS[run][1][1])
+    differences = largest_difference(found[run][0]["state"], state)
+    assert max(differences.values()) <= limit, differences
+    if validates:
+        assert found[run][0]["scores"]["val_loss"] == pytest.approx(score, abs=1e-5)
+    assert max(largest_difference(train_plain(run), state).values()) > 10 * limit, "it is told as inexact"
+
+
+def in_groups(*types: str, interval: int = 1, size: int = 2) -> dict[str, Any]:
+    """Return the strategy's options for three tables of these sharding types, in groups."""
+    tables: dict[str, Any] = {}
+    for table, kind in zip(("wide", "narrow", "shared"), types, strict=True):
+        tables[table] = {"sharding_types": [kind], **({"min_partition": 4} if kind == "column_wise" else {})}
+    return {"tables": tables, "sharding_groups": {"size": size, "sync_interval": interval}}
+
+
+MIDDLE = ("on_train_batch_end", 8)
+RW, TW, CW = "row_wise", "table_wise", "column_wise"
+ADAM = (torch.optim.Adam, {"lr": 0.01})
+ELSEWHERE = (
+    (2, {"strategy": {}}),
+    (2, {"strategy": in_groups(TW, TW, TW, size=1)}),
+    (4, {"strategy": {"sharding_types": [RW]}}),
+)
+LIVES = {
+    "averaged": Life(Run(strategy=in_groups(RW, CW, TW, interval=3), save=MIDDLE), 4, ((4, {}),)),
+    "exact": Life(Run(strategy=in_groups(RW, CW, TW)), 4, ((4, {"strategy": in_groups(CW, TW, RW)}), *ELSEWHERE)),
+    "exact, Adam": Life(Run(optimizer=ADAM, strategy=in_groups(RW, CW, TW), save=MIDDLE), 4, ELSEWHERE),
+    "to groups": Life(Run(strategy={}), 2, ((4, {"strategy": in_groups(RW, CW, TW)}),)),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(["averaged"], LIVES))
+def test_a_run_resumes_with_and_without_groups(name: str) -> None:
+    """One that is saved between two synchronisations is made equal first, and counts from there."""
+    assert problems_of(LIVES[name], live({name: LIVES[name]})[name]) == []

@@ -11,6 +11,8 @@ NOTHING = nullcontext()
 class NoTables:
     """In the place of a RunTables: the module has no tables, and trains as under DDP."""
 
+    groups = None
+
     def before_training_step(self) -> None:
         """Do nothing."""
 
@@ -18,9 +20,6 @@ class NoTables:
         """Do nothing."""
 
     def before_evaluation_step(self) -> None:
-        """Do nothing."""
-
-    def after_backward(self) -> None:
         """Do nothing."""
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """The sharded tables of a run, their plan, what updates them, and the checks before and after every step."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.draws import forget_last_call
 from lightning_distrec.sharding.weights.gathered import Gathering
 from lightning_distrec.sharding.weights.shard_of import without_guards
-from lightning_distrec.strategies.tables.replicas.replicas import AveragedRows, ExchangedGradients, OneReplica
+from lightning_distrec.strategies.tables.replicas.replicas import AveragedRows, ExchangedGradients, Replicas
 from lightning_distrec.strategies.tables.unfreezing import Unfreezing
 
 
@@ -45,6 +45,8 @@ class RunTables:
     learning_rates: LearningRates
     loss_weight: LossWeight
     replicas: ReplicaCheck
+    groups: Replicas | None = None
+    """Keeps the replicas of the tables equal in a fit, where groups of ranks have one each."""
     automatic: bool = True
     """Whether Lightning calls backward and step; else the module does."""
     lookups: list[ShardedLookup] = field(default_factory=list)
@@ -64,7 +66,6 @@ class RunTables:
         self._manual_watch: ManualWatch | None = None
         self.unfreezing = Unfreezing(self.shards, self.updates)
         self._added_tables = AddedTables({})
-        self._replicas = OneReplica()
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
@@ -91,18 +92,14 @@ class RunTables:
         """Keep the replicas of the tables equal, where groups of ranks have one each."""
         groups = self.shards.groups
         if groups.exchanges_gradients:
-            self._replicas = ExchangedGradients(self.shards)
+            self.groups = ExchangedGradients(self.shards)
         elif groups.num_replicas > 1:
-            self._replicas = AveragedRows(self.shards, self.updates, lambda: self.all_optimizers, ranks)
-        self.undo.append(self._replicas.release)
-
-    def after_backward(self) -> None:
-        """Collective where replicas exchange gradients: do that."""
-        self._replicas.after_backward()
+            self.groups = AveragedRows(self.shards, self.updates, lambda: self.all_optimizers, ranks)
+            self.undo.append(self.groups.release)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside of the context, gradients stay on their rank, and a later backward exchanges their sum."""
-        return self._replicas.no_sync()
+        return nullcontext() if self.groups is None else self.groups.no_sync()
 
     def before_evaluation_step(self) -> None:
         """Collective where replicas differ. Begin a step that updates nothing."""
@@ -111,7 +108,7 @@ class RunTables:
 
     def synchronize(self) -> None:
         """Collective where replicas differ. Make them equal."""
-        self._replicas.synchronize()
+        self.shards.synchronize()
 
     def _watch_steps(self, watch: ManualWatch) -> None:
         self._manual_watch, fused = watch, self.fused_tables
@@ -178,7 +175,8 @@ class RunTables:
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not follow."""
         forget_last_call()
-        self._replicas.before_training_step()
+        if self.groups is not None:
+            self.groups.before_training_step()
         self.check_steps()
         self.learning_rates.check()
         self.replicas.before_step()
@@ -214,7 +212,8 @@ class RunTables:
         """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
         Gathering.forget_all()
         self.backward_watch.step()
-        self._replicas.after_optimizer_step()
+        if self.groups is not None:
+            self.groups.after_optimizer_step()
         if self._manual_watch is not None:
             self._manual_watch.step(number)
         self._num_steps[number] = self._num_steps.get(number, 0) + 1

@@ -23,8 +23,8 @@ Updates = Mapping[str, TableUpdate]
 """Full name of a table -> what updates it."""
 
 
-class OneReplica:
-    """In the place of the others, where all ranks shard the tables together, or nothing is updated."""
+class Replicas:
+    """The replicas of a fit, which are equal after `synchronize`."""
 
     def before_training_step(self) -> None:
         """Do nothing."""
@@ -46,7 +46,7 @@ class OneReplica:
         """Do nothing."""
 
 
-class ExchangedGradients(OneReplica):
+class ExchangedGradients(Replicas):
     """Averages the gradients of rows over the groups after each backward, as DDP does those of other layers."""
 
     def __init__(self, tables: ShardedTables) -> None:
@@ -70,7 +70,7 @@ class ExchangedGradients(OneReplica):
             self._waits = False
 
 
-class AveragedRows(OneReplica):
+class AveragedRows(Replicas):
     """Averages what any group has touched, weights and optimizer state, at every sync_interval-th step.
 
     optimizers: returns those that step. Counts of steps in their state become the largest of the groups.
