@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_distrec.advice.planned_share import planned_share
 from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.strategies.estimates.activation_budget import MAX_MEMORY_SHARE
 from lightning_distrec.strategies.estimates.estimate import (
     DDP,
     FSDP,
@@ -22,8 +23,6 @@ from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import format_bytes, quantity
 
-MAX_MEMORY_SHARE = 0.8
-"""Share of a rank's memory that a strategy may take before another is advised; the rest is for everything else."""
 MIN_TABLES_SHARE = 0.5
 """Share of the module's memory above which its tables decide."""
 

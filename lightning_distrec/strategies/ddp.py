@@ -19,15 +19,24 @@ from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
 from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
 from lightning_distrec.pipeline.joined_batches import JoinedLoader, join_loader
+from lightning_distrec.strategies.activations.budget import CheckpointedLayers, NothingCheckpointed
+from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
     GradientExchange,
     check_exchange,
     refuse_gradients,
 )
-from lightning_distrec.strategies.data_parallel.join import Joining, NoJoining, check_joining, refuse_to_join
+from lightning_distrec.strategies.data_parallel.join import (
+    Joining,
+    NoJoining,
+    check_joining,
+    refuse_target,
+    refuse_to_join,
+)
 from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, max_dense_bytes
 from lightning_distrec.strategies.data_parallel.sparse_trial import NoSparseTrial, SparseTrial, is_worth_a_trial
+from lightning_distrec.strategies.estimates.activation_budget import activation_budget
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
@@ -47,6 +56,8 @@ class DDPRun(Run):
     """Lets ranks whose batches have ended join the others' steps."""
     sparse_trial: SparseTrial | NoSparseTrial = field(default_factory=NoSparseTrial)
     """Times both ways to exchange sparse gradients in the first steps."""
+    activations: CheckpointedLayers | NothingCheckpointed = field(default_factory=NothingCheckpointed)
+    """The layers that recompute their activations."""
 
 
 class TunedDDPStrategy(DistRecStrategy[DDPRun]):
@@ -59,6 +70,10 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         comm_dtype: the type in which gradients are sent and added up: "fp32", or "bf16" or "fp16", which halve the
             bytes and give other numbers.
+        activation_checkpointing: layers that recompute their activations in backward instead of keeping them; same
+            numbers. true: all layers of parts that repeat, like a transformer's; or a list of class names and paths;
+            "auto", or a size like "4GiB": as few of those as it takes for activations to fit into 80 % of the rank's
+            memory, or into the size.
         find_unused_parameters: as in DDP, for layers that some steps do not use.
         static_graph: as in DDP, for a module every step of which uses the same layers alike.
         sparse_grads: how gradients of nn.Embedding(sparse=True) are sent over gloo: "sparse", as rows; "dense", as
@@ -85,6 +100,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self,
         bucket_cap_mb: float = 25.0,
         comm_dtype: CommDtype = "fp32",
+        activation_checkpointing: ActivationCheckpointing = False,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         sparse_grads: SparseGrads = "auto",
@@ -98,6 +114,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         watchdog_seconds: float = 30.0,
     ) -> None:
         check_exchange(comm_dtype, sparse_grads)
+        check_option(activation_checkpointing)
         if bucket_cap_mb <= 0:
             raise ConfigError(f"bucket_cap_mb={bucket_cap_mb!r}: must be above 0 MiB.")
         self._exchange = GradientExchange(
@@ -110,10 +127,12 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self._sparse_grads: SparseGrads = sparse_grads
         self._joins = uneven_inputs == "join"
         self._zero_optimizer = zero_optimizer
+        self._checkpointed = activation_checkpointing
         if uneven_inputs not in UNEVEN_OR_JOIN:
             raise ConfigError(f"uneven_inputs={uneven_inputs!r} is not known. Use one of {', '.join(UNEVEN_OR_JOIN)}.")
         if self._joins:
             check_joining({"find_unused_parameters": find_unused_parameters, "static_graph": static_graph})
+            refuse_target(activation_checkpointing)
         super().__init__(
             uneven_inputs="stop" if uneven_inputs == "join" else uneven_inputs,
             checkpoint=checkpoint,
@@ -143,7 +162,11 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         if trains_with_others and self._sparse_grads == "auto" and is_worth_a_trial(sparse_weights(run.module)):
             self._exchange = replace(self._exchange, max_dense_bytes=0)
             run.sparse_trial = SparseTrial(trainer.accumulate_grad_batches, run.session.consensus, self._exchange_up_to)
+        if run.is_fitting and self._checkpointed:
+            run.activations = CheckpointedLayers(run.module, self._checkpointed, run.session.consensus)
+            run.undo.callback(run.activations.undo)
         super().setup(trainer)
+        run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
         if trains_with_others and self._zero_optimizer:
             self._partition_optimizers(run)
         run.session.checkpoints.begin(tables=None)
@@ -187,8 +210,11 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self.before_training_step()
         run.sparse_trial.before_step()
+        step = partial(super().training_step, *args, **kwargs)
+        if run.activations.measures:
+            step = partial(run.activations.around, step)
         with spans.span(spans.FORWARD):
-            return self._join("training_step", args, partial(super().training_step, *args, **kwargs))
+            return self._join("training_step", args, step)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -17,7 +17,9 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.pipeline.even_batches import UnevenInputs
+from lightning_distrec.strategies.activations.layers import ActivationCheckpointing
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
+from lightning_distrec.strategies.estimates.activation_budget import activation_budget
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import (
     FullyShardedModule,
@@ -64,7 +66,9 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             node, so that parameters are gathered within nodes, and gradients are summed between them.
         reshard_after_forward: whether to free a block's parameters after forward, and gather them again for backward.
             "auto": for all blocks but the last.
-        activation_checkpointing: whether to recompute the activations of blocks in backward instead of keeping them.
+        activation_checkpointing: layers that recompute their activations in backward instead of keeping them: true for
+            the blocks, or a list of class names and paths; "auto", or a size like "4GiB": as few of the layers that
+            repeat as it takes for activations to fit into 80 % of the rank's memory, or into the size.
         cpu_offload: whether to keep parameters, gradients and optimizer state on the host (CUDA).
         param_dtype: "fp32", "bf16" or "fp16": type in which parameters are gathered. None: the precision's. With
             precision="32-true", blocks compute in it: they cast their inputs to it, and their outputs back.
@@ -91,7 +95,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         min_num_parameters: int = 1_000_000,
         replicas: int | Literal["nodes"] = 1,
         reshard_after_forward: Literal["auto"] | bool = "auto",
-        activation_checkpointing: bool = False,
+        activation_checkpointing: ActivationCheckpointing = False,
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
@@ -171,6 +175,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         if run.is_fitting:
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
             run.buffers = sharded.begin_training(optimizers, consensus)
+            sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, self.world_size)
         run.session.checkpoints.begin(tables=None)
 
     @override

@@ -211,7 +211,13 @@ def sharded_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> Shar
         raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
     if dense == "ddp" and fsdp is not None:
         raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
-    return ShardedDense(as_options("fsdp", FSDPOptions, fsdp)) if dense == "fsdp" else None
+    options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
+    if options is not None and options.activation_checkpointing == "auto":
+        raise ConfigError(
+            "fsdp: {activation_checkpointing: auto}: tables are planned into the same memory before a step shows what "
+            "activations take. Set the size that they may take ('4GiB'), or name the layers."
+        )
+    return None if options is None else ShardedDense(options)
 
 
 def holds_shards(module: nn.Module | None) -> bool:

@@ -122,6 +122,15 @@ def check_joining(graph: Mapping[str, bool]) -> None:
             )
 
 
+def refuse_target(activation_checkpointing: object) -> None:
+    """Raise ConfigError: ranks decide together after the first step, and a rank without a batch does not run it."""
+    if isinstance(activation_checkpointing, str):
+        raise ConfigError(
+            f"uneven_inputs='join' and activation_checkpointing={activation_checkpointing!r}: what activations take is "
+            "measured in a step that all ranks run. Name the layers, or set uneven_inputs='stop'."
+        )
+
+
 def refuse_to_join(trainer: Trainer, module: LightningModule) -> None:
     """Raise ConfigError where ranks without a batch cannot join the others' steps."""
     if trainer.state.fn == TrainerFn.FITTING:

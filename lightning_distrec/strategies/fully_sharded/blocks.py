@@ -2,17 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.activations.layers import INDIVISIBLE, can_be_called, named_layers, signature
 
 Wrap = Literal["auto"] | Sequence[str]
-INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""They use the weights of their submodules without calling those, whose weights would not be gathered then."""
 
 
 def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> list[nn.Module]:
@@ -25,16 +23,9 @@ def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> lis
     holders = _holders(module)
     if wrap == "auto":
         return list(_auto_blocks(module, min_num_parameters, holders))
-    submodules = {path: submodule for path, submodule in module.named_modules() if path}
-    classes = {type(submodule).__name__ for submodule in submodules.values()}
-    for name in wrap:
-        if name not in submodules and name not in classes:
-            near = get_close_matches(name, [*classes, *submodules], n=3)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ConfigError(f"wrap: the module has no '{name}', neither as a class nor as a path.{hint}")
-    blocks = {path: block for path, block in submodules.items() if path in wrap or type(block).__name__ in wrap}
+    blocks = named_layers(module, wrap, "wrap")
     for path, block in blocks.items():
-        if not _can_be_called(block):
+        if not can_be_called(block):
             raise ConfigError(
                 f"wrap: '{path}' is a {type(block).__name__}, which is never called itself. Name the class of its "
                 "submodules."
@@ -48,24 +39,16 @@ def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> lis
 
 
 def _auto_blocks(module: nn.Module, min_num_parameters: int, holders: dict[int, set[int]]) -> Iterator[nn.Module]:
-    siblings = Counter(_signature(child) for child in module.children())
+    siblings = Counter(signature(child) for child in module.children())
     for child in dict.fromkeys(module.children()):
         if isinstance(child, FSDPModule) or sum(p.numel() for p in child.parameters()) < min_num_parameters:
             continue
         is_layer = isinstance(child, INDIVISIBLE) or not any(True for _ in child.children())
-        is_block = is_layer or siblings[_signature(child)] > 1
-        if is_block and _can_be_called(child) and _shares_no_parameters(child, holders):
+        is_block = is_layer or siblings[signature(child)] > 1
+        if is_block and can_be_called(child) and _shares_no_parameters(child, holders):
             yield child
         elif not isinstance(child, INDIVISIBLE):
             yield from _auto_blocks(child, min_num_parameters, holders)
-
-
-def _signature(module: nn.Module) -> tuple[Any, ...]:
-    return type(module), *(tuple(parameter.shape) for parameter in module.parameters())
-
-
-def _can_be_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _holders(module: nn.Module) -> dict[int, set[int]]:

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 
 Replicas = int | Literal["nodes"]
 ReshardAfterForward = Literal["auto"] | bool
@@ -31,8 +32,9 @@ class FSDPOptions:
     """Whether to free a block's parameters after forward, and gather them again for backward; "auto": for all blocks
     but the last."""
 
-    activation_checkpointing: bool = False
-    """Whether to recompute the activations of blocks in backward instead of keeping them."""
+    activation_checkpointing: ActivationCheckpointing = False
+    """Layers that recompute their activations in backward instead of keeping them: true for the blocks, or class names
+    and paths; "auto", or a size like "4GiB": as few of those that repeat as it takes to fit into memory, or it."""
 
     cpu_offload: bool = False
     """Whether to keep parameters, gradients and optimizer state on the host (CUDA)."""
@@ -64,6 +66,7 @@ class FSDPOptions:
             raise ConfigError(f"reshard_after_forward={self.reshard_after_forward!r}: must be 'auto', true or false.")
         if self.replicas != "nodes" and (isinstance(self.replicas, str) or self.replicas < 1):
             raise ConfigError(f"replicas={self.replicas!r}: must be 'nodes', or at least 1.")
+        check_option(self.activation_checkpointing)
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
                 raise ConfigError(f"{name}={dtype!r} is not known. Use one of {', '.join(map(repr, DTYPES))}.")

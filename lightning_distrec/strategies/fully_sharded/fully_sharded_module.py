@@ -28,7 +28,8 @@ from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.mixed_groups import uniform_groups
-from lightning_distrec.strategies.fully_sharded.activation_checkpointing import checkpoint_activations
+from lightning_distrec.strategies.activations.budget import NOTHING, CheckpointedLayers, NothingCheckpointed
+from lightning_distrec.strategies.activations.layers import checkpointed_layers
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS, gather_in_steps
 from lightning_distrec.strategies.fully_sharded.draws import draw_full
@@ -45,7 +46,12 @@ from lightning_distrec.strategies.fully_sharded.replicated_parameters import (
     choose_replicated,
     log_replicated,
 )
-from lightning_distrec.strategies.fully_sharded.shard_blocks import Sharding, fsdp_modules, modules_in_step
+from lightning_distrec.strategies.fully_sharded.shard_blocks import (
+    Sharding,
+    fsdp_modules,
+    is_block,
+    modules_in_step,
+)
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, BufferBroadcaster
 
 _sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, Dtypes]]" = WeakKeyDictionary()
@@ -81,21 +87,22 @@ def shard_module(
         blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
         log_replicated(replicated, rank_zero_info)
-        if options.activation_checkpointing:
-            checkpoint_activations(blocks)
         sharding = Sharding(mesh, device, *wanted)
         sharding.shard(module, blocks, set(replicated.values()))
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
         guard(module)
         _sharded_as[module] = wanted
     set_device_and_mesh(module, device, mesh)
-    return FullyShardedModule(module)
+    return FullyShardedModule(module, options, consensus)
 
 
 def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     refuse_module(module)
     blocks = choose_blocks(module, options.wrap, options.min_num_parameters)
     refuse_mixed_dtypes(module, blocks)
+    own = {id(block) for block in blocks}
+    paths = {path: submodule for path, submodule in module.named_modules() if id(submodule) in own}
+    checkpointed_layers(module, options.activation_checkpointing, paths)  # raises where it cannot be
     return blocks
 
 
@@ -113,15 +120,19 @@ def _refuse_other_options(
 class FullyShardedModule:
     """Runs the steps of a sharded module during one run. The module stays sharded between runs."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, options: FSDPOptions, consensus: Consensus) -> None:
         self._module = module
         self._fsdp_modules = fsdp_modules(module)
-        options = _sharded_as[module][0] if module in _sharded_as else FSDPOptions()
+        blocks = {path: block for path, block in module.named_modules() if path and is_block(block)}
+        wanted = options.activation_checkpointing
+        self.activations: CheckpointedLayers | NothingCheckpointed = NothingCheckpointed()
+        if wanted:
+            self.activations = CheckpointedLayers(module, wanted, consensus, blocks)
         self._prefetches = options.forward_prefetch > 0 or options.backward_prefetch > 0
         self._replicated = ReplicatedParameters(module)
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = [self.activations.undo]
         if any(p.device.type == "cpu" for p in module.parameters() if isinstance(p, DTensor)):
             self._undo.append(draw_dtensors_with(draw_full))
 
@@ -147,7 +158,8 @@ class FullyShardedModule:
         versions = self._unsharded_versions()
         modules_in_step.add(self._module)
         try:
-            with explained_errors(self._module):
+            measures = self.activations.measures and torch.is_grad_enabled()
+            with explained_errors(self._module), self.activations.step() if measures else NOTHING:
                 yield
         finally:
             modules_in_step.discard(self._module)

@@ -111,6 +111,11 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
+def is_block(module: nn.Module) -> bool:
+    """Return whether fully_shard was called with this module."""
+    return isinstance(module, FSDPModule)
+
+
 def reshard(module: nn.Module) -> None:
     """Free what a forward without a backward has left gathered, so that the module's parameters are the shards."""
     for fsdp_module in fsdp_modules(module):

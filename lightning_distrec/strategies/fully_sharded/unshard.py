@@ -1,14 +1,12 @@
 """Turns a fully sharded module back into an ordinary one."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_distrec._compat.fully_shard import undo_fully_shard
 from lightning_distrec._compat.lightning import set_device_and_mesh
@@ -39,10 +37,6 @@ def unshard_module(module: nn.Module, full: Mapping[str, Tensor]) -> None:
         added = ("__deepcopy__", *GUARDS) if isinstance(submodule, FSDPModule) else ()
         undo_fully_shard(submodule, str(__package__), (*added, *STEPS) if submodule is module else added)
     vars(module).update(users_steps)
-    for submodule in module.modules():
-        forward = vars(submodule).get("forward")
-        if isinstance(forward, partial) and forward.func is checkpoint:  # of activation_checkpointing
-            del submodule.forward
     set_device_and_mesh(module, torch.device("cpu"), None)
 
 

@@ -20,13 +20,27 @@ SMALL_BYTES = 2**20
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Let blocks recompute their activations in backward. Source: torch.utils.checkpoint."""
     for block in blocks:
-        if "forward" not in vars(block):  # an earlier run may have replaced it
+        if not is_checkpointed(block):  # a copy that was made in an earlier run is
             # An attribute of the instance hides the class's forward. A wrapper module would do the same, but it would
             # change the paths of the block's parameters, which checkpoints and optimizers go by.
             recomputed: Any = partial(
                 checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, block)
             )
             block.forward = recomputed
+
+
+def is_checkpointed(block: nn.Module) -> bool:
+    """Return whether a block recomputes its activations."""
+    forward = vars(block).get("forward")
+    return isinstance(forward, partial) and forward.func is checkpoint
+
+
+@contextmanager
+def buffers_as_before(block: nn.Module) -> Iterator[None]:
+    """Inside of the context a block's forward writes to copies of its buffers, which are dropped."""
+    keys = [(submodule, name) for submodule in block.modules() for name, _ in submodule.named_buffers(recurse=False)]
+    with _restore_buffers({key: getattr(*key) for key in keys}):
+        yield
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,0 +1,189 @@
+"""Layers that recompute their activations: bitwise the same numbers, and less memory."""
+
+import re
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.activations import budget
+from lightning_distrec.units import parse_bytes
+from tests.support.dense_models import WIDTH, Recording, loader
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+NUM_LAYERS, HIDDEN = 4, 2048
+
+
+class Deep(Recording):
+    """Layers that write buffers and draw random numbers; what they keep for backward is counted in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(NUM_LAYERS)))
+        self.out = nn.Linear(WIDTH, 1)
+        self.kept: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.layers(inputs))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory:
+            loss = super().training_step(batch, batch_idx)
+        # What a forward allocates and does not free is what backward needs.
+        self.kept.append(sum(event.self_cpu_memory_usage for event in memory.key_averages()))
+        return loss
+
+
+class Layer(nn.Module):
+    """A layer that keeps much for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(self.drop(self.up(self.norm(inputs)).tanh()))
+
+
+def _fit(strategy: Any, kind: type[Deep] = Deep, **settings: Any) -> dict[str, Any]:
+    pl.seed_everything(5)
+    rank, num_ranks = rank_and_num_ranks()
+    model = kind()
+    forwards = [vars(layer).get("forward") for layer in model.layers]
+    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | settings)
+    messages: list[str] = []
+    with patch.object(budget, "rank_zero_info", messages.append):
+        trainer.fit(model, loader(rank, num_ranks, batch_size=8))
+    assert [vars(layer).get("forward") for layer in model.layers] == forwards, "layers are as before"
+    weights = model.state_dict() if isinstance(strategy, TunedDDPStrategy) else trainer.strategy.full_state_dict()
+    weights = {name: value.clone() for name, value in weights.items()}
+    return {"losses": model.losses, "weights": weights, "kept": model.kept, "messages": messages}
+
+
+def _ddp(option: Any, **settings: Any) -> dict[str, Any]:
+    return _fit(TunedDDPStrategy(activation_checkpointing=option), **settings)
+
+
+def _fsdp(option: Any) -> dict[str, Any]:
+    return _fit(TunedFSDPStrategy(wrap=["Layer"], activation_checkpointing=option))
+
+
+def _target(share: float) -> dict[str, Any]:
+    """Train with a target of this share of what a step without checkpointing keeps."""
+    return _ddp(f"{int(share * _ddp(False)['kept'][1])}B")
+
+
+def _averaged() -> list[str]:
+    averages = EMAWeightAveraging(decay=0.9)
+    return _fit(TunedDDPStrategy(activation_checkpointing="auto"), callbacks=[averages])["messages"]
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "activation_checkpointing: the module has no 'Laye', neither as a class nor as a path. Did you mean 'Layer'": (
+        ["Laye"],
+        {},
+    ),
+    "'layers.0.up' is inside of 'layers.0', which recomputes it already": (["layers.0", "layers.0.up"], {}),
+    "activation_checkpointing=True: the module has no layers of parts that repeat": (True, {"kind": "Flat"}),
+}
+
+
+class Flat(Recording):
+    """No layers that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+def _refusal(option: Any, kind: str = "Deep") -> str:
+    try:
+        _fit(TunedDDPStrategy(activation_checkpointing=option), {"Deep": Deep, "Flat": Flat}[kind])
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "ddp": (_ddp, False),
+    "ddp, all": (_ddp, True),
+    "ddp, by class": (_ddp, ["Layer"]),
+    "ddp, by path": (_ddp, ["layers.0", "layers.3"]),
+    "ddp, auto": (_ddp, "auto"),
+    "ddp, half": (_target, 0.6),
+    "ddp, nothing": (_ddp, "1B"),
+    "fsdp": (_fsdp, False),
+    "fsdp, all": (_fsdp, True),
+    "fsdp, nothing": (_fsdp, "1B"),
+    "averaged": (_averaged,),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    refusals = {said: (_refusal, option, *more.values()) for said, (option, more) in REFUSED.items()}
+    return run_each_on_ranks(CASES | refusals, 2)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "," in case])
+def test_recomputing_changes_no_bit(found: list[dict[str, Any]], case: str) -> None:
+    for of_rank in found:
+        plain = of_rank[case.partition(",")[0]]
+        assert of_rank[case]["losses"] == plain["losses"]
+        for name, value in plain["weights"].items():
+            assert torch.equal(of_rank[case]["weights"][name], value), name
+
+
+def test_recomputing_layers_keep_less(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        kept = {case: of_rank[case]["kept"] for case in CASES if case != "averaged"}
+        assert kept["ddp, all"][1] < 0.35 * kept["ddp"][1]
+        assert kept["ddp, all"][1] < kept["ddp, by path"][1] < kept["ddp"][1]
+        assert kept["ddp, nothing"] == pytest.approx(kept["ddp, all"], rel=0.15), "in the first step too"
+        assert kept["fsdp, all"][1] < kept["fsdp"][1]
+
+
+def test_as_few_layers_recompute_as_it_takes_to_reach_a_target(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        whole, half, auto = (of_rank[case]["kept"] for case in ("ddp", "ddp, half", "ddp, auto"))
+        assert half[1] <= 0.6 * whole[1] < half[1] + whole[1] / NUM_LAYERS
+        assert half[0] == pytest.approx(of_rank["ddp, all"]["kept"][0], rel=0.15), "the first step recomputes all"
+        assert auto[1] == pytest.approx(whole[1], rel=0.05)
+    (message,) = found[0]["ddp, half"]["messages"]
+    assert re.match(r"activation checkpointing: 2 of 4 layers recompute .layers.0 to layers.1.\. A step keeps", message)
+    size = re.search(r"about (\S+ \S+) of", message)
+    assert size is not None
+    assert parse_bytes(size[1], "kept") == pytest.approx(found[0]["ddp, half"]["kept"][1], rel=0.1)
+    (message,) = found[0]["ddp, nothing"]["messages"]
+    assert "4 of 4 layers recompute" in message
+    assert message.endswith("the target is 1 B, which all layers together do not reach.")
+    assert "0 of 4 layers recompute. A step" in found[0]["averaged"][0]
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_layers_that_cannot_recompute_are_refused(found: list[dict[str, Any]], said: str) -> None:
+    for of_rank in found:
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(of_rank[said])
+
+
+def test_what_the_option_cannot_be() -> None:
+    for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
+        with pytest.raises(ConfigError, match=r"activation_checkpointing='Layer': must be .* a list .*\['Layer'\]"):
+            strategy(activation_checkpointing="Layer")
+    with pytest.raises(ConfigError, match="uneven_inputs='join' and activation_checkpointing='auto': what activations"):
+        TunedDDPStrategy(activation_checkpointing="auto", uneven_inputs="join")
+    with pytest.raises(ConfigError, match="fsdp: {activation_checkpointing: auto}: tables are planned into the same"):
+        TorchRecShardedStrategy(dense="fsdp", fsdp={"activation_checkpointing": "auto"})
