@@ -136,6 +136,11 @@ def silence_torchrec() -> Iterator[None]:
         root.setLevel(levels[1])
 
 
+def lookups_of(sharded: Any) -> list[nn.Module]:
+    """Return what looks up the ids of a sharded collection, one for each sharding type. Source: as below."""
+    return list(sharded._lookups)
+
+
 def ddp_of_data_parallel_tables(sharded: Any) -> list[Any]:
     """Return the DistributedDataParallel modules in which torchrec wraps a collection's data-parallel tables.
 

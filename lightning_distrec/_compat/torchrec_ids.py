@@ -5,7 +5,7 @@ Here one exchange of 32-bit numbers takes all of them: half of the bytes, and th
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
@@ -39,14 +39,27 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
     So it is replaced for this call only: written into the instance's `__dict__`, which takes precedence over the class.
     Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
     """
-    exchanges = [dist._dist for dist in sharded._input_dists if isinstance(getattr(dist, "_dist", None), KJTAllToAll)]
-    for exchange in exchanges:
-        exchange.__dict__["forward"] = KJTAllToAllForward(
-            pg=group or exchange._pg, splits=exchange._splits, stagger=exchange._stagger
-        )
+    def defer() -> list[KJTAllToAll]:
+        found = [getattr(of_type, "_dist", None) for of_type in sharded._input_dists]
+        exchanges = [exchange for exchange in found if isinstance(exchange, KJTAllToAll)]
+        for exchange in exchanges:
+            exchange.__dict__["forward"] = KJTAllToAllForward(
+                pg=group or exchange._pg, splits=exchange._splits, stagger=exchange._stagger
+            )
+        return exchanges
+
+    def create(*args: Any, **options: Any) -> None:
+        type(sharded)._create_input_dist(sharded, *args, **options)
+        exchanges.extend(defer())
+
+    exchanges = defer()
+    if not exchanges:
+        # The first input_dist makes the exchanges, and uses them: its method for that is replaced in the same way.
+        sharded.__dict__["_create_input_dist"] = create
     try:
         yield
     finally:
+        sharded.__dict__.pop("_create_input_dist", None)
         for exchange in exchanges:
             del exchange.__dict__["forward"]
 
@@ -58,12 +71,21 @@ class FusedSplits:
     contexts: the contexts of these calls, which torchrec creates.
     numbers: what this rank sends to all others in the same exchange.
     are_small: for each lookup, whether its ids fit into 32 bits.
+    late_weights: for each lookup, weights that follow its ids later; None: they are sent along.
     Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py, which sends the splits alone, and
     then the tensors one by one.
     """
 
-    def __init__(self, splits: list[Any], contexts: list[Any], numbers: tuple[int, ...], are_small: list[bool]) -> None:
-        self._lookups = list(zip(splits, contexts, are_small, strict=True))
+    def __init__(
+        self,
+        splits: list[Any],
+        contexts: Sequence[Any],
+        numbers: tuple[int, ...],
+        are_small: Sequence[bool],
+        late_weights: Sequence[Any] | None = None,
+    ) -> None:
+        late = late_weights or [None] * len(splits)
+        self._lookups = list(zip(splits, contexts, are_small, late, strict=True))
         metas = [
             meta for of_lookup in splits for meta in of_lookup.awaitables if isinstance(meta, KJTSplitsAllToAllMeta)
         ]
@@ -92,12 +114,12 @@ class FusedSplits:
         self.wait_for_numbers()
         received = iter(self._received or ())
         started, ids_sent = [], []
-        for splits, context, is_small in self._lookups:
+        for splits, context, is_small, late_weights in self._lookups:
             of_lookup: list[Any] = []
             for awaitable in splits.awaitables:
                 if isinstance(awaitable, KJTSplitsAllToAllMeta):
                     sizes = list(islice(received, len(awaitable.splits_tensors)))
-                    of_lookup.append(_SentIds(awaitable, sizes, is_small))
+                    of_lookup.append(_SentIds(awaitable, sizes, is_small, late_weights is not None))
                     ids_sent.append(of_lookup[-1])
                 else:  # every rank has these tables' rows
                     of_lookup.append(awaitable.wait())
@@ -142,6 +164,28 @@ class _Part:
         return arrived.to(self.dtype) if self.is_small and self.dtype == torch.int64 else arrived.view(self.dtype)
 
 
+@dataclass
+class WeightRoute:
+    """Where the weights of a lookup are sent that follow their ids: where the ids of one sharding type were."""
+
+    sent_places: Tensor
+    """The bits of an int32 for each weight to be sent, in order: its place in this rank's call."""
+    sent: list[int]
+    """How many of them go to each rank."""
+    received: list[int]
+    """How many come from each rank."""
+
+    def received_places(self) -> Tensor:
+        """Return the places of the weights to come, as bits, in their order. torchrec brings them into that of ids."""
+        places = torch.arange(sum(self.received), dtype=torch.int32, device=self.sent_places.device)
+        return places.view(torch.float32)
+
+
+def weight_routes(awaitable: Any) -> list[WeightRoute | None]:
+    """Return the route of each sharding type of a lookup that `FusedSplits.start_ids` returned; None: ids stay."""
+    return [getattr(of_type, "route", None) for of_type in awaitable.awaitables]
+
+
 class _Exchange:
     """Collective. One exchange of parts."""
 
@@ -179,7 +223,9 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
     meta: what input_dist has prepared. sizes: how much comes from each rank, for each tensor; then batch sizes.
     """
 
-    def __init__(self, meta: KJTSplitsAllToAllMeta, sizes: list[list[int]], is_small: bool) -> None:
+    def __init__(
+        self, meta: KJTSplitsAllToAllMeta, sizes: list[list[int]], is_small: bool, keeps_weights: bool
+    ) -> None:
         is_variable = meta._input.variable_stride_per_key()
         super().__init__(
             pg=meta.pg,
@@ -197,12 +243,14 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
         self._input_splits = dict(zip(meta.labels, meta.input_splits, strict=True))
         self._output_splits = dict(zip(meta.labels, sizes, strict=True))
         self.group = meta.pg
-        self.parts = [
-            _Part.of(tensor, sent, received, is_small or label != "values")
-            for tensor, sent, received, label in zip(
-                meta.input_tensors, meta.input_splits, sizes, meta.labels, strict=True
-            )
-        ]
+        tensors = zip(meta.input_tensors, meta.input_splits, sizes, meta.labels, strict=True)
+        self.route: WeightRoute | None = None
+        self.parts: list[_Part] = []
+        for tensor, sent, received, label in tensors:
+            if keeps_weights and label == "weights":  # the last one
+                self.route = WeightRoute(tensor, sent, received) if self.group.size() > 1 else None
+            else:
+                self.parts.append(_Part.of(tensor, sent, received, is_small or label != "values"))
         self.exchanges: list[_Exchange] = []
 
     def _wait_impl(self) -> KeyedJaggedTensor:
@@ -210,6 +258,8 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
             exchange.wait()
         if self.exchanges:
             self._output_tensors = [part.take() for part in self.parts]
+            if self.route is not None:
+                self._output_tensors.append(self.route.received_places())
         return super()._wait_impl()
 
 

@@ -7,7 +7,7 @@ sparse ones of the rows that were looked up, as nn.Embedding(sparse=True) makes 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.sparse_tensors import mark_coalesced
-from lightning_distrec.errors import ShardingError
+from lightning_distrec._compat.torch import versions_of
+from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.sharding.kernel_ids import FeatureEnds, RowSorter, SortedRows, first_bags
-from lightning_distrec.sharding.weights.shard_of import without_guards
+from lightning_distrec.sharding.weights.shard_of import without_guard, without_guards
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -85,12 +86,14 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
             if not marked:
                 marked.extend(s.weight.register_post_accumulate_grad_hook(partial(_mark_summed, s)) for s in shards)
             by_row = sorter.sort(rows, ends)
-        ids = _Ids(rows, arguments["offsets"], arguments.get("per_sample_weights"), batch_sizes, ends, by_row)
+        weights = arguments.get("per_sample_weights")
+        ids = _Ids(rows, arguments["offsets"], weights, batch_sizes, ends, by_row)
         # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,
         # does not run; a leaf that requires a gradient, so that _Lookup's backward does, even where no shard of this
         # rank learns: other ranks' may, and the exchange of gradients needs all ranks.
         leaf = output.detach().requires_grad_()
-        found: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, *[shard.weight for shard in shards])
+        of_shards = [shard.weight for shard in shards]
+        found: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, weights, *of_shards)
         return found
 
     kernel.register_forward_hook(looked_up, with_kwargs=True)
@@ -145,7 +148,8 @@ def _layout(kernel: Any) -> _Layout:
 class _Lookup(torch.autograd.Function):
     """Returns a kernel's output, and in backward turns its gradient into gradients of the shards' weights.
 
-    The weights are inputs, so that autograd accumulates their gradients and runs their hooks as for any parameter.
+    The weights of ids get theirs too, where they need one. All are inputs, so that autograd accumulates their
+    gradients and runs their hooks as for any parameter.
     """
 
     @staticmethod
@@ -156,16 +160,19 @@ class _Lookup(torch.autograd.Function):
         ids: _Ids,
         shards: list[LocalShard],
         used: set[str] | None,
-        *_: Tensor,
+        *_: Tensor | None,
     ) -> Tensor:
         ctx.layout, ctx.ids, ctx.shards, ctx.used = layout, ids, shards, used
+        if ctx.needs_input_grad[5]:
+            ctx.versions = _versions(shards)
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     @without_guards
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[5:]
+        wanted = ctx.needs_input_grad[6:]
+        of_weights = _weight_gradients(ctx, gradient) if ctx.needs_input_grad[5] else None
         of_rows: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i, needed in enumerate(wanted) if needed}
         for table, rows, values in _row_gradients(ctx.layout, ctx.ids, gradient):
             if table in of_rows:
@@ -176,7 +183,30 @@ class _Lookup(torch.autograd.Function):
             _gradient(i, shards[i], of_rows[i], ctx.ids.by_row) if needed and i not in unused else None
             for i, needed in enumerate(wanted)
         ]
-        return None, None, None, None, None, *gradients
+        return None, None, None, None, None, of_weights, *gradients
+
+
+def _versions(shards: list[LocalShard]) -> list[int]:
+    with without_guard():
+        return versions_of([shard.weight for shard in shards if not shard.weight.is_inference()])
+
+
+def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
+    """Return the gradients of the ids' weights, (num_ids,): of each the dot product of its row and its bag's gradient.
+
+    Raises OptimizerError: the rows are no longer those that were looked up.
+    """
+    layout, ids, shards = ctx.layout, ctx.ids, ctx.shards
+    if ctx.versions != _versions(shards):
+        raise OptimizerError(
+            f"backward comes to a lookup whose ids have weights that need a gradient, after rows of '{shards[0].table}'"
+            " were updated. Call backward before the optimizer of the table steps."
+        )
+    products = [
+        (shards[table].weight.index_select(0, rows) * of_bags).sum(1)
+        for table, rows, of_bags in _row_gradients(layout, replace(ids, weights=None), gradient)
+    ]
+    return torch.cat(products).to(ids.weights.dtype) if products else torch.zeros_like(ids.weights)
 
 
 def _unused(

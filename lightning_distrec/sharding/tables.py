@@ -18,6 +18,14 @@ from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.proxies import ShardedProxy
 
+_CALLERS = (
+    *("FeatureProcessedEmbeddingBagCollection", "EmbeddingTower", "EmbeddingTowerCollection"),
+    "PECEmbeddingCollection",
+)
+"""Modules of torchrec.modules that do no more with their collections than call them."""
+_FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
+"""Those that update tables of their own inside of backward."""
+
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 SMALL_ROWS = 2**31
@@ -87,10 +95,10 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
 
     conversion: which nn.Embedding and nn.EmbeddingBag are taken too; see plain_embeddings.py.
     EmbeddingBagCollection and EmbeddingCollection are taken by exact type: a subclass may compute something else.
-    Modules of torchrec.modules that wrap such collections are left alone, because they do more than look up:
-    a feature processor learns weights through the ids' weights, which do not get gradients across ranks. So are those
-    with a dim that is no multiple of 4.
-    Raises ShardingError: two tables that share one weight; a table whose data type FBGEMM cannot train.
+    Modules of torchrec.modules that wrap such collections are left alone where they do more than call them, and so are
+    collections with a dim that is no multiple of 4.
+    Raises ShardingError: two tables that share one weight; a table whose data type FBGEMM cannot train, or that another
+    kind of collection updates by itself.
     """
     tables: list[Table] = []
     of_odd_dims: list[Table] = []
@@ -116,6 +124,11 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
                 of_odd_dims += of_collection
             else:
                 tables += of_collection
+        elif type(child).__module__.startswith("torchrec.modules.") and type(child).__name__ in _FUSED:
+            raise ShardingError(
+                f"'{path}' is a {type(child).__name__}, which updates its tables inside of backward, on each rank by "
+                f"itself. Use {type(child).__name__.removeprefix('Fused')}: its update is fused where that is exact."
+            )
         elif reason := _why_left_alone(child):
             left_alone[path] = reason
             skipped.append(f"{path}.")
@@ -147,7 +160,7 @@ def _why_left_alone(module: nn.Module) -> str | None:
     if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
         return f"{kind.__name__} is a subclass and may compute something else"
     holds = any(isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)) for child in module.modules())
-    if kind.__module__.startswith("torchrec.modules.") and holds:
+    if kind.__module__.startswith("torchrec.modules.") and holds and kind.__name__ not in _CALLERS:
         return f"{kind.__name__} does more than look up rows"
     if kind.__module__.startswith("torchrec.quant."):
         return f"{kind.__name__} is for inference"

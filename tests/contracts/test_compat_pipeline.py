@@ -371,3 +371,32 @@ def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> N
     assert "an exchange" in {event.name for event in profile.events()}
     _torchrec.skip_idle_record_functions()
     assert torchrec_types.record_function is replaced
+
+
+def _routes() -> tuple[bool, bool]:
+    """Return whether weights that stay have routes, and their places arrive in the order of the ids."""
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}, weighted=True)
+    found: list[Any] = []
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            sharded = next(iter(trainer.strategy.run_tables.shards.sharded.values()))
+            batch = make_batch(dist.get_rank())
+            places = torch.arange(len(batch["ids"]), dtype=torch.int32).view(torch.float32)
+            features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"], weights=places)
+            contexts, splits = _prepare(sharded, [features])
+            started = _torchrec_ids.FusedSplits(splits, contexts, (), [True], [features.weights()]).start_ids()
+            (ids,) = started[0].wait()
+            (route,) = _torchrec_ids.weight_routes(started[0])
+            sent = batch["ids"][route.sent_places.view(torch.int32)]
+            arrived = sent.new_empty(sum(route.received))
+            dist.all_to_all_single(arrived, sent, route.received, route.sent)
+            same = torch.equal(arrived[ids.weights().view(torch.int32)], ids.values())
+            found.extend((same, len(_torchrec.lookups_of(sharded)) == 1))
+
+    train_sharded(model, 1, {"sharding_types": ["table_wise"]}, callbacks=[Look()])
+    return tuple(found)
+
+
+def test_weight_routes_lead_where_the_ids_are_and_lookups_of_has_one_for_each_sharding_type() -> None:
+    assert run_on_ranks(_routes, 2) == [(True, True)] * 2

@@ -129,19 +129,6 @@ class ReadsWeight(LeftWhole):
         return nn.functional.cross_entropy(self.item(batch) @ self.item.weight.T, batch)
 
 
-class LearnsWeights(LeftWhole):
-    """Learns the weights of the ids in a bag."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
-        self.bag = nn.EmbeddingBag(ROWS, DIM, mode="sum")
-        self.importance = nn.Parameter(torch.ones(ROWS))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        ids = batch.view(2, 4)
-        return (self.bag(ids, per_sample_weights=self.importance[ids]) + self.item(batch).sum()).pow(2).mean()
-
-
 class BadIds(LeftWhole):
     """Looks up an id that no row has, on one rank."""
 
@@ -158,7 +145,6 @@ REFUSED: dict[str, tuple[type, tuple[str, ...], Any, str]] = {
     "unknown path among known": (LeftWhole, (), ["item", "towers.0"], r"ConfigError: .*'towers\.0'"),
     "no embedding": (LeftWhole, ("tied",), ["output"], "ConfigError: .*'output'.* item, tied"),
     "weight": (ReadsWeight, (), ["item"], "ShardedWeightError: .*gathered_weight"),
-    "learned weights": (LearnsWeights, (), "all", "ShardingError: .*'bag'.*weights need a gradient.*Detach"),
     "bad ids": (BadIds, (), "all", rf"IdsError: .*'item' has the id {ROWS + 2}"),
 }
 

@@ -159,34 +159,54 @@ def test_ranks_with_different_tables_are_reported() -> None:
     assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
 
 
-def _left_alone() -> list[str]:
+def _left_alone() -> tuple[list[str], str]:
+    """Return the warnings about it, and the start table."""
+    import contextlib
+    import io
     import warnings
 
-    from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
-    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+    from torchrec.modules.debug_embedding_modules import DebugEmbeddingBagCollection
 
-    class WithProcessor(ClickModel):
+    class WithDebugging(ClickModel):
         def _build(self) -> None:
             super()._build()
-            weighted = EmbeddingBagCollection(tables=bag_configs(), is_weighted=True)
-            processor = PositionWeightedModuleCollection({name: 4 for name in "abcd"})
-            self.processed = FeatureProcessedEmbeddingBagCollection(weighted, processor)
+            self.debugged = DebugEmbeddingBagCollection(bag_configs(), torch.device("cpu"))
 
-    with warnings.catch_warnings(record=True) as caught:
+    out = io.StringIO()
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
         warnings.simplefilter("always")
-        model = seeded(WithProcessor, *SGD)
+        model = seeded(WithDebugging, *SGD)
         make_trainer({"find_unused_parameters": True}).fit(model, rank_loader(2, rank_and_num_ranks()[0]))
-    assert type(model.processed._embedding_bag_collection) is EmbeddingBagCollection
-    return [str(w.message) for w in caught if "is not sharded, every rank" in str(w.message)]
+    assert type(model.debugged.ebc) is EmbeddingBagCollection
+    return [str(w.message) for w in caught if "is not sharded, every rank" in str(w.message)], out.getvalue()
 
 
 def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> None:
-    told, silent = run_on_warm_ranks(_left_alone, 2)
-    assert told == [
-        "'processed' is not sharded, every rank has all of it: FeatureProcessedEmbeddingBagCollection does more than "
-        "look up rows."
-    ]
+    (told, start_table), (silent, _) = run_on_warm_ranks(_left_alone, 2)
+    reason = "is not sharded, every rank has all of it: DebugEmbeddingBagCollection does more than look up rows"
+    assert told == [f"'debugged' {reason}."]
     assert silent == []
+    assert reason in " ".join(start_table.split())
+
+
+def _updates_by_itself() -> str:
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    class Fused(ClickModel):
+        def _build(self) -> None:
+            self.ebc = FusedEmbeddingBagCollection(bag_configs(), *SGD)
+
+    try:
+        make_trainer().fit(seeded(Fused, *SGD), rank_loader(1, rank_and_num_ranks()[0]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_a_collection_that_updates_itself_is_refused() -> None:
+    for said in run_on_warm_ranks(_updates_by_itself, 2):
+        assert said.startswith("ShardingError: 'ebc' is a FusedEmbeddingBagCollection, which updates its tables ")
+        assert "Use EmbeddingBagCollection" in said
 
 
 class KeepsAList(ClickModel):

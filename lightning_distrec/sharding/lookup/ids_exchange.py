@@ -8,12 +8,15 @@ are in flight until `send_ids`, the ids until `wait`.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 
 import torch
 
 from lightning_distrec import spans
-from lightning_distrec._compat.torchrec_ids import FusedSplits, defer_ids_exchange, record_stream
+from lightning_distrec._compat.torchrec_ids import FusedSplits, defer_ids_exchange, record_stream, weight_routes
 from lightning_distrec.sharding.lookup.request import LookupRequest
+
+ABOUT_LOOKUPS = attrgetter("context", "lookup.has_small_ids", "learned_weights")
 
 
 class IdsExchange:
@@ -43,9 +46,8 @@ class IdsExchange:
                 request.context = lookup.sharded.create_context()
                 with defer_ids_exchange(lookup.sharded, group):
                     splits.append(lookup.sharded.input_dist(request.context, request.padded_features))
-            contexts = [request.context for request in requests]
-            are_small = [request.lookup.has_small_ids for request in requests]
-            self._sizes: FusedSplits | None = FusedSplits(splits, contexts, values, are_small)
+            contexts, are_small, learned = zip(*map(ABOUT_LOOKUPS, requests), strict=True)
+            self._sizes: FusedSplits | None = FusedSplits(splits, contexts, values, are_small, learned)
         self._ids: list[Callable[[], object]] = []
 
     def values_of_ranks(self) -> list[list[int]] | None:
@@ -62,7 +64,11 @@ class IdsExchange:
         if self._sizes is not None:
             sizes, self._sizes = self._sizes, None
             with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
-                self._ids = [awaitable.wait for awaitable in sizes.start_ids()]
+                started = sizes.start_ids()
+            self._ids = [awaitable.wait for awaitable in started]
+            for request, awaitable in zip(self._requests, started, strict=True):
+                if request.learned_weights is not None:
+                    request.weight_routes = weight_routes(awaitable)
 
     def wait(self) -> None:
         """Wait for the ids of all lookups, and put them into `LookupRequest.ids`, the first time it is called."""
@@ -81,6 +87,8 @@ class IdsExchange:
                 for request in self._requests:
                     # The features too: pooling of means and padding read their lengths on the stream of the step.
                     record_stream(request.ids, request.context, request.features, now)
+                    for route in filter(None, request.weight_routes):
+                        route.sent_places.record_stream(now)
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""

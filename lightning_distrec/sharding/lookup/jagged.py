@@ -20,9 +20,9 @@ def contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return _like(features, features.values().contiguous(), None if weights is None else weights.contiguous())
 
 
-def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return `features` without the ids' weights."""
-    return _like(features, features.values(), None)
+def with_weights(features: KeyedJaggedTensor, weights: Tensor | None) -> KeyedJaggedTensor:
+    """Return `features` with other weights, (num_ids,), or none."""
+    return _like(features, features.values(), weights)
 
 
 def _like(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:

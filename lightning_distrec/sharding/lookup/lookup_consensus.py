@@ -12,22 +12,27 @@ from lightning_distrec.sharding.lookup.request import LookupRequest
 
 _TYPES = (None, torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
+_LEARNED = len(_TYPES)
 NO_FORM = 0
 
 
-def form_of(features: KeyedJaggedTensor) -> int:
-    """Return a number for what must be alike on all ranks: types of ids, lengths and weights, and equal batch sizes."""
+def form_of(features: KeyedJaggedTensor, learns_weights: bool = False) -> int:
+    """Return a number for what must be alike on all ranks: types of ids, lengths and weights, and equal batch sizes.
+
+    learns_weights: whether the weights need a gradient; their type does not count then, float32 is sent.
+    """
     weights = features.weights_or_none()
     of_weights = _NUMBERS[None if weights is None else weights.dtype]
     number = _NUMBERS[features.values().dtype] * 8 + _NUMBERS[features.lengths().dtype]
-    return (number * 8 + of_weights) * 2 + features.variable_stride_per_key()
+    return (number * 8 + (_LEARNED if learns_weights else of_weights)) * 2 + features.variable_stride_per_key()
 
 
 def describe_form(form: int) -> str:
     """Return `form_of` in words."""
     rest, variable = divmod(form, 2)
-    ids, lengths, weights = (_TYPES[rest >> 6], _TYPES[rest >> 3 & 7], _TYPES[rest & 7])
-    words = [f"ids of {ids}", f"lengths of {lengths}", f"weights of {weights}" if weights else "no weights"]
+    ids, lengths, of_weights = _TYPES[rest >> 6], _TYPES[rest >> 3 & 7], rest & 7
+    weights = "no weights" if not of_weights else f"weights of {(*_TYPES, 'any type that need a gradient')[of_weights]}"
+    words = [f"ids of {ids}", f"lengths of {lengths}", weights]
     return ", ".join(words + (["a batch size for each feature"] if variable else []))
 
 

@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.calls.batch_check import check_batch
-from lightning_distrec.sharding.lookup.jagged import contiguous, without_weights
+from lightning_distrec.sharding.lookup.jagged import contiguous, with_weights
+from lightning_distrec.sharding.lookup.learned_weights import with_places
 from lightning_distrec.sharding.tables import Table, feature_names, smallest_tables
 
 
@@ -38,30 +39,36 @@ class LookupInputs:
         self._features = feature_names(tables)
         self._replicated = replicated
         self._summed_means = summed_means
-        self._needs_weights = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
-        self._keeps_weights = self._needs_weights or tables[0].plain is not None or not tables[0].pooled
+        self.is_weighted = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
+        """Whether the collection is weighted."""
+        self._keeps_weights = self.is_weighted or tables[0].plain is not None or not tables[0].pooled
+        self._learns_weights = tables[0].pooled  # the rows of an EmbeddingCollection are not multiplied by weights
         self._known_keys = known_keys
         self._limits = {feature: table.config.num_embeddings for feature, table in smallest_tables(tables).items()}
 
-    def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, int, int]:
+    def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, int, int, torch.Tensor | None]:
         """Return the features with the weights that count, in the order that torchrec knows, and the extreme ids.
 
-        Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing or need a gradient, or
-        features have unequal batch sizes where a table cannot take them. Raises IdsError: lengths, offsets, weights or
+        Weights that need a gradient are returned last, and the features have their places; see learned_weights.py.
+        Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing, or features have unequal
+        batch sizes where a table cannot take them. Raises IdsError: lengths, offsets, weights or
         types do not fit the ids.
         """
         weights = self._weights(features)
         smallest, largest = check_batch(self._name, features, weights, self._limits)
         # Only now: what makes a copy of the features, or permutes them, trusts their lengths.
         if weights is None and features.weights_or_none() is not None:
-            features = without_weights(features)
-        return self._in_known_order(contiguous(features)), smallest, largest
+            features = with_weights(features, None)
+        learned = weights if weights is not None and self._learns_weights and weights.requires_grad else None
+        if learned is not None:
+            features = with_places(features)
+        return self._in_known_order(contiguous(features)), smallest, largest, learned
 
     def nothing(self, device: torch.device) -> KeyedJaggedTensor:
         """Return features of one example without ids."""
         keys = self._known_keys.get(self._path) or self._features
         lengths = torch.zeros(len(keys), dtype=torch.int64, device=device)
-        weights = lengths.new_empty(0, dtype=torch.float32) if self._needs_weights else None
+        weights = lengths.new_empty(0, dtype=torch.float32) if self.is_weighted else None
         return KeyedJaggedTensor(keys=keys, values=lengths.new_empty(0), lengths=lengths, weights=weights, stride=1)
 
     def _weights(self, features: Any) -> torch.Tensor | None:
@@ -71,12 +78,7 @@ class LookupInputs:
                 f"'{self._path}' was called with a {type(features).__name__}; sharded tables take a KeyedJaggedTensor."
             )
         weights = features.weights_or_none()
-        if weights is not None and weights.requires_grad:
-            raise ShardingError(
-                f"'{self._path}' was called with ids whose weights need a gradient, which is not sent back across "
-                "ranks. Detach the weights, or multiply the looked up vectors instead."
-            )
-        if weights is None and self._needs_weights:
+        if weights is None and self.is_weighted:
             raise ShardingError(
                 f"'{self._path}' is weighted, and was called with ids that have no weights. Give the KeyedJaggedTensor "
                 "weights, of 1 for example."

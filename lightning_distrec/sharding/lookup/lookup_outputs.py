@@ -23,6 +23,8 @@ class TableUse:
     """This rank's first shard, which is frozen and unfrozen with the table."""
     adds_up: bool
     """Whether two updates inside of one backward are one with the sum of their gradients."""
+    in_backward: bool = False
+    """Whether it is updated inside of backward."""
 
 
 class LookupOutputs:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec._compat.torchrec_ids import WeightRoute
 from lightning_distrec.sharding.lookup.jagged import Padding
 
 if TYPE_CHECKING:
@@ -16,12 +18,21 @@ class LookupRequest:
     """One lookup in flight."""
 
     def __init__(
-        self, lookup: ShardedLookup, features: KeyedJaggedTensor, problem: Exception | None, form: int
+        self,
+        lookup: ShardedLookup,
+        features: KeyedJaggedTensor,
+        problem: Exception | None,
+        form: int,
+        learned_weights: Tensor | None = None,
     ) -> None:
         self.lookup = lookup
         """What prepared it."""
         self.features = features
-        """In the order that torchrec knows, every id in range."""
+        """In the order that torchrec knows, every id in range; with places for weights where these are learned."""
+        self.learned_weights = learned_weights
+        """The weights of the ids where they need a gradient, in the order of the call; see learned_weights.py."""
+        self.weight_routes: list[WeightRoute | None] = []
+        """Where these are sent, for each sharding type, once the ids are."""
         self.problem = problem
         """What is wrong with the lookup on this rank, for all ranks to raise."""
         self.form = form

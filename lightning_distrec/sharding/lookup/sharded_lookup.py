@@ -29,6 +29,7 @@ from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import Padding
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor, LazyOutput
+from lightning_distrec.sharding.lookup.learned_weights import LearnedWeights
 from lightning_distrec.sharding.lookup.lookup_consensus import NO_FORM, LookupConsensus, form_of
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
@@ -106,6 +107,7 @@ class ShardedLookup:
         self._compare_examples = compare_examples
         self._note_used_tables = None if self._pooled else note_used_tables
         self._updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
+        self._learned_weights = LearnedWeights(sharded, tables, uses, divided=not self._inputs.is_weighted)
         self._lookups_with_gradient: set[object] = set()
         self._lazy_outputs: list[LazyOutput] = []
         self._check_ids = check_ids
@@ -120,8 +122,8 @@ class ShardedLookup:
     def __call__(self, make_features: Callable[[], Any]) -> LookedUp:
         """Collective. Look up the features that are made; returns what the unsharded collection would have returned.
 
-        Raises on every rank what one rank cannot look up: ShardingError where a feature is missing, ids have weights
-        that need a gradient, or features have unequal batch sizes where a mean-pooled table is sharded by rows;
+        Raises on every rank what one rank cannot look up: ShardingError where a feature is missing, a frozen table
+        passes weights no gradient, or features have unequal batch sizes where a mean-pooled table is sharded by rows;
         IdsError where an id is out of its table's range, or lengths, weights or types do not fit; or what
         `make_features` raises.
         """
@@ -147,11 +149,14 @@ class ShardedLookup:
     def prepare(self, features: Any) -> LookupRequest:
         """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""
         try:
-            features, smallest, largest = self._inputs.prepare(features)
+            features, smallest, largest, learned = self._inputs.prepare(features)
         except IdsError as problem:
             return LookupRequest(self, self._inputs.nothing(self._device), problem, NO_FORM)
         features, problem_of_ids = self._check_ids.check(features, smallest, largest)
-        return LookupRequest(self, features, problem_of_ids, form_of(features))
+        if learned is None:
+            return LookupRequest(self, features, problem_of_ids, form_of(features))
+        why_not = problem_of_ids or self._learned_weights.why_no_gradients()
+        return LookupRequest(self, features, why_not, form_of(features, learns_weights=True), learned)
 
     def pad(self, request: LookupRequest) -> None:
         """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""
@@ -172,12 +177,16 @@ class ShardedLookup:
 
     def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look up the ids that have arrived and send the rows back; returns lazy outputs."""
-        frozen = self._frozen()
+        ids, learns = request.ids, request.learned_weights is not None
+        frozen = set() if learns else self._frozen()  # what is frozen passes a gradient to weights that learn
         used: set[str] = set()
         with self._gradients(frozen):
             if self._note_used_tables is not None:
                 self._note_used_tables(used)
-            exchange = self.sharded.compute_and_output_dist(request.context, request.ids)
+            if learns:
+                ids = self._learned_weights.bring(request)
+                self._updated_per_lookup = self._learned_weights.updated_in_backward
+            exchange = self.sharded.compute_and_output_dist(request.context, ids)
             arrived = self.update_watch.note_lookup() if self.update_watch and torch.is_grad_enabled() else None
             order = BackwardOrder()
             output = LazyOutput(partial(self._wait_for_rows, request, exchange, frozen, used, order, arrived))

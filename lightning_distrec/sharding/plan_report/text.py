@@ -1,6 +1,6 @@
 """The start table: each table with its sharding type, ranks and update, and what the plan costs per rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,11 +27,13 @@ def print_plan(
     plan: ShardingPlan,
     output_dtype: torch.dtype | None = None,
     planned_with: str = "",
+    left_alone: Mapping[str, str] | None = None,
     console: Console | None = None,
 ) -> None:
     """Print the start table. Call it on one rank.
 
     output_dtype: the type of looked up rows; None for float32. planned_with: a line about the planner's inputs.
+    left_alone: path -> reason, of modules with tables that are not sharded.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -47,7 +49,8 @@ def print_plan(
         + (f"\n{updates}" if (updates := updates_in_words(plan)) else "")
         + _sent(plan.traffic)
         + _rest(tables)
-        + (f"\n{planned_with}" if planned_with else ""),
+        + (f"\n{planned_with}" if planned_with else "")
+        + _left_alone(left_alone or {}),
         caption_justify="left",
     )
     for heading in ("table", "rows x dim", "sharding type", "ranks", "largest shard", "update", "why"):
@@ -86,6 +89,12 @@ def _printed(tables: Sequence[PlannedTable]) -> Sequence[PlannedTable]:
 def _rest(tables: Sequence[PlannedTable]) -> str:
     more = len(tables) - MAX_TABLES
     return f"\n{quantity(more, 'smaller table')} not shown; the callback PlanLogger writes them all" if more > 0 else ""
+
+
+def _left_alone(reasons: Mapping[str, str]) -> str:
+    lines = [f"\n'{path}' is not sharded, every rank has all of it: {why}" for path, why in reasons.items()]
+    more = [f"\n{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"] if len(lines) > MAX_TABLES else []
+    return "".join(lines[:MAX_TABLES] + more)
 
 
 def _time(cost: PlanCost) -> str:

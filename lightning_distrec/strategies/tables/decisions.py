@@ -55,6 +55,8 @@ class Decisions:
     """Those of tables alone, by table_optimizer."""
     gathered: set[str] = field(default_factory=set)
     """Full names of the tables whose full weight the module may read."""
+    left_alone: Mapping[str, str] = field(default_factory=dict)
+    """Path -> reason, of modules that hold tables and are not sharded."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
     constraints = constraints_of(wanted, updates, run.device, run.group_layout)
     gathered = {name for name, option in wanted.options.items() if option.gathered_weight}
     schedulers = [*schedulers, *(scheduler for of in own for scheduler in of.schedulers)]
-    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own, gathered)
+    return Decisions(
+        tables, warnings, updates, constraints, optimizers, schedulers, own, gathered, wanted.left_alone
+    )
 
 
 def _report_left_embeddings(module: nn.Module, tables: list[Table]) -> None:

@@ -79,7 +79,13 @@ class PrefetchableTable:
     def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""
         with torch.no_grad():
-            return self._lookup.prepare(self._proxy.features(*arguments))
+            request = self._lookup.prepare(self._proxy.features(*arguments))
+        if request.learned_weights is not None:
+            request.problem = ShardingError(
+                f"'{self._lookup.path}' is called with ids whose weights need a gradient and were computed before the "
+                "step, from the parameters of an earlier one. Compute them in the step."
+            )
+        return request
 
     def note_call(self, request: LookupRequest) -> None:
         """The user's code makes this call now."""

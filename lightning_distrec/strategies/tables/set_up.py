@@ -197,7 +197,10 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
         kernels = setup.learning_rates.connect({n: o for n, o in fused_optimizers.items() if n in names})
         uses = {
             table.name: TableUse(
-                shards.plan[table.full_name].sharding_type, shards.shards[table.full_name][0].weight, update.adds_up
+                shards.plan[table.full_name].sharding_type,
+                shards.shards[table.full_name][0].weight,
+                update.adds_up,
+                update.in_backward,
             )
             for table in tables
             for update in [updates[table.full_name]]

@@ -1,0 +1,124 @@
+"""Weights of ids that need a gradient: a feature processor's, or those of any other layer.
+
+torchrec sends weights with their ids, and no gradient back. Here the input dist permutes, repeats and divides the places
+of the weights, in place of the weights. At the call these follow their ids, by an exchange of their own, and their
+gradients come back by the same places, with all sharding types.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_distrec._compat.torchrec import lookups_of
+from lightning_distrec._compat.torchrec_ids import WeightRoute
+from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.lookup.jagged import with_weights
+from lightning_distrec.sharding.lookup.lookup_outputs import TableUse
+from lightning_distrec.sharding.lookup.request import LookupRequest
+from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.shard_of import without_guards
+
+_hooked: WeakSet[nn.Module] = WeakSet()
+
+
+def with_places(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return `features` with the place of each weight, an int32, as the bits of a float32, which is what is copied."""
+    weights = features.weights()
+    places = torch.arange(weights.numel(), dtype=torch.int32, device=weights.device)
+    return with_weights(features, places.view(torch.float32))
+
+
+class LearnedWeights:
+    """The exchanges of the weights of one collection's calls.
+
+    uses: name of a table -> how it is sharded and updated. divided: whether torchrec divides the gradients of weights
+    by the number of ranks, as those of rows, and does not multiply them again.
+    """
+
+    def __init__(
+        self, sharded: ShardedModule, tables: list[Table], uses: Mapping[str, TableUse], divided: bool
+    ) -> None:
+        self._sharded = sharded
+        self._tables = {table.full_name: uses[table.name] for table in tables}
+        self._divided = divided
+        self._reaches_weights = False
+        self.updated_in_backward = [name for name, use in self._tables.items() if use.in_backward]
+        """Full names of tables. An update between two lookups of a step would be seen by the weights' gradients."""
+
+    @without_guards
+    def why_no_gradients(self) -> ShardingError | None:
+        """Return what forbids it now: no kernel passes gradients on and leaves a frozen table alone."""
+        for name, use in self._tables.items():
+            replicated = use.sharding_type == "data_parallel"
+            if not use.weight.requires_grad and (use.in_backward or replicated):
+                how = "is data_parallel" if replicated else "is updated inside of backward"
+                return ShardingError(
+                    f"table '{name}' is frozen, and was called with ids whose weights need a gradient. A table that "
+                    f"{how} cannot pass it on and rest. Freeze the table before the fit begins, set "
+                    "embedding_update='sparse' or 'dense' for it and a sharding type other than data_parallel, or "
+                    "detach the weights."
+                )
+        return None
+
+    def bring(self, request: LookupRequest) -> KJTList:
+        """Collective. Return the ids that have arrived, with the weights of all ranks' calls."""
+        if not self._reaches_weights:
+            self._reaches_weights = True
+            for lookup in lookups_of(self._sharded):
+                if lookup not in _hooked:  # by an earlier run
+                    _hooked.add(lookup)
+                    lookup.register_forward_hook(_reach_weights)
+        assert request.learned_weights is not None
+        weights = request.learned_weights.float()
+        pairs = zip(request.ids, request.weight_routes, strict=True)
+        return KJTList([self._bring(ids, route, weights) for ids, route in pairs])
+
+    def _bring(self, ids: KeyedJaggedTensor, route: WeightRoute | None, weights: Tensor) -> KeyedJaggedTensor:
+        """route: None where ids stay on their rank."""
+        if route is not None:
+            sent = weights.index_select(0, _places(route.sent_places))
+            scale = dist.get_world_size() if self._divided else 1
+            weights = _Exchanged.apply(sent, route.sent, route.received, scale)
+        return with_weights(ids, weights.index_select(0, _places(ids.weights())))
+
+
+def _places(bits: Tensor) -> Tensor:
+    return bits.view(torch.int32)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Collective. Sends chunks to the ranks, and their gradients back, in the same order of exchanges on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, sent: list[int], received: list[int], scale: int) -> Tensor:
+        ctx.exchange = sent, received, scale
+        return _exchange(weights, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        sent, received, scale = ctx.exchange
+        returned = _exchange(gradient, received, sent)
+        return returned if scale == 1 else returned * scale, None, None, None
+
+
+def _exchange(numbers: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    arrived = numbers.new_empty(sum(received))
+    dist.all_to_all_single(arrived, numbers.contiguous(), received, sent)
+    return arrived
+
+
+def _reach_weights(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    """Let backward reach the weights where no id has arrived, as on a rank without rows: the others wait for it."""
+    weights = arguments[0].weights_or_none()
+    if weights is None or not weights.requires_grad or weights.numel():
+        return None
+    return output + weights.sum()
+
+

@@ -1,0 +1,190 @@
+"""Weights of ids that learn, in feature processors or layers of the user, get the gradients of one process."""
+
+import contextlib
+import io
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from tests.support.click_model import ClickModel, largest_difference, rank_loader, seeded, train_unsharded
+from tests.support.parameters import slow_except
+from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import make_trainer
+from tests.support.weighted_models import (
+    FreezesTables,
+    LooksUpTwice,
+    PositionWeighted,
+    RanksDisagree,
+    WeightsOfALayer,
+    learned_weights,
+)
+
+STEPS = 4
+MODELS: dict[str, tuple[type[ClickModel], tuple[str, ...]]] = {
+    "processors together": (PositionWeighted, ("together",)),
+    "processors by feature": (PositionWeighted, ("by feature",)),
+    "a layer": (WeightsOfALayer, ()),
+}
+ALL: dict[str, Any] = {"convert_embeddings": "all"}
+CUTS: dict[str, dict[str, Any]] = {
+    **{cut: ALL | {"sharding_types": [cut]} for cut in ("table_wise", "row_wise", "data_parallel")},
+    "column_wise": ALL | {"sharding_types": ["column_wise"], "tables": {"*": {"min_partition": 4}}},
+    "every": ALL | EVERY_CUT,
+}
+UPDATES = ("SGD", "Adagrad", "Adam", "SGD sparse", "RowWiseAdagrad dense")
+QUICK = [
+    *[(2, "processors together", "row_wise", "SGD"), (3, "processors by feature", "every", "Adagrad")],
+    *[(2, "a layer", "column_wise", "SGD sparse"), (3, "a layer", "table_wise", "SGD")],
+    *[(2, "a layer", "every", "Adam"), (2, "processors together", "data_parallel", "SGD")],
+]
+CASES = [case for case in product((2, 3), MODELS, CUTS, UPDATES) if case[2:] not in [
+    ("data_parallel", "SGD sparse"), ("column_wise", "RowWiseAdagrad dense"), ("every", "RowWiseAdagrad dense"),
+    ("every", "SGD sparse"),
+]]
+
+
+def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tensor], set[str]]:
+    """Return the losses of this rank, the trained state, and the sharding types of the tables."""
+    kind, arguments = MODELS[model]
+    name, _, how = update.partition(" ")
+    trained = seeded(kind, *OPTIMIZERS[name], *arguments)
+    types: set[str] = set()
+
+    def look() -> None:
+        types.update(of.sharding_type for of in trained.trainer.strategy.run_tables.shards.plan.values())
+
+    trained.on_train_start = look
+    strategy = CUTS[cut] | ({"embedding_update": how} if how else {})
+    make_trainer(strategy).fit(trained, rank_loader(STEPS, rank_and_num_ranks()[0]))
+    return trained.losses, trained.final_state, types
+
+
+@pytest.mark.parametrize(("num_ranks", "model", "cut", "update"), slow_except(QUICK, CASES))
+def test_weights_that_learn_get_the_gradients_of_one_process(
+    num_ranks: int, model: str, cut: str, update: str
+) -> None:
+    found = run_on_warm_ranks(_fit, num_ranks, model, cut, update)
+    kind, arguments = MODELS[model]
+    name = update.split()[0]
+    start = seeded(kind, *OPTIMIZERS[name], *arguments)
+    wanted = train_unsharded(start, STEPS, num_ranks)
+    losses, states, types = zip(*found, strict=True)
+    assert cut == "every" or types[0] == {cut}
+    assert torch.allclose(torch.tensor(losses).mean(0), torch.tensor(wanted.losses), atol=1e-6)
+    assert max(largest_difference(states[0], wanted.final_state).values()) <= limit_of(name)
+    before = learned_weights(start.state_dict())
+    assert before
+    assert min(float((wanted.final_state[key] - value).abs().max()) for key, value in before.items()) > 1e-4
+
+
+def _freeze(update: str, after: int) -> tuple[str, dict[str, Tensor]]:
+    model = seeded(FreezesTables, *OPTIMIZERS["SGD"], after)
+    try:
+        make_trainer({"embedding_update": update}).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", {}
+    return "", model.final_state
+
+
+FREEZING = {
+    ("auto", 0): "",
+    ("sparse", 2): "",
+    ("auto", 2): r"ShardingError: (rank 0: )?table 'ebc\._embedding_bag_collection\.wide' is frozen, .*embedding_update='sparse'",
+}
+
+
+@pytest.fixture(scope="module")
+def frozen() -> list[dict[str, Any]]:
+    return run_each_on_ranks({str(case): (_freeze, *case) for case in FREEZING}, 2)
+
+
+@pytest.mark.parametrize("case", FREEZING)
+def test_frozen_tables_pass_gradients_to_the_weights_or_are_refused(
+    frozen: list[dict[str, Any]], case: tuple[str, int]
+) -> None:
+    for rank, found in enumerate(frozen):
+        said, state = found[str(case)]
+        assert re.match(FREEZING[case], said, re.DOTALL) if FREEZING[case] else not said, said
+        if not said and rank == 0:
+            start = seeded(FreezesTables, *OPTIMIZERS["SGD"], case[1])
+            wanted = _train_freezing(start)
+            assert max(largest_difference(state, wanted).values()) <= limit_of("SGD")
+
+
+def _train_freezing(model: FreezesTables) -> dict[str, Tensor]:
+    return train_plain(model, global_batches(STEPS), before_batch=model.freeze_tables)
+
+
+def _refused(kind: type[ClickModel], strategy: dict[str, Any]) -> str:
+    model = seeded(kind, *OPTIMIZERS["SGD"])
+    try:
+        make_trainer(ALL | strategy).fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+REFUSED: dict[str, tuple[type[ClickModel], dict[str, Any], str]] = {
+    "two lookups": (LooksUpTwice, {"embedding_update": "fused"}, "OptimizerError: .*more than one lookup of 'e?b"),
+    "ranks that disagree": (RanksDisagree, {}, "IdsError: .*weights of any type that need a gradient; rank 1: "),
+}
+
+
+def test_what_would_be_other_numbers_is_refused_on_every_rank() -> None:
+    of_ranks = run_each_on_ranks({name: (_refused, *case[:2]) for name, case in REFUSED.items()}, 2)
+    for found in of_ranks:
+        for name, (_, _, message) in REFUSED.items():
+            assert re.match(message, found[name], re.DOTALL), found[name]
+
+
+class Resumes(PositionWeighted):
+    """Is resumed by name."""
+
+
+def _save_and_resume(folder: str) -> dict[str, dict[str, Tensor]]:
+    """Return what is trained without a stop, after a stop, and what `load_from_checkpoint` loads."""
+    rank, _ = rank_and_num_ranks()
+    found: dict[str, dict[str, Tensor]] = {}
+    path = f"{folder}/first.ckpt"
+    model = seeded(Resumes, *OPTIMIZERS["Adagrad"])
+    trainer = make_trainer()
+    trainer.fit(model, rank_loader(STEPS, rank))
+    found["stopped"] = model.final_state
+    trainer.save_checkpoint(path)
+    resumed = seeded(Resumes, *OPTIMIZERS["Adagrad"])
+    with torch.no_grad():
+        resumed.ebc._feature_processors.position_weights["a"].fill_(7.0)
+    make_trainer(max_epochs=2).fit(resumed, rank_loader(STEPS, rank), ckpt_path=path)
+    found["resumed"] = resumed.final_state
+    return found
+
+
+def test_a_feature_processor_is_resumed_with_its_tables(tmp_path: Path) -> None:
+    found = run_on_warm_ranks(_save_and_resume, 2, str(tmp_path))[0]
+    wanted = train_plain(seeded(Resumes, *OPTIMIZERS["Adagrad"]), global_batches(STEPS) * 2)
+    assert max(largest_difference(found["resumed"], wanted).values()) <= limit_of("Adagrad")
+    file = torch.load(tmp_path / "first.ckpt", weights_only=True)["state_dict"]
+    assert file.keys() == wanted.keys()
+    assert all(torch.equal(file[key], found["stopped"][key]) for key in wanted)
+
+
+def _start_table() -> str:
+    out = io.StringIO()
+    model = seeded(PositionWeighted, *OPTIMIZERS["SGD"])
+    with contextlib.redirect_stdout(out):
+        make_trainer().fit(model, rank_loader(1, rank_and_num_ranks()[0]))
+    assert type(model.ebc) is FeatureProcessedEmbeddingBagCollection
+    return out.getvalue()
+
+
+def test_the_start_table_has_the_tables_of_a_feature_processor() -> None:
+    shown = run_on_warm_ranks(_start_table, 2)[0]
+    assert "_embedding_bag_collection" in shown
+    assert "not sharded" not in shown

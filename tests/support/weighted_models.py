@@ -1,0 +1,85 @@
+"""Click models whose ids have weights that learn: by feature processors of torchrec, and by a layer of the user's."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from tests.support.click_model import FEATURES, ClickModel, bag_configs
+from tests.support.ranks import rank_and_num_ranks
+
+LONGEST = 4
+
+
+class PositionWeighted(ClickModel):
+    """A feature processor around the collection. kind: "together" or "by feature"."""
+
+    def __init__(self, optimizer: type, options: dict[str, Any], kind: str = "together") -> None:
+        self.kind = kind
+        super().__init__(optimizer, options)
+
+    def _build(self) -> None:
+        tables = EmbeddingBagCollection(tables=bag_configs(), is_weighted=True)
+        if self.kind == "together":
+            processors: Any = PositionWeightedModuleCollection(dict.fromkeys(FEATURES, LONGEST))
+            weights = list(processors.position_weights.values())
+        else:
+            processors = {name: PositionWeightedModule(LONGEST) for name in FEATURES}
+            weights = [processor.position_weight for processor in processors.values()]
+        for weight in weights:
+            nn.init.uniform_(weight, 0.5, 1.5)
+        self.ebc = FeatureProcessedEmbeddingBagCollection(tables, processors)
+
+
+class WeightsOfALayer(ClickModel):
+    """A layer of the user's makes the weights of an EmbeddingBagCollection's ids and of an nn.EmbeddingBag's."""
+
+    def __init__(self, optimizer: type, options: dict[str, Any]) -> None:
+        super().__init__(optimizer, options, weighted=True)
+        self.importance = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.bag = nn.EmbeddingBag(60, 8, mode="sum", include_last_offset=True)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        weights = self.importance(batch["weights"].unsqueeze(1)).squeeze(1)
+        scores = super().forward(batch | {"weights": weights})
+        features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"], weights=weights)["a"]
+        bags = self.bag(features.values(), features.offsets(), per_sample_weights=features.weights().exp())
+        return scores + bags.sum(1)
+
+
+class LooksUpTwice(WeightsOfALayer):
+    """Calls its collection twice in a step."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + super().forward(batch | {"ids": (batch["ids"] * 7 + 1) % 11})
+
+
+class FreezesTables(PositionWeighted):
+    """Freezes its tables, before the fit or after the first batch; the processor learns on."""
+
+    def __init__(self, optimizer: type, options: dict[str, Any], after: int) -> None:
+        super().__init__(optimizer, options)
+        self.after = after
+        self.freeze_tables(0)
+
+    def freeze_tables(self, num_batches: int) -> None:
+        if num_batches == self.after:
+            self.ebc._embedding_bag_collection.requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.freeze_tables(len(self.losses))
+
+
+class RanksDisagree(WeightsOfALayer):
+    """On rank 1 the weights need no gradient."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.importance.requires_grad_(rank_and_num_ranks()[0] == 0)
+        return super().forward(batch)
+
+
+def learned_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the entries of a state_dict that learn through the weights of ids."""
+    return {key: value for key, value in state.items() if "processor" in key or key.startswith("importance")}
