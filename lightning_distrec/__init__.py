@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+    from lightning_distrec.strategies.pipeline import PipelineParallelStrategy
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "FSDPOptions",
     "NormalizeRows",
     "PipelineOptions",
+    "PipelineParallelStrategy",
     "PlanLogger",
     "PlanningOptions",
     "QuantizedComms",
@@ -71,6 +73,7 @@ _HOMES = {
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
     "NormalizeRows": "lightning_distrec.callbacks.normalize_rows",
     "PipelineOptions": "lightning_distrec.pipeline.options",
+    "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "PlanningOptions": "lightning_distrec.sharding.planning.planning_options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
@@ -93,6 +96,7 @@ _STRATEGIES = {
     ),
     "ddp_tuned": ("TunedDDPStrategy", "DDP tuned to the module, with crash-safe checkpoints"),
     "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
+    "pipeline_parallel": ("PipelineParallelStrategy", "A chain of blocks cut into stages over the ranks"),
 }
 
 

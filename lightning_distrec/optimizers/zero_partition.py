@@ -54,11 +54,16 @@ class ZeroPartition:
         return self._rank_of[parameter]
 
 
+def updates_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to update each parameter from its own gradient and state alone."""
+    # torch wraps `step` of each class once more, for its hooks and profiler.
+    return inspect.unwrap(type(optimizer).step) in [inspect.unwrap(known.step) for known in KNOWN]
+
+
 def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None:
     """Raise OptimizerError where an optimizer's parameters cannot be partitioned. sparse: weight -> name."""
     kind = type(optimizer)
-    # torch wraps `step` of each class once more, for its hooks and profiler.
-    if inspect.unwrap(kind.step) not in [inspect.unwrap(known.step) for known in KNOWN]:
+    if not updates_by_parameter(optimizer):
         raise OptimizerError(
             f"zero_optimizer=True: {kind.__name__} is not known to update each parameter from its own gradient alone, "
             f"so that its state cannot be partitioned over ranks. Use one of "

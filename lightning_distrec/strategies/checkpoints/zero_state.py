@@ -10,7 +10,9 @@ from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 
 RankOf = Callable[[Tensor], int]
-"""Returns the rank that holds a parameter's optimizer state."""
+"""Returns the rank that holds a parameter's optimizer state; of several, the one that saves it."""
+IsHere = Callable[[Tensor], bool]
+"""Returns whether this rank holds a parameter's optimizer state."""
 
 
 def partitioned_state(

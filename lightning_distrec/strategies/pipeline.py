@@ -1,0 +1,248 @@
+"""`Trainer(strategy="pipeline_parallel")`: an unchanged module whose chain of blocks is cut into stages over ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_distrec import spans
+from lightning_distrec._compat.lightning import set_device_and_mesh
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.errors import DistRecError
+from lightning_distrec.pipeline.even_batches import UnevenInputs
+from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
+from lightning_distrec.strategies.run.full_parameters import check_call, rows_of
+from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_over_all_ranks
+from lightning_distrec.strategies.run.run import Run
+from lightning_distrec.strategies.run.stopping import StopOptions
+from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks, pipeline_ranks
+from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule
+from lightning_distrec.strategies.stages.placement import (
+    OptimizerStateRanks,
+    chunked_state,
+    cut_module,
+    cut_of,
+    is_cut,
+    make_whole,
+    own_parameters,
+)
+from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
+from lightning_distrec.strategies.stages.stage_options import Schedule, Split, StageOptions
+
+
+@dataclass(kw_only=True)
+class PipelineRun(Run):
+    """What pipeline_parallel has during one run."""
+
+    pipelined: PipelinedModule | None = None
+    """The module in stages, once it is cut."""
+
+    @property
+    def steps(self) -> PipelinedModule:
+        """What runs the steps."""
+        if self.pipelined is None:
+            raise DistRecError("pipeline_parallel: the module has not been cut into stages yet.")
+        return self.pipelined
+
+
+class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
+    """Trains an unchanged LightningModule whose chain of blocks is cut into stages, each on a rank of its own.
+
+    A rank has the weights and optimizer state of its stage alone. Batches go through the stages in micro-batches, so
+    that all ranks compute at the same time. Checkpoints, stopping, requeueing and the watchdog are those of
+    TorchRecShardedStrategy. Source: torch.distributed.pipelining.
+
+    Args:
+        microbatches: parts of a batch that are in the stages at the same time. A batch that cannot be divided so is
+            divided into fewer.
+        schedule: "gpipe": all forwards, then all backwards; training_step computes its loss of the whole batch. "1f1b",
+            and "interleaved_1f1b" with several stages per rank: backwards begin earlier, which needs less memory, and
+            training_step computes its loss of each micro-batch, which must be a mean over examples.
+        stages: number of stages. None: one per rank, or stages_per_rank of them. Further ranks are replicas.
+        stages_per_rank: stages that each rank computes, with "interleaved_1f1b".
+        chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order, and that is cut. "auto":
+            the one with the most parameters.
+        split: "parameters": cut so that the largest stage has as few parameters as possible; or a list of the paths of
+            the blocks with which stages begin, all but the first.
+        first_stage: paths outside of the chain whose parameters the first stage has, apart from those that are
+            registered before the chain.
+        last_stage: the same for the last stage, apart from those that are registered after the chain.
+        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
+            have, or "error".
+        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
+        stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
+        process_group_backend: "gloo" or "nccl"; None: the device's default.
+        float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
+            "highest" in float32. None: leave torch's setting as it is.
+        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
+        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
+    """
+
+    strategy_name = "pipeline_parallel"
+
+    def __init__(
+        self,
+        microbatches: int = 4,
+        schedule: Schedule = "gpipe",
+        stages: int | None = None,
+        stages_per_rank: int = 1,
+        chain: str = "auto",
+        split: Split = "parameters",
+        first_stage: list[str] | None = None,
+        last_stage: list[str] | None = None,
+        uneven_inputs: UnevenInputs = "stop",
+        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
+        stopping: StopOptions | dict[str, Any] | None = None,
+        process_group_backend: str | None = None,
+        float32_matmul_precision: MatmulPrecision | None = None,
+        timeout_seconds: float | None = None,
+        watchdog_seconds: float = 30.0,
+    ) -> None:
+        self._stage_options = StageOptions(
+            microbatches=microbatches,
+            schedule=schedule,
+            stages=stages,
+            stages_per_rank=stages_per_rank,
+            chain=chain,
+            split=split,
+            first_stage=tuple(first_stage or ()),
+            last_stage=tuple(last_stage or ()),
+        )
+        self._ranks: PipelineRanks | None = None
+        super().__init__(
+            uneven_inputs=uneven_inputs,
+            checkpoint=checkpoint,
+            stopping=stopping,
+            process_group_backend=process_group_backend,
+            float32_matmul_precision=float32_matmul_precision,
+            timeout_seconds=timeout_seconds,
+            watchdog_seconds=watchdog_seconds,
+        )
+
+    @property
+    def ranks(self) -> PipelineRanks:
+        """This rank's pipeline, and its stages in it, once the ranks have met."""
+        if self._ranks is None:
+            raise DistRecError("pipeline_parallel: the ranks have not met yet; setup_environment comes first.")
+        return self._ranks
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # All ranks of a pipeline have the same batches.
+        return {"num_replicas": self.ranks.num_replicas, "rank": self.ranks.replica}
+
+    # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._ranks is None:  # one for all runs
+            self._ranks = pipeline_ranks(self._stage_options, self.global_rank, self.world_size, self._wait)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        run = self.begin_run(trainer, PipelineRun)
+        module, ranks, consensus = run.module, self.ranks, run.session.consensus
+        trainer.accelerator.setup(trainer)
+        refuse_sharded(module, self.strategy_name)
+        refuse_run(trainer, module)
+        self.precision_plugin.convert_module(module)
+        cut = cut_module(module, self._stage_options, ranks, self.root_device, consensus)
+        set_device_and_mesh(module, self.root_device, None)
+        context = self.precision_plugin.forward_context
+        run.pipelined = PipelinedModule(module, cut, ranks, self._stage_options, self.root_device, context, consensus)
+        self.model = module
+        if run.is_fitting:
+            self.setup_optimizers(trainer)
+            consensus.all_or_none("setup", partial(refuse_optimizers, self.optimizers, module))
+            own = partial(own_parameters, module)
+            run.undo.callback(clip_over_all_ranks(self.precision_plugin, own, {}, num_replicas=ranks.num_replicas))
+            state_ranks = OptimizerStateRanks(module, cut, ranks)
+            run.session.checkpoints.use_zero_partition(state_ranks.saved_by, state_ranks.is_here)
+        self.setup_precision_plugin()
+        run.session.checkpoints.begin(tables=None)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        run = self.before_training_step()
+        with spans.span(spans.FORWARD):
+            return run.steps.training_step(self._in_precision("training_step"), *args)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step():
+            return self.run.steps.evaluation_step("validation_step", self._in_precision("validation_step"), *args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step():
+            return self.run.steps.evaluation_step("test_step", self._in_precision("test_step"), *args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.run.evaluation_step():
+            return self.run.steps.evaluation_step("predict_step", self._in_precision("predict_step"), *args)
+
+    def _in_precision(self, name: str) -> Any:
+        """Return a step of the module's, in the Trainer's precision."""
+
+        def step(*args: Any) -> Any:
+            with self.precision_plugin.forward_context():
+                return getattr(self.module, name)(*args)
+
+        return step
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        self.run.steps.set_sync(False)
+        try:
+            yield
+        finally:
+            self.run.steps.set_sync(True)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.run.steps.average_gradients()
+        return loss
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        cut = cut_of(self.module)
+        return state if cut is None else chunked_state(state, cut, self.ranks)
+
+    @override
+    def full_state_dict(self) -> dict[str, Any]:
+        state = self.lightning_module_state_dict()
+        return state if self._session is None else self.session.checkpoints.full_state(state)
+
+    @override
+    def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        state = {n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)}
+        check_call(name, rows, state, self.session.consensus)
+        cut = cut_of(self.module)
+        of_name = {name: state[name]} if cut is None else chunked_state({name: state[name]}, cut, self.ranks)
+        full: Tensor = self.session.checkpoints.full_state_everywhere(of_name)[name]
+        first, last = rows_of(name, rows, full.shape[0] if full.dim() else 1)
+        return full[first:last].clone() if full.dim() else full.clone()
+
+    @override
+    def put_weights_back(self, full: dict[str, Tensor]) -> None:
+        make_whole(self.module, full)
+
+    @property
+    @override
+    def module_stays(self) -> bool:
+        # For the next run.
+        return is_cut(self.module)

@@ -1,0 +1,95 @@
+"""Tensors whose values are on another rank: they have a shape and a type, and what is computed from them is absent too.
+
+User code before and after the chain of blocks runs on ranks that lack some of its weights. What it computes from those
+must not reach a loss, which is checked there by asking `is_absent`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_distrec._compat.torch import without_torch_function
+from lightning_distrec.errors import UnsupportedError
+
+OF_ITSELF = ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook")
+"""Of a tensor itself rather than of its values: `requires_grad`, `grad`, `shape`."""
+DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+
+
+class AbsentTensor(Tensor):
+    """A tensor on the meta device, of a parameter or computed from one."""
+
+    shown_device = torch.device("cpu")
+    """What `.device` returns: the rank's, because user code makes tensors there that never meet this one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            raise UnsupportedError(
+                f"{name.strip('_')}() was called on a value that depends on weights of another stage. {WAY_OUT}"
+            )
+        _refuse_write(name, args, kwargs)
+        if func == DEVICE:
+            return cls.shown_device
+        if name in OF_ITSELF:
+            with without_torch_function():
+                return apply_to_collection(func(*args, **kwargs), Tensor, _absent)
+        if name in ("to", "cpu", "cuda") and isinstance(args[0], AbsentTensor):
+            args, kwargs = (args[0], *(a for a in args[1:] if isinstance(a, torch.dtype))), _without_device(kwargs)
+            if len(args) == 1 and not kwargs:
+                return args[0]
+            name, func = "to", Tensor.to
+        with without_torch_function(), torch.no_grad():
+            args, kwargs = apply_to_collection((args, kwargs), Tensor, _on_meta)
+            result = func(*args, **kwargs)
+        return apply_to_collection(result, Tensor, _absent)
+
+
+WAY_OUT = (
+    "Let training_step read values after the model has returned only, and name what belongs to the first or the last "
+    "stage: first_stage=[...], last_stage=[...]."
+)
+
+
+def _refuse_write(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError: a tensor that is here would be written to, and the write be lost."""
+    writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    target = kwargs.get("out", args[0] if writes and args else None)
+    if name.startswith("_foreach") or (isinstance(target, Tensor) and not isinstance(target, AbsentTensor)):
+        raise UnsupportedError(
+            f"{name or 'an operation'} would write values of another stage's weights into a tensor of this stage. "
+            f"{WAY_OUT}"
+        )
+
+
+def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key == "dtype"}
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_subclass(Tensor) if isinstance(tensor, AbsentTensor) else tensor.detach().to("meta")
+
+
+def _absent(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, AbsentTensor) else tensor.as_subclass(AbsentTensor)
+
+
+def absent_parameter(like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same shape and type without values."""
+    tensor = torch.empty_like(like, device="meta").as_subclass(AbsentTensor)
+    return nn.Parameter(tensor, like.requires_grad)
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a value, or any tensor in it, is absent."""
+    found: list[bool] = []
+    apply_to_collection(value, AbsentTensor, lambda _: found.append(True))
+    return bool(found)

@@ -1,0 +1,265 @@
+"""A module whose chain is computed in stages: what a strategy does in place of the user's steps."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.errors import DataError, UnsupportedError
+from lightning_distrec.strategies.stages.absent import WAY_OUT, is_absent
+from lightning_distrec.strategies.stages.chain import Cut
+from lightning_distrec.strategies.stages.draws import StepDraws
+from lightning_distrec.strategies.stages.gradients import GradientsAside, PartGradients, average_over_replicas
+from lightning_distrec.strategies.stages.logged_values import Call, LoggedValues
+from lightning_distrec.strategies.stages.microbatches import num_parts, parts_of, size_of, weights_of
+from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
+from lightning_distrec.strategies.stages.placement import own_parameters
+from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.staged_chain import StagedChain
+from lightning_distrec.strategies.stages.step_over_chain import Entry, StepOverChain, check_entry
+
+Step = Callable[..., Any]
+"""A step of the user's, in the Trainer's precision; its first argument is the batch."""
+CLOSE = 1e-3
+"""How far the mean of micro-batches' losses may be from the loss of the whole batch."""
+
+
+class PipelinedModule:
+    """Runs the steps of a module during one run."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        cut: Cut,
+        ranks: PipelineRanks,
+        options: StageOptions,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+        consensus: Consensus,
+    ) -> None:
+        self._cut, self._ranks, self._options, self._consensus = cut, ranks, options, consensus
+        self._step = StepOverChain(cut.chain)
+        self._chain = StagedChain(cut, ranks, options.schedule, device, context)
+        self._log = LoggedValues(module)
+        self._own = own_parameters(module)
+        self._draws = StepDraws(consensus.all_gather(torch.initial_seed())[0])
+        self._is_last = ranks.num_stages - 1 in ranks.stages
+        self._entered: set[str] = set()
+        self._syncs = True
+
+    # -- training
+
+    def training_step(self, step: Step, batch: Any, *others: Any) -> Any:
+        """Collective. Run training_step and its backward in stages. Returns the loss, whose gradients are computed."""
+        self._begin("training_step", batch, *others)
+        aside = GradientsAside(self._own)
+        try:
+            whole = self._options.schedule == "gpipe"
+            result, message = (self._by_batch if whole else self._by_microbatch)(step, batch, others)
+        except BaseException:
+            aside.restore()
+            raise
+        self._repeat(message)
+        if message["refused"]:
+            raise UnsupportedError(message["refused"])
+        if message["loss"] is None:
+            aside.restore()
+            return None
+        loss = aside.loss_with_gradients(message["loss"])
+        return {**result, "loss": loss} if isinstance(result, dict) else loss
+
+    def _by_batch(self, step: Step, batch: Any, others: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        """Compute the loss of the whole batch, once all of its micro-batches have been through the chain."""
+        run = partial(step, batch, *others)
+        entry = self._enter("training_step", [run])[0]
+        num = num_parts(len(entry.value), self._options.microbatches)
+        outputs: list[Tensor] = []
+        of_parts, found = PartGradients(), _Found()
+
+        def loss_of(output: Tensor, number: int) -> Tensor:
+            outputs.append(output.detach())
+            if len(outputs) == num:
+                whole = torch.cat(outputs).requires_grad_()
+                loss = self._leave(run, 0, whole, found)
+                if loss is not None:
+                    loss.backward()
+                gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                of_parts.gradients = gradient.chunk(num)
+            return of_parts.loss_of(output, number)
+
+        self._compute([entry], self._split(entry, num, run), loss_of)
+        return found.result, self._message(found, torch.ones(1, dtype=torch.float64))
+
+    def _by_microbatch(self, step: Step, batch: Any, others: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        """Compute the loss of each micro-batch as soon as it has been through the chain."""
+        size = size_of(batch)
+        num = num_parts(size, self._options.microbatches)
+        runs = [partial(step, part, *others) for part in parts_of(batch, num, size)]
+        is_first = "training_step" not in self._entered
+        entries = self._enter("training_step", runs)
+        outputs: list[Tensor] = []
+        found = _Found()
+
+        def loss_of(output: Tensor, number: int) -> Tensor:
+            if is_first:
+                outputs.append(output.detach())
+            loss = self._leave(runs[number], number, output, found)
+            if loss is None:
+                raise UnsupportedError("training_step returned no loss for a micro-batch. Use schedule='gpipe'.")
+            return loss / num
+
+        self._compute(entries, [entry.others for entry in entries], loss_of)
+        message = self._message(found, weights_of([1] * num))
+        if is_first:
+            run = partial(step, batch, *others)
+            refused = self._refusal(run, torch.cat(outputs), message["loss"]) if self._is_last else ""
+            message["refused"] = self._ranks.messages.all_gather(refused)[-1]
+        return found.result, message
+
+    def _compute(self, entries: list[Entry], arguments: Any, loss_of: Any) -> None:
+        values = [entry.value for entry in entries]
+        learns = 0 in self._ranks.stages and values[0].requires_grad
+        value = torch.cat([v.detach() for v in values]) if len(values) > 1 else values[0].detach()
+        value.requires_grad_(learns)
+        with self._draws.of(-1 - self._ranks.rank):
+            self._chain.compute(value, arguments, loss_of)
+        if learns:
+            gradient = torch.zeros_like(value) if value.grad is None else value.grad
+            torch.autograd.backward(values, list(gradient.chunk(len(values))))
+
+    def _leave(self, run: Callable[[], Any], number: int, output: Tensor, found: "_Found") -> Tensor | None:
+        """Run the user's step from the chain's output on. Returns its loss. Raises UnsupportedError: it is absent."""
+        with self._draws.of(number), self._log.recorded() as calls:
+            result = self._step.leave(run, output)
+        if is_absent(result) or is_absent([call["value"] for call in calls]):
+            raise UnsupportedError(
+                "what a step returns or logs depends on weights that another stage has, and this one has no values of: "
+                f"those of '{self._cut.chain.path}', or of what is registered before it. {WAY_OUT}"
+            )
+        loss = result["loss"] if isinstance(result, dict) else result
+        found.result = result
+        found.calls.append(calls)
+        if loss is not None:
+            found.losses.append(loss.detach())
+        return loss
+
+    def _refusal(self, run: Callable[[], Any], output: Tensor, loss: Tensor) -> str:
+        """Return why the mean of micro-batches' losses is not the batch's loss; "" if it is. On the last stage."""
+        found = _Found()
+        with torch.no_grad():
+            whole = self._leave(run, 0, output, found)
+        if whole is None or abs(float(whole) - float(loss)) <= CLOSE * max(1.0, abs(float(whole))):
+            return ""
+        return (
+            f"training_step's loss of the first batch is {float(whole):.6g}, and the mean over its micro-batches is "
+            f"{float(loss):.6g}: it is not a mean over examples. schedule={self._options.schedule!r} needs such a loss. Use "
+            "schedule='gpipe', which computes it of the whole batch."
+        )
+
+    # -- evaluation
+
+    def evaluation_step(self, name: str, step: Step, batch: Any, *others: Any) -> Any:
+        """Collective. Run a step without backward. Every rank returns, and logs, what the last stage does."""
+        self._begin(name, batch, *others)
+        run = partial(step, batch, *others)
+        entry = self._enter(name, [run])[0]
+        num = num_parts(len(entry.value), self._options.microbatches)
+        with self._draws.of(-1 - self._ranks.rank):
+            outputs = self._chain.compute(entry.value, self._split(entry, num, run), None)
+        found = _Found()
+        if self._is_last:
+            self._leave_evaluation(run, torch.cat(outputs), found)
+        message = self._message(found, torch.ones(1, dtype=torch.float64), with_result=True)
+        self._repeat(message)
+        return message["result"]
+
+    def _leave_evaluation(self, run: Callable[[], Any], output: Tensor, found: "_Found") -> None:
+        with self._draws.of(0), self._log.recorded() as calls:
+            found.result = self._step.leave(run, output)
+        found.calls.append(calls)
+
+    # -- both
+
+    def _begin(self, name: str, batch: Any, *others: Any) -> None:
+        self._draws.next_step()
+        if others and others[0] == 0:
+            sums: list[float] = []
+            apply_to_collection(batch, Tensor, lambda tensor: sums.append(float(tensor.detach().double().sum())))
+            of_ranks = self._ranks.messages.all_gather(sums)
+            if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+                raise DataError(
+                    f"{name}: the ranks of a pipeline have different batches. Let the Trainer make the sampler, or give "
+                    "yours num_replicas and rank of trainer.distributed_sampler_kwargs."
+                )
+
+    def _enter(self, name: str, runs: Sequence[Callable[[], Any]]) -> list[Entry]:
+        """Run the user's step up to the chain; in the first step all ranks raise what one raises."""
+
+        def enter() -> list[Entry]:
+            found = []
+            for number, run in enumerate(runs):
+                with self._draws.of(number), self._log.recorded():
+                    found.append(self._step.enter(run))
+                check_entry(found[-1], 0 in self._ranks.stages, self._cut.chain)
+            return found
+
+        if name in self._entered:
+            return enter()
+        self._entered.add(name)
+        return self._consensus.all_or_none(f"the first {name}", enter)
+
+    def _split(self, entry: Entry, num: int, run: Callable[[], Any]) -> list[Any]:
+        """Return the blocks' other arguments for each micro-batch. Raises UnsupportedError: it is not clear how."""
+        size = len(entry.value)
+
+        def check(tensor: Tensor) -> None:
+            if tensor.dim() and len(tensor) == size:
+                raise UnsupportedError(
+                    f"blocks of '{self._cut.chain.path}' take a second argument of shape {tuple(tensor.shape)}, with as "
+                    f"many rows as the batch has examples, {size}: whether it is to be divided into micro-batches cannot "
+                    "be known. Use schedule='1f1b', which computes it for each micro-batch, or microbatches=1."
+                )
+
+        if num > 1:
+            apply_to_collection(entry.others, Tensor, check)
+        return [entry.others] * num
+
+    def _message(self, found: "_Found", weights: Tensor, with_result: bool = False) -> dict[str, Any]:
+        """Collective among the ranks of a pipeline. Return what the last stage has found."""
+        mine: dict[str, Any] = {}
+        if self._is_last:
+            loss = torch.stack(found.losses).double() @ weights.to(found.losses[0].device) if found.losses else None
+            mine = {
+                "loss": None if loss is None else loss.to(found.losses[0].dtype).cpu(),
+                "calls": self._log.to_send(found.calls, weights),
+                "result": apply_to_collection(found.result, Tensor, lambda t: t.detach().cpu()) if with_result else None,
+                "refused": "",
+            }
+        return self._ranks.messages.all_gather(mine)[-1]
+
+    def _repeat(self, message: dict[str, Any]) -> None:
+        self._log.repeat(message["calls"])
+
+    def average_gradients(self) -> None:
+        """Collective among the replicas, after a backward, unless gradients accumulate."""
+        if self._syncs:
+            average_over_replicas(self._own, self._ranks.same_stage, self._ranks.same_stage_host)
+
+    def set_sync(self, syncs: bool) -> None:
+        """Whether the next backward ends with averaging gradients over the replicas."""
+        self._syncs = syncs
+
+
+class _Found:
+    """What the last stage finds in one step."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        self.losses: list[Tensor] = []
+        self.calls: list[list[Call]] = []

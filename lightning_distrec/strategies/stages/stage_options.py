@@ -1,0 +1,62 @@
+"""Options for a chain of blocks that is cut into stages over the ranks."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_distrec.errors import ConfigError
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+Split = Literal["parameters"] | list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """How a chain of blocks is cut, and in which order its stages compute."""
+
+    microbatches: int = 4
+    """Parts of a batch that are in the stages at the same time. A batch that cannot be divided so is divided into
+    fewer."""
+
+    schedule: Schedule = "gpipe"
+    """ "gpipe": all forwards, then all backwards; training_step computes its loss of the whole batch. "1f1b" and
+    "interleaved_1f1b": backwards begin earlier, and training_step computes its loss of each micro-batch."""
+
+    stages: int | None = None
+    """Number of stages. None: one per rank, or stages_per_rank of them."""
+
+    stages_per_rank: int = 1
+    """Stages that each rank computes; 2 or more with schedule="interleaved_1f1b" only."""
+
+    chain: str = "auto"
+    """Path of the nn.Sequential or nn.ModuleList that is cut. "auto": the one with the most parameters."""
+
+    split: Split = "parameters"
+    """Where it is cut. "parameters": so that the largest stage has as few as possible; or a list of the paths of the
+    blocks with which stages begin, all but the first."""
+
+    first_stage: tuple[str, ...] = ()
+    """Paths outside of the chain whose parameters the first stage has. It has those that are registered before the
+    chain."""
+
+    last_stage: tuple[str, ...] = ()
+    """Paths outside of the chain whose parameters the last stage has. It has those that are registered after the
+    chain."""
+
+    def __post_init__(self) -> None:
+        for name in ("microbatches", "stages_per_rank"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
+        if self.schedule not in get_args(Schedule):
+            known = ", ".join(map(repr, get_args(Schedule)))
+            raise ConfigError(f"schedule={self.schedule!r} is not known. Use one of {known}.")
+        if (self.stages_per_rank > 1) != (self.schedule == "interleaved_1f1b"):
+            raise ConfigError(
+                f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank computes several stages "
+                "with schedule='interleaved_1f1b', and one with the others. Set both, or neither."
+            )
+        if isinstance(self.split, str) and self.split != "parameters":
+            raise ConfigError(f"split={self.split!r} is not known. Use 'parameters', or a list of paths of blocks.")
+        if self.stages is not None and (self.stages < 2 or self.stages % self.stages_per_rank):
+            raise ConfigError(
+                f"stages={self.stages}: must be at least 2, and a multiple of stages_per_rank={self.stages_per_rank}."
+            )

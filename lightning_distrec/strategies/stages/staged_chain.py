@@ -1,0 +1,126 @@
+"""This rank's stages of a chain, and the schedules in which they compute, by torch.distributed.pipelining."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lightning_distrec import spans
+from lightning_distrec.strategies.stages.chain import Cut
+from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
+from lightning_distrec.strategies.stages.stage_options import Schedule
+
+Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
+"""Of each block: what it is called with but for its first argument."""
+LossOf = Callable[[Tensor, int], Tensor]
+"""Returns the loss of a micro-batch: of its output and its number."""
+
+
+class Blocks(nn.Module):
+    """The blocks of one stage, called one after the other."""
+
+    def __init__(self, cut: Cut, stage: int, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._numbers = cut.blocks_of(stage)
+        self.blocks = nn.ModuleList(cut.chain.blocks[number] for number in self._numbers)
+        self._context = context
+        self.arguments: Sequence[Arguments] = []
+        """Of each micro-batch."""
+
+    def forward(self, value: Tensor, microbatch: Tensor) -> Tensor:
+        """Return the last block's output."""
+        arguments = self.arguments[int(microbatch)]
+        with self._context():
+            for number, block in zip(self._numbers, self.blocks, strict=True):
+                args, kwargs = arguments[number]
+                value = block(value, *args, **kwargs)
+        return value
+
+
+class SpannedStage(PipelineStage):
+    """A stage that tells how long each micro-batch takes it; see `spans`."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute a micro-batch's output."""
+        with spans.span(f"{spans.STAGE_FORWARD} {self.stage_index} {fwd_chunk_id}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute a micro-batch's gradients."""
+        with spans.span(f"{spans.STAGE_BACKWARD} {self.stage_index} {bwd_chunk_id}"):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class StagedChain:
+    """Computes a chain over the ranks of a pipeline, for inputs of any shape."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        ranks: PipelineRanks,
+        schedule: Schedule,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """context: around the forward of a stage, as the Trainer's precision has it."""
+        self._cut, self._ranks, self._schedule, self._device = cut, ranks, schedule, device
+        self.blocks = [Blocks(cut, stage, context) for stage in ranks.stages]
+        self._schedules: dict[Any, Any] = {}
+        self._loss_of: LossOf | None = None
+        self._infers = False
+
+    def compute(
+        self, value: Tensor, arguments: Sequence[Arguments], loss_of: LossOf | None
+    ) -> list[Tensor]:
+        """Collective among the ranks of a pipeline. Compute the chain, and its backward if there is a loss.
+
+        value: the chain's input; ranks other than the first only take its shape. arguments: of each micro-batch.
+        loss_of: called on the last stage. Returns the output of each micro-batch there, and [] on the others.
+        """
+        num = len(arguments)
+        schedule = self._schedule_for(value, num, loss_of is not None)
+        self._loss_of = loss_of
+        for blocks in self.blocks:
+            blocks.arguments = arguments
+        numbers = torch.arange(num)
+        inputs = (value,) if 0 in self._ranks.stages else ()
+        try:
+            target = numbers if loss_of is not None else None
+            outputs: list[Tensor] = []
+            merged = schedule.step(*inputs, target=target, microbatch=numbers, return_outputs=loss_of is None)
+            if merged is not None:
+                outputs = list(merged.chunk(num))
+            return outputs
+        finally:
+            self._loss_of = None
+            for blocks in self.blocks:
+                blocks.arguments = []
+
+    def _schedule_for(self, value: Tensor, num: int, learns: bool) -> Any:
+        """Return the schedule for inputs of a shape: torch's stages have buffers of fixed shapes."""
+        key = tuple(value.shape), value.dtype, num, learns
+        self._infers = learns and key not in self._schedules
+        if key not in self._schedules:
+            stages: list[Any] = [
+                SpannedStage(blocks, stage, self._ranks.num_stages, self._device, group=self._ranks.pipeline)
+                for stage, blocks in zip(self._ranks.stages, self.blocks, strict=True)
+            ]
+            loss = self._loss if learns else None
+            if len(stages) > 1:
+                made: Any = ScheduleInterleaved1F1B(stages, num, loss, scale_grads=False)
+            elif self._schedule == "1f1b" and learns and num >= self._ranks.num_stages:
+                made = Schedule1F1B(stages[0], num, loss, scale_grads=False)
+            else:
+                made = ScheduleGPipe(stages[0], num, loss, scale_grads=False)
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def _loss(self, output: Tensor, number: Tensor) -> Tensor:
+        if self._infers:  # torch infers shapes by a first forward and backward whose numbers nobody sees
+            self._infers = False
+            return output.sum()
+        assert self._loss_of is not None
+        return self._loss_of(output, int(number))

@@ -1,0 +1,66 @@
+"""`pipeline_parallel` has the numbers of one process, however the chain is cut and whatever the schedule."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distrec import PipelineParallelStrategy
+from tests.support.chain_models import CHAINS
+from tests.support.dense_models import whole_batches
+from tests.support.parameters import slow_except
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+Outcome = tuple[list[float], list[float], dict[str, Tensor]]
+
+
+def _fit(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcome:
+    pl.seed_everything(5)
+    model = CHAINS[kind]()
+    _, num_ranks = rank_and_num_ranks()
+    trainer = pl.Trainer(strategy=PipelineParallelStrategy(**options), devices=num_ranks, **_settings(settings))
+    trainer.fit(model)
+    strategy: Any = trainer.strategy
+    whole = strategy.full_state_dict()
+    return model.losses, model.validated, {name: value.clone() for name, value in whole.items()}
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    return DEFAULTS | {"max_epochs": 2, "check_val_every_n_epoch": 1, "limit_val_batches": 2} | settings
+
+
+def _alone(kind: str, settings: dict[str, Any], num_replicas: int) -> Outcome:
+    pl.seed_everything(5)
+    model = CHAINS[kind]()
+    trainer = pl.Trainer(**_settings(settings))
+    trainer.fit(model, whole_batches(num_replicas), whole_batches(num_replicas))
+    return model.losses, model.validated, model.state_dict()
+
+
+CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+CASES: dict[str, tuple[Any, ...]] = {
+    "sequence": (_fit, "Sequence", {}, {}),
+    "clipped and accumulated": (_fit, "Sequence", {"microbatches": 2}, CLIPPED),
+    "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
+    "transformer": (_fit, "Transformer", {}, CLIPPED),
+    "1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, CLIPPED),
+    "interleaved": (_fit, "Transformer", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, CLIPPED),
+}
+
+
+@pytest.mark.parametrize("num_ranks", slow_except([2], [2]))
+def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
+    of_ranks = run_each_on_ranks(CASES, num_ranks)
+    for case, (_, kind, _, settings) in CASES.items():
+        losses, validated, weights = _alone(kind, settings, 1)
+        for of_rank in of_ranks:
+            print(case)
+            assert of_rank[case][0] == pytest.approx(losses, abs=1e-5)
+            assert of_rank[case][1] == pytest.approx(validated, abs=1e-5)
+        found = of_ranks[0][case][2]
+        assert list(found) == list(weights)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")

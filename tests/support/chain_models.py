@@ -1,0 +1,85 @@
+"""LightningModules that are a chain of blocks, unchanged: what pipeline_parallel cuts into stages."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support.dense_models import WIDTH, Recording, loader
+
+
+class Logging(Recording):
+    """Logs its losses, and remembers what every rank has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        logged = float(self.trainer.callback_metrics["loss"])
+        assert float(outputs["loss"]) * self.trainer.accumulate_grad_batches == logged
+        self.losses.append(logged)
+
+    def train_dataloader(self) -> Any:
+        dealt = self.trainer.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
+        return loader(dealt["rank"], dealt["num_replicas"])
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", functional.mse_loss(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics.get("val_loss", 0.0)))
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class Sequence(Logging):
+    """Its model is one nn.Sequential, with nothing before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+
+class Transformer(Logging):
+    """Weights before and after its blocks, and an argument that all blocks get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(WIDTH), persistent=False)
+        self.lift, self.places = nn.Linear(1, 8), nn.Parameter(torch.randn(WIDTH, 8))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True) for _ in range(4)
+        )
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.lift(inputs[..., None]) + self.places
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=self.mask, is_causal=True)
+        return self.head(self.norm(hidden)).mean(1)
+
+    def configure_optimizers(self) -> Any:
+        decayed = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)  # the gradient of a key's bias is 0 but for rounding
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+CHAINS: dict[str, type[Logging]] = {"Sequence": Sequence, "Transformer": Transformer}
