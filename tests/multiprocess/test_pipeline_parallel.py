@@ -51,16 +51,29 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", slow_except([2], [2]))
+OF_FOUR: dict[str, tuple[Any, ...]] = {
+    "four stages": (_fit, "Transformer", {}, CLIPPED),
+    "four stages, 1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, {}),
+    "two replicas": (_fit, "Transformer", {"stages": 2, "microbatches": 2}, CLIPPED),
+    "two replicas of a sequence": (_fit, "Sequence", {"stages": 2, "schedule": "1f1b"}, CLIPPED),
+}
+
+
+@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 4]))
 def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
-    of_ranks = run_each_on_ranks(CASES, num_ranks)
-    for case, (_, kind, _, settings) in CASES.items():
-        losses, validated, weights = _alone(kind, settings, 1)
-        for of_rank in of_ranks:
-            print(case)
-            assert of_rank[case][0] == pytest.approx(losses, abs=1e-5)
-            assert of_rank[case][1] == pytest.approx(validated, abs=1e-5)
-        found = of_ranks[0][case][2]
-        assert list(found) == list(weights)
+    cases = CASES if num_ranks == 2 else OF_FOUR
+    of_ranks = run_each_on_ranks(cases, num_ranks)
+    for case, (_, kind, options, settings) in cases.items():
+        num_replicas = num_ranks // options.get("stages", num_ranks)
+        losses, validated, weights = _alone(kind, settings, num_replicas)
+        pipelines = [of_ranks[i : i + num_ranks // num_replicas] for i in range(0, num_ranks, num_ranks // num_replicas)]
+        print(case)
+        for of_pipeline in pipelines:
+            assert all(of_rank[case][:2] == of_pipeline[0][case][:2] for of_rank in of_pipeline)
+        for found, wanted in enumerate((losses, validated)):
+            means = [sum(values) / num_replicas for values in zip(*(p[0][case][found] for p in pipelines), strict=True)]
+            assert means == pytest.approx(wanted, abs=1e-5)
+        whole = of_ranks[0][case][2]
+        assert list(whole) == list(weights)
         for name, value in weights.items():
-            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")
+            torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")

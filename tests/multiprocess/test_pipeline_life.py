@@ -1,0 +1,120 @@
+"""What a run under `pipeline_parallel` lives through: checkpoints, further runs, and becoming whole again."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_distrec import PipelineParallelStrategy, TunedDDPStrategy
+from tests.support.chain_models import Sequence, Transformer
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import DEFAULTS
+
+
+def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
+    options = DEFAULTS | {"max_epochs": 2, "limit_val_batches": 0} | settings
+    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **options)
+
+
+def _whole(trainer: pl.Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}  # type: ignore[attr-defined]
+
+
+def _close(ours: dict[str, Tensor], other: dict[str, Tensor], most: float = 1e-5) -> None:
+    assert list(ours) == list(other)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, other[name], atol=most, rtol=most, msg=name)
+
+
+def _straight(folder: str, strategy: Any) -> list[float]:
+    pl.seed_everything(5)
+    model = Transformer()
+    saving = ModelCheckpoint(folder, every_n_train_steps=14, save_top_k=-1, filename="{step}")
+    _trainer(strategy, callbacks=[saving], enable_checkpointing=True).fit(model)
+    return model.losses
+
+
+def _saved(folder: str) -> list[float]:
+    """Losses of a run in stages, which saves a folder and one file."""
+    _straight(f"{folder}/file", PipelineParallelStrategy(checkpoint={"distributed": False}))
+    checkpoint = {"single_file_below": 0, "async_save": True}
+    return _straight(f"{folder}/folder", PipelineParallelStrategy(checkpoint=checkpoint))
+
+
+def _resumed(path: str, strategy: str, options: dict[str, Any]) -> list[float]:
+    pl.seed_everything(9)
+    model = Transformer()
+    kind: Any = PipelineParallelStrategy if strategy == "stages" else TunedDDPStrategy
+    _trainer(kind(**options)).fit(model, ckpt_path=path)
+    return model.losses
+
+
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+
+
+def test_a_run_of_two_stages_goes_on_in_one_process_and_in_any_stages(tmp_path: Path) -> None:
+    straight, *_ = run_on_warm_ranks(_saved, 2, str(tmp_path))
+    file, folder = f"{tmp_path}/file/step=14.ckpt", f"{tmp_path}/folder/step=14.ckpt"
+    assert Path(file).is_file()
+    assert Path(folder).is_dir()
+    calls: dict[str, tuple[Any, ...]] = {
+        "file": (_resumed, file, "stages", {}),
+        "cut elsewhere": (_resumed, folder, "stages", {"split": ["blocks.1"], "schedule": "1f1b"}),
+        "interleaved": (_resumed, folder, "stages", INTERLEAVED),
+    }
+    for of_rank in run_each_on_ranks(calls, 2):
+        for name, losses in of_rank.items():
+            assert losses == pytest.approx(straight[14:], abs=1e-5), name
+    alone, *_ = run_on_warm_ranks(_resumed, 1, folder, "one process", {})
+    assert alone == pytest.approx(straight[14:], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_four_stages_and_from_one_process(tmp_path: Path) -> None:
+    straight, *_ = run_on_warm_ranks(_saved, 2, str(tmp_path))
+    four = run_on_warm_ranks(_resumed, 4, f"{tmp_path}/folder/step=14.ckpt", "stages", {})
+    run_on_warm_ranks(_straight, 1, f"{tmp_path}/alone", TunedDDPStrategy())
+    from_one = run_on_warm_ranks(_resumed, 2, f"{tmp_path}/alone/step=14.ckpt", "stages", {})
+    for losses in [*four, *from_one]:
+        assert losses == pytest.approx(straight[14:], abs=1e-5)
+
+
+def _further_runs() -> dict[str, Any]:
+    pl.seed_everything(5)
+    model = Sequence()
+    trainer = _trainer(PipelineParallelStrategy(), limit_val_batches=1.0)
+    loader = [[torch.linspace(-1, 1, 12 * 5).view(5, 12), torch.zeros(5, 1)]]
+    trainer.fit(model)
+    validated = trainer.validate(model, verbose=False)[0]["val_loss"]
+    predicted = trainer.predict(model, torch.utils.data.DataLoader(loader, batch_size=None))
+    strategy: Any = trainer.strategy
+    weight = strategy.full_parameter("model.4.weight")
+    before = _whole(trainer)
+    numbers = sum(p.numel() for p in model.parameters() if not p.is_meta)
+    whole = strategy.unshard()
+    return {
+        "validated": validated,
+        "last": model.validated[-1],
+        "predicted": predicted[0],  # type: ignore[index]
+        "wanted": whole(loader[0][0]).detach(),
+        "whole": {name: value.clone() for name, value in whole.state_dict().items()},
+        "before": before,
+        "weight": weight,
+        "share": numbers / sum(p.numel() for p in whole.parameters()),
+        "kinds": {type(p).__name__ for p in whole.parameters()},
+    }
+
+
+def test_further_runs_and_a_whole_module_have_the_same_weights() -> None:
+    of_ranks = run_on_warm_ranks(_further_runs, 2)
+    for of_rank in of_ranks:
+        assert of_rank["validated"] == of_ranks[0]["last"]
+        torch.testing.assert_close(of_rank["predicted"], of_rank["wanted"])
+        assert of_rank["kinds"] == {"Parameter"}
+        assert torch.equal(of_rank["weight"], of_rank["whole"]["model.4.weight"])
+        _close(of_rank["whole"], of_ranks[0]["before"], 0.0)
+    assert sum(of_rank["share"] for of_rank in of_ranks) == pytest.approx(1.0)
