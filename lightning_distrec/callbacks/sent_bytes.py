@@ -33,6 +33,8 @@ def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
         return IDS  # including the weights of ids, which are floats
     if name in EXCHANGES and dtype in (torch.int32, torch.int64):
         return IDS
+    if caller.endswith(".weights_exchange") and not in_backward():
+        return IDS
     if name in EXCHANGES or caller.startswith("torchrec.distributed.comm_ops"):
         return ROW_GRADIENTS if in_backward() else ROWS
     return OTHER

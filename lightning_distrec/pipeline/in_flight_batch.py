@@ -24,6 +24,8 @@ class PreparedLookup(Protocol):
     """This rank's number of examples."""
     sizes: tuple[int, int] | None
     """The minimum and maximum number of examples over ranks, once they are known."""
+    late_weights: Any
+    """Weights that follow the ids, or what stands for them until the call; None: there are none."""
 
 
 class Prefetchable(Protocol):
@@ -37,6 +39,9 @@ class Prefetchable(Protocol):
 
     def note_call(self, request: Any) -> None:
         """The user's code makes this call now."""
+
+    def give_weights(self, request: Any, arguments: tuple[Any, ...]) -> None:
+        """Give a request the weights that it was prepared without."""
 
     def look_up(self, request: Any) -> Any:
         """Collective. Look up ids that have arrived; returns lazy outputs."""
@@ -72,6 +77,8 @@ class PrefetchedLookup:
         self.request: PreparedLookup = table.prepare(self._arguments)
         self._looked_up: Any = None
         self._state: Any = None
+        self.waits_for_weights = self.request.late_weights is not None
+        """Whether weights that its step computes follow the ids at the call."""
         self.taken = False
 
     def look_up(self) -> None:
@@ -91,10 +98,15 @@ class PrefetchedLookup:
         """Return zeros in place of what was looked up, in the shapes of a call with these arguments."""
         return self._table.zeros(arguments, looked_up)
 
-    def take(self) -> tuple[Any, bool]:
-        """Collective where rows must be looked up now. Return the outputs, and whether they were looked up before."""
+    def take(self, arguments: tuple[Any, ...] | None = None) -> tuple[Any, bool]:
+        """Collective where rows must be looked up now. Return the outputs, and whether they were looked up before.
+
+        arguments: those of the call; None: there is none, or it differs.
+        """
         self.taken = True
         self._table.note_call(self.request)
+        if self.waits_for_weights and arguments is not None:
+            self._table.give_weights(self.request, arguments)
         if self._looked_up is not None and self._state == self._table.state():
             return self._looked_up, True
         return self._table.look_up(self.request), False

@@ -147,7 +147,7 @@ class SparsePipeline:
         self._pending_rows = {id(lookup.request) for lookup in current.prefetched}
         for i, lookup in enumerate(current.prefetched):
             # Lookups of one table are made in the order of the calls, in which their gradients are added up.
-            in_order = lookup.call.path not in current.by_place
+            in_order = lookup.call.path not in current.by_place and not lookup.waits_for_weights
             if in_order and self._tables[lookup.call.path].early and (current.kind, i) not in self._late:
                 lookup.look_up()
 
@@ -176,7 +176,7 @@ class SparsePipeline:
         lookup, difference = current.find(path, arguments, differing.late.add)
         if lookup is None:
             return None
-        looked_up, was_early = lookup.take()
+        looked_up, was_early = lookup.take(arguments if difference is None else None)
         self._counts.ahead += self._was_sent
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))

@@ -15,7 +15,7 @@ MAX_LINES = 310
 
 ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"namespaces", "own_operations", "unpicklable"}
+GROUND |= {"late_weights", "namespaces", "own_operations", "unpicklable"}
 PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
 SHARDING = {
     "sharding",
@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "namespaces": {"errors"},
     "atomic_files": set(),
     "own_operations": set(),
+    "late_weights": set(),
     "_compat": {"errors", "versions"},
     "optimizers": GROUND,
     "pipeline/provenance": GROUND,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
@@ -49,6 +50,27 @@ class WeightsOfALayer(ClickModel):
         return scores + bags.sum(1)
 
 
+class Evaluated(PositionWeighted):
+    """Has a feature processor, and an nn.EmbeddingBag with learned weights; is validated too."""
+
+    def __init__(self, optimizer: type, options: dict[str, Any]) -> None:
+        super().__init__(optimizer, options)
+        self.bag = nn.EmbeddingBag(60, 8, mode="sum")
+        self.importance = nn.Parameter(torch.linspace(0.5, 1.5, 4).repeat(8, 1))
+        self.found: list[Any] = []
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + self.bag(batch["matrix"], per_sample_weights=self.importance).sum(1)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.found.append(self(batch).tolist())
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        ahead = self.trainer.strategy.lookups_ahead
+        self.found += [(kind, of.lookups, of.ahead) for kind, of in sorted(ahead.items())]
+
+
 class LooksUpTwice(WeightsOfALayer):
     """Calls its collection twice in a step."""
 
@@ -70,6 +92,15 @@ class FreezesTables(PositionWeighted):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.freeze_tables(len(self.losses))
+
+
+class CallsDiffer(WeightsOfALayer):
+    """On rank 1 the fourth step looks up other ids than those of its batch."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3 and rank_and_num_ranks()[0] == 1:
+            batch = batch | {"ids": batch["ids"] % 5}
+        return super().training_step(batch, batch_idx)
 
 
 class RanksDisagree(WeightsOfALayer):

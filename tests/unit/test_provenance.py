@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.pipeline.learning import RecordedCall
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects, tensors_in
 from lightning_distrec.pipeline.provenance.same_input import are_unwritten, is_same_input, versions
@@ -220,10 +221,6 @@ REFUSED: dict[str, tuple[Expression, str]] = {
         "no part of the batch",
     ),
     "kjt of computed lengths": (lambda b: _jagged(b, lengths=b["lengths"].clone()), "lengths of a KeyedJaggedTensor"),
-    "kjt of computed weights": (
-        lambda b: _jagged(b, lengths=b["lengths"], weights=b["weights"] * 2),
-        "no part of the batch",
-    ),
     "kjt with unequal batch sizes": (
         lambda b: KeyedJaggedTensor(["a", "b"], b["values"], lengths=b["lengths"], stride_per_key_per_rank=[[4], [6]]),
         "unequal batch sizes",
@@ -254,6 +251,20 @@ def test_what_is_computed_in_the_step_is_refused_with_the_reason(name: str) -> N
     source = objects.source_of(expression(batch))
     assert isinstance(source, str), source
     assert reason in source
+
+
+def test_weights_that_the_step_computes_come_late() -> None:
+    batch, other = _batch(5, 10), _batch(8, 20)
+    features = _jagged(batch, lengths=batch["lengths"], weights=batch["weights"] * 2)
+    recorded = RecordedCall("bags", (features,), BatchObjects(BatchRoots(batch)))
+    assert recorded.call is not None, recorded.reason
+    (found,) = recorded.call.get(BatchRoots(other))
+    assert type(found.weights()) is LateWeights
+    called = _jagged(other, lengths=other["lengths"], weights=other["weights"] * 3)
+    assert is_same_input(called, found)
+    assert not is_same_input(_jagged(other, lengths=other["lengths"]), found)
+    others = other | {"values": other["values"] + 1}
+    assert not is_same_input(_jagged(others, lengths=other["lengths"], weights=other["weights"]), found)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from lightning_distrec.pipeline.provenance.sources import (
     BatchRoots,
     ConstantSource,
     JaggedSource,
+    LateSource,
     Path,
     PathSource,
     PathStep,
@@ -94,8 +95,8 @@ class BatchObjects:
     def source_of(self, argument: Any, ids: Any = None, compute: Compute | None = None) -> Source | str:
         """Return where an argument comes from, or why that is not known.
 
-        ids: those that the argument may be the lengths or offsets of. compute: returns the operations that make a
-        tensor which is no part of the batch, or why they cannot be repeated; None: they are not known.
+        ids: those that the argument may be the lengths, offsets or weights of. compute: returns the operations that
+        make a tensor which is no part of the batch, or why they cannot be repeated; None: they are not known.
         """
         if argument is None or isinstance(argument, SCALARS):
             return ConstantSource(argument)
@@ -119,7 +120,8 @@ class BatchObjects:
         # Lengths that are computed from the batch are regular by chance.
         if uniform is not None and (isinstance(source, str) or not paths_of(source)):
             return uniform
-        return source
+        is_weights = ids is not None and tensor.is_floating_point()
+        return LateSource() if is_weights and isinstance(source, str) else source
 
     def _path_source(self, found: Any, path: Path) -> PathSource:
         return PathSource(path, self._aliases.get(id(found), ()))
@@ -149,7 +151,7 @@ class BatchObjects:
         # An object of the batch is better evidence than a tensor that happens to be uniform in the first batch.
         fields.append(min(known, key=lambda pair: (isinstance(pair[1], UniformSource), not paths_of(pair[1]))))
         if given["weights"] is not None:
-            weights = self.source_of(given["weights"], None, compute)
+            weights = self.source_of(given["weights"], given["values"], compute)
             if isinstance(weights, str):
                 return weights
             fields.append(("weights", weights))

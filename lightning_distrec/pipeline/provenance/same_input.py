@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec import gpu
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torchrec import jagged_fields
+from lightning_distrec.late_weights import LateWeights
 
 Compare = Callable[[Tensor, Tensor], bool]
 SCALARS = (bool, int, float, str)
@@ -22,6 +23,8 @@ def is_same_input(given: Any, prefetched: Any, compare: Compare | None = None) -
     """
     if given is prefetched:
         return True
+    if isinstance(prefetched, LateWeights):
+        return isinstance(given, Tensor) and given.shape == prefetched.shape and given.is_floating_point()
     if isinstance(given, Tensor) and isinstance(prefetched, Tensor):
         return same_memory(given, prefetched) or _are_equal(given, prefetched, compare)
     if isinstance(given, KeyedJaggedTensor) and isinstance(prefetched, KeyedJaggedTensor):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec.late_weights import LateWeights
+
 PathStep = tuple[str, Any]
 """("item", key) or ("attr", name)."""
 Path = tuple[PathStep, ...]
@@ -120,6 +122,15 @@ class UniformSource:
 
 
 @dataclass(frozen=True)
+class LateSource:
+    """Weights of ids that the step computes of what is not known ahead of it. They follow their ids at the call."""
+
+    def get_for(self, ids: Tensor) -> Tensor:
+        """Return what stands for those of `ids`."""
+        return LateWeights.of(ids)
+
+
+@dataclass(frozen=True)
 class JaggedSource:
     """A KeyedJaggedTensor that the step makes of tensors of the batch."""
 
@@ -131,7 +142,7 @@ class JaggedSource:
         """Return one that is made of this batch's tensors."""
         fields: dict[str, Any] = {}
         for name, source in self.fields:
-            if isinstance(source, UniformSource):
+            if isinstance(source, (UniformSource, LateSource)):
                 fields[name] = source.get_for(fields["values"])
             else:
                 fields[name] = source.get(roots)
@@ -159,10 +170,10 @@ def paths_of(source: "Source") -> list[Path]:
         return paths_of(source.base)
     if isinstance(source, JaggedSource):
         return [path for _, field in source.fields for path in paths_of(field)]
-    return [] if isinstance(source, (ConstantSource, UniformSource)) else source.paths
+    return [] if isinstance(source, (ConstantSource, UniformSource, LateSource)) else source.paths
 
 
-Source = ConstantSource | PathSource | ViewSource | JaggedSource | UniformSource | ComputedSource
+Source = ConstantSource | PathSource | ViewSource | JaggedSource | UniformSource | LateSource | ComputedSource
 
 
 @dataclass(frozen=True)
@@ -177,8 +188,11 @@ class LookupCall:
         """Return the arguments that this batch's step will call with."""
         found: list[Any] = []
         for source in self.arguments:
-            # Offsets and lengths come after the ids that they belong to.
-            found.append(source.get_for(found[0]) if isinstance(source, UniformSource) else source.get(roots))
+            # Offsets, lengths and weights come after the ids that they belong to.
+            if isinstance(source, (UniformSource, LateSource)):
+                found.append(source.get_for(found[0]))
+            else:
+                found.append(source.get(roots))
         return tuple(found)
 
 

@@ -16,7 +16,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.torchrec_ids import FusedSplits, defer_ids_exchange, record_stream, weight_routes
 from lightning_distrec.sharding.lookup.request import LookupRequest
 
-ABOUT_LOOKUPS = attrgetter("context", "lookup.has_small_ids", "learned_weights")
+ABOUT_LOOKUPS = attrgetter("context", "lookup.has_small_ids", "late_weights")
 
 
 class IdsExchange:
@@ -67,7 +67,7 @@ class IdsExchange:
                 started = sizes.start_ids()
             self._ids = [awaitable.wait for awaitable in started]
             for request, awaitable in zip(self._requests, started, strict=True):
-                if request.learned_weights is not None:
+                if request.late_weights is not None:
                     request.weight_routes = weight_routes(awaitable)
 
     def wait(self) -> None:

@@ -11,9 +11,10 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.sharding.calls.batch_check import check_batch
 from lightning_distrec.sharding.lookup.jagged import contiguous, with_weights
-from lightning_distrec.sharding.lookup.learned_weights import with_places
+from lightning_distrec.sharding.lookup.weights_exchange import with_places
 from lightning_distrec.sharding.tables import Table, feature_names, smallest_tables
 
 
@@ -41,15 +42,14 @@ class LookupInputs:
         self._summed_means = summed_means
         self.is_weighted = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
         """Whether the collection is weighted."""
-        self._keeps_weights = self.is_weighted or tables[0].plain is not None or not tables[0].pooled
-        self._learns_weights = tables[0].pooled  # the rows of an EmbeddingCollection are not multiplied by weights
+        self._keeps_weights = self.is_weighted or (tables[0].plain is not None and tables[0].pooled)
         self._known_keys = known_keys
         self._limits = {feature: table.config.num_embeddings for feature, table in smallest_tables(tables).items()}
 
     def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, int, int, torch.Tensor | None]:
         """Return the features with the weights that count, in the order that torchrec knows, and the extreme ids.
 
-        Weights that need a gradient are returned last, and the features have their places; see learned_weights.py.
+        Weights that follow their ids are returned last, and the features have their places; see weights_exchange.py.
         Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing, or features have unequal
         batch sizes where a table cannot take them. Raises IdsError: lengths, offsets, weights or
         types do not fit the ids.
@@ -59,7 +59,7 @@ class LookupInputs:
         # Only now: what makes a copy of the features, or permutes them, trusts their lengths.
         if weights is None and features.weights_or_none() is not None:
             features = with_weights(features, None)
-        learned = weights if weights is not None and self._learns_weights and weights.requires_grad else None
+        learned = weights if weights is not None and (weights.requires_grad or type(weights) is LateWeights) else None
         if learned is not None:
             features = with_places(features)
         return self._in_known_order(contiguous(features)), smallest, largest, learned

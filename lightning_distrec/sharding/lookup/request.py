@@ -23,14 +23,14 @@ class LookupRequest:
         features: KeyedJaggedTensor,
         problem: Exception | None,
         form: int,
-        learned_weights: Tensor | None = None,
+        late_weights: Tensor | None = None,
     ) -> None:
         self.lookup = lookup
         """What prepared it."""
         self.features = features
-        """In the order that torchrec knows, every id in range; with places for weights where these are learned."""
-        self.learned_weights = learned_weights
-        """The weights of the ids where they need a gradient, in the order of the call; see learned_weights.py."""
+        """In the order that torchrec knows, every id in range; with places for weights that come late."""
+        self.late_weights = late_weights
+        """Weights that follow the ids, in the order of the call, or what stands for them; see weights_exchange.py."""
         self.weight_routes: list[WeightRoute | None] = []
         """Where these are sent, for each sharding type, once the ids are."""
         self.problem = problem

@@ -29,11 +29,11 @@ from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import Padding
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor, LazyOutput
-from lightning_distrec.sharding.lookup.learned_weights import LearnedWeights
 from lightning_distrec.sharding.lookup.lookup_consensus import NO_FORM, LookupConsensus, form_of
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
+from lightning_distrec.sharding.lookup.weights_exchange import WeightsExchange
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import SMALL_ROWS, Table
 from lightning_distrec.sharding.weights.shard_of import without_guards
@@ -107,7 +107,7 @@ class ShardedLookup:
         self._compare_examples = compare_examples
         self._note_used_tables = None if self._pooled else note_used_tables
         self._updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
-        self._learned_weights = LearnedWeights(sharded, tables, uses, divided=not self._inputs.is_weighted)
+        self._weights_exchange = WeightsExchange(sharded, tables, uses, divided=not self._inputs.is_weighted)
         self._lookups_with_gradient: set[object] = set()
         self._lazy_outputs: list[LazyOutput] = []
         self._check_ids = check_ids
@@ -153,10 +153,7 @@ class ShardedLookup:
         except IdsError as problem:
             return LookupRequest(self, self._inputs.nothing(self._device), problem, NO_FORM)
         features, problem_of_ids = self._check_ids.check(features, smallest, largest)
-        if learned is None:
-            return LookupRequest(self, features, problem_of_ids, form_of(features))
-        why_not = problem_of_ids or self._learned_weights.why_no_gradients()
-        return LookupRequest(self, features, why_not, form_of(features, learns_weights=True), learned)
+        return LookupRequest(self, features, problem_of_ids, form_of(features, learned is not None), learned)
 
     def pad(self, request: LookupRequest) -> None:
         """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""
@@ -177,15 +174,15 @@ class ShardedLookup:
 
     def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look up the ids that have arrived and send the rows back; returns lazy outputs."""
-        ids, learns = request.ids, request.learned_weights is not None
+        ids, late = request.ids, request.late_weights
+        learns = late is not None and late.requires_grad and torch.is_grad_enabled()
         frozen = set() if learns else self._frozen()  # what is frozen passes a gradient to weights that learn
         used: set[str] = set()
         with self._gradients(frozen):
             if self._note_used_tables is not None:
                 self._note_used_tables(used)
-            if learns:
-                ids = self._learned_weights.bring(request)
-                self._updated_per_lookup = self._learned_weights.updated_in_backward
+            if late is not None:
+                ids = self._weights_exchange.bring(request, late, learns)
             exchange = self.sharded.compute_and_output_dist(request.context, ids)
             arrived = self.update_watch.note_lookup() if self.update_watch and torch.is_grad_enabled() else None
             order = BackwardOrder()
@@ -252,7 +249,8 @@ class ShardedLookup:
 
     def _refuse_second_gradient(self, outputs: list[Tensor]) -> None:
         """Raise in backward where gradients reach two lookups of a step, and two updates are not one with their sum."""
-        if not self._updated_per_lookup or not any(output.requires_grad for output in outputs):
+        updated = self._weights_exchange.updated_per_lookup or self._updated_per_lookup
+        if not updated or not any(output.requires_grad for output in outputs):
             return
         lookup = object()
 
@@ -261,7 +259,7 @@ class ShardedLookup:
             if len(self._lookups_with_gradient) > 1:
                 raise OptimizerError(
                     f"gradients came to more than one lookup of '{self.path}' in a step, and table "
-                    f"'{self._updated_per_lookup[0]}' is updated inside of backward, once for each lookup, which is "
+                    f"'{updated[0]}' is updated inside of backward, once for each lookup, which is "
                     "not one update with their sum. Set embedding_update='sparse' ('dense' for RowWiseAdagrad), or "
                     "look all ids up at once."
                 )

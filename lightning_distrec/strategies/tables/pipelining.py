@@ -20,6 +20,7 @@ from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetc
 from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.computed.recorder import Recorder
 from lightning_distrec.pipeline.even_batches import EndPolicy
@@ -80,12 +81,16 @@ class PrefetchableTable:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""
         with torch.no_grad():
             request = self._lookup.prepare(self._proxy.features(*arguments))
-        if request.learned_weights is not None:
+        if request.late_weights is not None and not isinstance(request.late_weights, LateWeights):
             request.problem = ShardingError(
                 f"'{self._lookup.path}' is called with ids whose weights need a gradient and were computed before the "
                 "step, from the parameters of an earlier one. Compute them in the step."
             )
         return request
+
+    def give_weights(self, request: LookupRequest, arguments: tuple[Any, ...]) -> None:
+        """Give a request the weights that it was prepared without."""
+        request.late_weights = self._proxy.features(*arguments).weights()
 
     def note_call(self, request: LookupRequest) -> None:
         """The user's code makes this call now."""

@@ -1,8 +1,8 @@
-"""Weights of ids that need a gradient: a feature processor's, or those of any other layer.
+"""Weights of ids that follow their ids: those that learn, and those that are computed after the ids were prefetched.
 
-torchrec sends weights with their ids, and no gradient back. Here the input dist permutes, repeats and divides the places
-of the weights, in place of the weights. At the call these follow their ids, by an exchange of their own, and their
-gradients come back by the same places, with all sharding types.
+torchrec sends weights with their ids, and no gradient back. Here the input dist permutes, repeats and divides the
+places of the weights, in place of the weights. At the call these follow their ids, by an exchange of their own, and
+their gradients come back by the same places, with all sharding types.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def with_places(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return with_weights(features, places.view(torch.float32))
 
 
-class LearnedWeights:
+class WeightsExchange:
     """The exchanges of the weights of one collection's calls.
 
     uses: name of a table -> how it is sharded and updated. divided: whether torchrec divides the gradients of weights
@@ -49,34 +49,40 @@ class LearnedWeights:
         self._tables = {table.full_name: uses[table.name] for table in tables}
         self._divided = divided
         self._reaches_weights = False
-        self.updated_in_backward = [name for name, use in self._tables.items() if use.in_backward]
-        """Full names of tables. An update between two lookups of a step would be seen by the weights' gradients."""
+        self.updated_per_lookup: list[str] = []
+        """Full names of tables that may be updated for one lookup of a step only: gradients of weights that learn would
+        see an update by the other."""
 
     @without_guards
-    def why_no_gradients(self) -> ShardingError | None:
-        """Return what forbids it now: no kernel passes gradients on and leaves a frozen table alone."""
+    def _refuse_frozen(self) -> None:
+        """Raise ShardingError where a table is frozen now, and its kernel cannot leave it alone in a backward."""
         for name, use in self._tables.items():
             replicated = use.sharding_type == "data_parallel"
             if not use.weight.requires_grad and (use.in_backward or replicated):
                 how = "is data_parallel" if replicated else "is updated inside of backward"
-                return ShardingError(
+                raise ShardingError(
                     f"table '{name}' is frozen, and was called with ids whose weights need a gradient. A table that "
                     f"{how} cannot pass it on and rest. Freeze the table before the fit begins, set "
                     "embedding_update='sparse' or 'dense' for it and a sharding type other than data_parallel, or "
                     "detach the weights."
                 )
-        return None
 
-    def bring(self, request: LookupRequest) -> KJTList:
-        """Collective. Return the ids that have arrived, with the weights of all ranks' calls."""
+    def bring(self, request: LookupRequest, weights: Tensor, learn: bool) -> KJTList:
+        """Collective. Return the ids that have arrived, with the weights of all ranks' calls.
+
+        learn: whether the weights get gradients. Raises ShardingError, alike on all ranks: a frozen table cannot pass
+        them on.
+        """
+        if learn:
+            self._refuse_frozen()
+            self.updated_per_lookup = [name for name, use in self._tables.items() if use.in_backward]
         if not self._reaches_weights:
             self._reaches_weights = True
             for lookup in lookups_of(self._sharded):
                 if lookup not in _hooked:  # by an earlier run
                     _hooked.add(lookup)
                     lookup.register_forward_hook(_reach_weights)
-        assert request.learned_weights is not None
-        weights = request.learned_weights.float()
+        weights = weights.as_subclass(Tensor).float()  # what stands for weights has a class of its own
         pairs = zip(request.ids, request.weight_routes, strict=True)
         return KJTList([self._bring(ids, route, weights) for ids, route in pairs])
 
