@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lightning_distrec.advice.dry_module import DryModule, default_type
+from lightning_distrec.sharding.groups.options import ShardingGroupOptions, checked_size
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
@@ -39,10 +40,18 @@ class DryJob:
     shards_dense: bool = False
     """Whether layers without tables are sharded too."""
 
+    groups: ShardingGroupOptions = field(default_factory=ShardingGroupOptions)
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.num_nodes * self.ranks_on_node
+
     @property
     def layout(self) -> NodeLayout:
-        """Which ranks share a node."""
-        return NodeLayout.of_nodes(*[self.ranks_on_node] * self.num_nodes)
+        """Which of the ranks that shard the tables among them share a node. Raises ConfigError: see sharding_groups."""
+        of_all = NodeLayout.of_nodes(*[self.ranks_on_node] * self.num_nodes)
+        return of_all.of_group(checked_size(self.groups, self.num_ranks))
 
 
 def decisions_of(dry: DryModule, job: DryJob) -> Decisions:
@@ -70,7 +79,7 @@ def facts_of(dry: DryModule, job: DryJob) -> ClusterFacts:
         with tables_on_meta(), default_type(dry.trainer.precision):
             measured = measure_dense(dry.trainer, dry.unconfigured, dry.settings, job.device, layout, job.shards_dense)
     reservation = measured or chosen_reservation(planning.reserve, os.environ)
-    shares = layout.num_ranks if job.shards_dense else 1
+    shares = job.num_ranks if job.shards_dense else 1
     dense = dense_bytes(dry.module, dry.wanted.tables, dry.optimizers, dry.trainer.precision, shares)
     reservation = reservation.with_dense(dense, job.memory_bytes)
     bandwidths = asked_bandwidths(planning.bandwidths, os.environ).with_measured({})

@@ -19,6 +19,7 @@ from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plan.table_data import TableData
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.tables.decisions import WantedTables, updates_in_fit, wanted_tables
+from lightning_distrec.strategies.tables.replicas.decisions import why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 
 
@@ -74,7 +75,8 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         optimizers = configured_optimizers(there)
     except Exception as error:
         failed = _line(error)
-    updates, own, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {})
+    kept_for = why_kept(settings.groups)
+    updates, own, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {}, kept_for)
     assumed += more
     known = {name for of in own for name in of.tables}
     of_module = [table for table in wanted.tables if table.full_name not in known]

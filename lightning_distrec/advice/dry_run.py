@@ -83,6 +83,8 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     found = replace(found, largest_batch=largest_batch_of(dry, decisions, facts, plan, why_not, seconds))
     if followed is not None:
         return found.with_assumed(f"the minimum number of nodes was not searched for: {followed[1]} fixes the ranks")
+    if job.groups.size is not None:
+        return found.with_assumed("the minimum number of nodes was not searched for: sharding_groups set the ranks")
     return replace(found, min_nodes=min_nodes_of(dry, job, decisions, why_not, seconds))
 
 

@@ -24,7 +24,7 @@ Vector = NDArray[Any]
 def print_dry_run(found: DryRun, console: Console) -> None:
     """Print whether the tables fit, what each rank does, the limits of batch and nodes, and the assumptions."""
     job = found.job
-    ranks = f"{quantity(job.layout.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
+    ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
     tables = f"{quantity(found.num_tables, 'table')} of {format_bytes(found.table_bytes)}"
     console.print(
         f"{'FITS' if found.fits else 'DOES NOT FIT'}: {tables} on {ranks}, {found.batch_size:,} examples per rank"

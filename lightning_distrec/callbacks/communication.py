@@ -23,6 +23,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
     EXCHANGES,
     KINDS,
+    REPLICAS,
     RINGS,
     WITH_FUTURES,
     dtype_sent,
@@ -261,6 +262,8 @@ def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console
     times = [_times(*(float(numbers[:, i].mean()) for numbers in (sent, calls, seconds))) for i in range(len(KINDS))]
     columns = [(kind, sent[:, i], across[:, i], sources[i], times[i]) for i, kind in enumerate(KINDS)]
     for kind, by_rank, away, source, of_time in [*columns, ("total", sent.sum(1), across.sum(1), "", ("", "", ""))]:
+        if kind == REPLICAS and not by_rank.any():
+            continue  # most jobs have none
         text.add_row(
             kind,
             format_bytes(float(by_rank.mean())),

@@ -13,8 +13,9 @@ IDS = "ids"
 ROWS = "rows"
 ROW_GRADIENTS = "row gradients"
 DENSE_GRADIENTS = "dense gradients"
+REPLICAS = "replicas of tables"
 OTHER = "control messages and other"
-KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, OTHER)
+KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, REPLICAS, OTHER)
 
 EXCHANGES = ("all_to_all_single", "all_to_all")
 """Each chunk has a destination, so that bytes are counted exactly."""
@@ -37,7 +38,7 @@ def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
         return IDS
     if name in EXCHANGES or caller.startswith("torchrec.distributed.comm_ops"):
         return ROW_GRADIENTS if in_backward() else ROWS
-    return OTHER
+    return REPLICAS if caller.startswith("lightning_distrec.sharding.groups.") else OTHER
 
 
 def exchanged_bytes(

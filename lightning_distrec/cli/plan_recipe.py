@@ -111,6 +111,7 @@ def plan_ahead(given: Namespace) -> DryRun:
         host_bytes=host_bytes,
         bandwidths=bandwidths,
         shards_dense=strategy.shards_dense,
+        groups=settings.groups,
     )
     dry = dry_module(built.model, trainer, settings, job.device)
     if given.from_data is not None:

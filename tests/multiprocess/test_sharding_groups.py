@@ -1,14 +1,19 @@
 """Tables that are sharded within groups of ranks, with a replica in each: exact at sync_interval=1, told above."""
 
 import copy
+import re
 from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_distrec import Communication, TorchRecShardedStrategy
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import (
     ClickModel,
@@ -19,9 +24,10 @@ from tests.support.click_model import (
     make_batch,
     seeded,
 )
+from tests.support.console import fit_by_console
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.resuming import Life, Run, live, problems_of
 from tests.support.trainers import make_trainer
 
@@ -230,3 +236,85 @@ LIVES = {
 def test_a_run_resumes_with_and_without_groups(name: str) -> None:
     """One that is saved between two synchronisations is made equal first, and counts from there."""
     assert problems_of(LIVES[name], live({name: LIVES[name]})[name]) == []
+
+
+def count_bytes(interval: int) -> tuple[float, float]:
+    """Return what a rank sent to other groups in a step, and the plan's estimate, in the mean over ranks."""
+    rank = rank_and_num_ranks()[0]
+    model = seeded(ClickModel, *OPTIMIZERS["Adagrad"])
+    groups = {"size": 2, "sync_interval": interval}
+    counted = Communication()
+    options = {"sharding_groups": groups, "batch_size_per_rank": 8, "tables": {"*": {"pooling_factor": 2}}}
+    trainer = make_trainer(options, callbacks=[counted])
+    plans = []
+    model.on_train_start = lambda: plans.append(trainer.strategy.run_tables.plan)  # type: ignore[method-assign]
+    trainer.fit(model, DataLoader([batch_of(step, rank) for step in range(13)], batch_size=None))
+    return counted.mean_bytes_per_step["replicas of tables"], float(plans[0].replica_bytes.mean())
+
+
+@pytest.mark.parametrize("interval", slow_except([1], [1, 3]))
+def test_the_plan_estimates_what_groups_send_to_each_other(interval: int) -> None:
+    for sent, estimated in run_on_warm_ranks(count_bytes, 4, interval):
+        assert estimated == pytest.approx(sent, rel=0.25)
+
+
+SIZE_2 = {"sharding_groups": {"size": 2}}
+AT_3 = {"sharding_groups": {"size": 2, "sync_interval": 3}}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "divisor": ({"sharding_groups": {"size": 3}}, "ConfigError: sharding_groups: size=3 does not divide the 4 ranks"),
+    "fused": (SIZE_2 | {"embedding_update": "fused"}, "ConfigError: (rank .: )?table 'ebc.wide' is updated inside of"),
+    "type": (SIZE_2 | {"sharding_types": ["data_parallel"]}, "PlanError: .*not possible within sharding_groups"),
+    "two levels": (SIZE_2 | {"sharding_types": ["table_row_wise"]}, "PlanError: .*not possible within sharding_groups"),
+    "replicated": (SIZE_2 | {"tables": {"wide": {"replicated": True}}}, "PlanError: .*within sharding_groups"),
+    "gathered": (AT_3 | {"tables": {"wide": {"gathered_weight": True}}}, "ConfigError: .*each group has other weights"),
+    "incremental": (SIZE_2 | {"checkpoint": {"incremental": {"every": 2, "full_every": 4}}}, "ConfigError: .*'incremental'"),
+    "in memory": (SIZE_2 | {"checkpoint": {"in_memory": {"every": 2}}}, "ConfigError: .*'in_memory'"),
+    "unequal": ({}, r"ConfigError: sharding_groups: ranks have unequal \(size, sync_interval\): .*Give all the same"),
+}
+
+
+def refuse_each() -> dict[str, str]:
+    found = {}
+    for name, (options, _) in REFUSED.items():
+        rank = rank_and_num_ranks()[0]
+        model = seeded(ClickModel, *OPTIMIZERS["SGD"])
+        given = {"sharding_groups": {"size": 1 + rank % 2}} if name == "unequal" else copy.deepcopy(options)
+        try:
+            make_trainer(given).fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        assert not model.losses
+    return found
+
+
+def test_what_groups_cannot_be_is_refused_on_every_rank_before_the_first_step() -> None:
+    for of_rank in run_on_warm_ranks(refuse_each, 4):
+        for name, (_, wanted) in REFUSED.items():
+            assert re.match(wanted, of_rank[name], re.DOTALL), of_rank[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"size": 0}, "size=0 must be a whole number above 0"),
+        ({"size": 2, "sync_interval": 0}, "sync_interval=0 must be a whole number above 0"),
+        ({"size": 2, "sync_interval": 1.5}, "sync_interval=1.5 must be a whole number"),
+        ({"sync_interval": 3}, "sync_interval=3 needs a size"),
+        ({"sizes": 3}, "sharding_groups: sizes is not known. It takes size and sync_interval"),
+    ],
+)
+def test_what_the_options_cannot_be(given: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        TorchRecShardedStrategy(sharding_groups=given)
+
+
+@pytest.mark.slow
+def test_a_yaml_trains_in_groups(tmp_path: Path) -> None:
+    options = {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": copy.deepcopy(AT_3)}
+    trainer = {"strategy": options, "devices": 4, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    data = f"--data.init_args.cache_dir={Path(__file__).parents[2] / 'data' / 'movielens-100k'}"
+    configs = ["--config", "recipes/movielens_dlrm/cpu.yaml", "--config", str(tmp_path / "job.yaml")]
+    done = fit_by_console(*configs, data, f"--trainer.logger.init_args.save_dir={tmp_path}")
+    assert "Embedding tables over 2 ranks in each of 2 groups" in done.stdout
+    assert "sync_interval=3 is not exact" in done.stderr

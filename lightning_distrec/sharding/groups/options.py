@@ -26,3 +26,18 @@ class ShardingGroupOptions:
                 f"sharding_groups: sync_interval={self.sync_interval} needs a size: without one all ranks are one "
                 "group, and there is nothing to synchronise."
             )
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether groups exchange gradients of rows before every update."""
+        return self.size is not None and self.sync_interval == 1
+
+
+def checked_size(options: ShardingGroupOptions, num_ranks: int) -> int:
+    """Return how many ranks a group has. Raises ConfigError: `num_ranks` cannot be divided so."""
+    size = num_ranks if options.size is None else options.size
+    if num_ranks % size:
+        raise ConfigError(
+            f"sharding_groups: size={size} does not divide the {num_ranks} ranks of the job. Choose a divisor."
+        )
+    return size

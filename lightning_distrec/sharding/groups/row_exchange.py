@@ -13,45 +13,61 @@ BLOCK_BYTES = 64 * 2**20
 
 @torch.no_grad()
 def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
-    """Collective. Replace the gradients of shards by their mean over the replicas, in place.
+    """Collective. Replace the gradients of shards by their mean over the replicas.
 
     weights: the same shards on every rank of `group`, in one order. A gradient that no rank has stays away; where one
     has it, the others count as zeros, and sparse gradients get the rows of all.
     Replicas that have equal weights get equal bits: each of them adds the same numbers in the same order.
     """
-    num_replicas = dist.get_world_size(group)
+    if not weights:
+        return
     gradients = [None if weight.grad is None else _summed(weight.grad) for weight in weights]
-    kinds = [0 if g is None else 2 + len(g.values()) if g.is_sparse else 1 for g in gradients]
-    device = weights[0].device if weights else torch.device("cpu")
-    of_replicas = _gathered(torch.tensor(kinds, device=device), group).tolist()
-    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        found = [kinds[i] for kinds in of_replicas]
-        if not any(found):
-            continue
-        if 1 in found:  # a rank without it may not know its layout
-            dense = torch.zeros_like(weight) if gradient is None else gradient.to_dense().contiguous()
-            dist.all_reduce(dense, group=group)
-            weight.grad = dense.div_(num_replicas)
-            continue
-        counts = [max(0, kind - 2) for kind in found]
-        if not any(counts):
-            weight.grad = _no_rows(weight) if gradient is None else gradient
-            continue
-        rows, values = _padded_rows(weight, gradient, max(counts))
-        everyone = (_gathered(rows, group), _gathered(values, group))
-        rows, values = (torch.cat([of[:count] for of, count in zip(each, counts, strict=True)]) for each in everyone)
-        values = values.float() / num_replicas  # sums in half precision would round at every row
-        summed = torch.sparse_coo_tensor(rows.unsqueeze(0), values, weight.shape, check_invariants=False).coalesce()
-        weight.grad = summed if weight.dtype == torch.float32 else _as_type(summed, weight.dtype)
+    forms = [_NONE if g is None else _FIRST_SPARSE + len(g.values()) if g.is_sparse else _DENSE for g in gradients]
+    of_replicas = _gathered(torch.tensor(forms, device=weights[0].device), group).tolist()
+    sparse = []
+    for i, found in enumerate(zip(*of_replicas, strict=True)):
+        if _DENSE in found:  # one at a time, and in place: it may be as large as the shard
+            _average_dense(weights[i], gradients[i], group)
+        elif any(found):
+            sparse.append(i)
+    if sparse:
+        counts = [[max(0, of_replica[i] - _FIRST_SPARSE) for i in sparse] for of_replica in of_replicas]
+        _average_sparse([weights[i] for i in sparse], [gradients[i] for i in sparse], counts, group)
+
+
+_NONE, _DENSE, _FIRST_SPARSE = range(3)
+"""What a rank sends of a gradient: that it has none, or a dense one, or this plus the number of its rows."""
 
 
 def _summed(gradient: Tensor) -> Tensor:
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
-def _no_rows(weight: Tensor) -> Tensor:
-    nothing = torch.empty(1, 0, dtype=torch.long, device=weight.device)
-    return torch.sparse_coo_tensor(nothing, weight.new_empty(0, weight.shape[1]), weight.shape, is_coalesced=True)
+def _average_dense(weight: nn.Parameter, gradient: Tensor | None, group: Any) -> None:
+    mean = torch.zeros_like(weight) if gradient is None else gradient.to_dense()
+    mean = mean.float().contiguous()  # sums in half precision would round once for each replica
+    dist.all_reduce(mean, group=group)
+    weight.grad = mean.div_(dist.get_world_size(group)).to(weight.dtype)
+
+
+def _average_sparse(
+    weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], counts: list[list[int]], group: Any
+) -> None:
+    """counts: of each replica, and each gradient, the number of its rows."""
+    own = [g for g in gradients if g is not None and len(g.values())]
+    widths = [weight.shape[1] for weight in weights]
+    sizes = [[count * width for count, width in zip(of_replica, widths, strict=True)] for of_replica in counts]
+    # A shard with 2^31 rows would not fit into any rank's memory.
+    sent_rows = [weights[0].new_empty(0, dtype=torch.int32), *(g.indices()[0].int() for g in own)]
+    sent_values = [weights[0].new_empty(0, dtype=torch.float32), *(g.values().float().flatten() for g in own)]
+    rows = _gathered_uneven(torch.cat(sent_rows), counts, group)
+    values = _gathered_uneven(torch.cat(sent_values), sizes, group)
+    for i, weight in enumerate(weights):
+        indices = torch.cat([of_replica[i] for of_replica in rows]).long().unsqueeze(0)
+        # Added up in float32: sums in half precision would round at every row.
+        added = torch.cat([of_replica[i] for of_replica in values]).view(-1, widths[i]) / len(rows)
+        mean = torch.sparse_coo_tensor(indices, added, weight.shape, check_invariants=False).coalesce()
+        weight.grad = mean if weight.dtype == torch.float32 else _as_type(mean, weight.dtype)
 
 
 def _as_type(gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,14 +75,15 @@ def _as_type(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.sparse_coo_tensor(rows, values, gradient.shape, is_coalesced=True, check_invariants=False)
 
 
-def _padded_rows(weight: Tensor, gradient: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of a sparse gradient, (count,), and their values, (count, columns); zeros fill them up."""
-    rows = torch.zeros(count, dtype=torch.long, device=weight.device)
-    values = torch.zeros(count, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    if gradient is not None:
-        own = gradient.indices()[0]
-        rows[: len(own)], values[: len(own)] = own, gradient.values()
-    return rows, values
+def _gathered_uneven(sent: Tensor, sizes: list[list[int]], group: Any) -> list[tuple[Tensor, ...]]:
+    """Collective. Return the parts of every replica. sizes: of each replica and part, its number of elements."""
+    longest = max(map(sum, sizes))
+    if not longest:
+        return [(sent,) * len(sizes[0])] * len(sizes)
+    padded = sent.new_zeros(longest)
+    padded[: len(sent)] = sent
+    found = _gathered(padded, group)
+    return [flat[: sum(of_replica)].split(of_replica) for flat, of_replica in zip(found, sizes, strict=True)]
 
 
 def _gathered(tensor: Tensor, group: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.sharding.groups.options import ShardingGroupOptions
+from lightning_distrec.sharding.groups.options import ShardingGroupOptions, checked_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +83,10 @@ def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta)
 
     Raises ConfigError on every rank: the ranks cannot be divided so, or have unequal options.
     """
-    size = ranks.num_ranks if options.size is None else options.size
     of_ranks = ranks.all_gather((options.size, options.sync_interval))
     if len(set(of_ranks)) > 1:
         raise ConfigError(f"sharding_groups: ranks have unequal (size, sync_interval): {of_ranks}. Give all the same.")
-    if ranks.num_ranks % size:
-        raise ConfigError(
-            f"sharding_groups: size={size} does not divide the {ranks.num_ranks} ranks of the job. Choose a divisor."
-        )
+    size = checked_size(options, ranks.num_ranks)
     if size == ranks.num_ranks:
         return ShardingGroups(ranks.rank, ranks.num_ranks, size)
     made = _process_groups(size, ranks, timeout)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plan.planned_table import PlannedTable
+from lightning_distrec.sharding.plan.replica_traffic import replica_bytes
 from lightning_distrec.sharding.plan.traffic import Traffic, estimate_traffic
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.sharders import ShardingByTable
@@ -132,6 +133,8 @@ class ShardingPlan:
     origins: Sequence[Origin] = ()
     dense_bytes: int = 0
     """What layers without tables keep on a rank: parameters, gradients, optimizer state."""
+    sync_interval: int = 1
+    """Steps from one synchronisation to the next, where `layout` has replicas."""
 
     @property
     def num_ranks(self) -> int:
@@ -170,6 +173,11 @@ class ShardingPlan:
     def traffic(self) -> Traffic:
         """What the ranks send in a training step."""
         return estimate_traffic(self.tables.values(), self.layout, self.batch_size, self.comms)
+
+    @cached_property
+    def replica_bytes(self) -> NDArray[np.float64]:
+        """What each rank sends to other groups' in a step, (R,), in the mean over steps."""
+        return replica_bytes(self.tables.values(), self.layout, self.batch_size, self.sync_interval)
 
     def table_bytes(self, on_host: bool = False, updates: bool = True) -> NDArray[np.int64]:
         """Return, (R,), bytes of rows, optimizer state and kept gradients on each rank.

@@ -18,6 +18,7 @@ from lightning_distrec.sharding.plan_report.sentences import (
     headline,
     memory_in_words,
     milliseconds_in_words,
+    replicas_in_words,
     sent_in_words,
     time_in_words,
     updates_in_words,
@@ -117,6 +118,8 @@ def _findings(plan: ShardingPlan) -> str:
     ]
     if updates := updates_in_words(plan):
         found.insert(-1, updates)
+    if replicas := replicas_in_words(plan):
+        found.append(replicas)
     return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in found)}</ul>'
 
 

@@ -13,6 +13,8 @@ def headline(plan: ShardingPlan) -> str:
     layout = plan.layout
     nodes = f" on {quantity(layout.num_nodes, 'node')}" if layout.num_nodes > 1 else ""
     where = f"{quantity(len(plan.tables), 'table')} over {quantity(layout.num_ranks, 'rank')}{nodes}"
+    if layout.num_replicas > 1:
+        where += f" in each of {layout.num_replicas} groups"
     return f"{where}: {'all tables fit' if plan.fits else 'the tables do not fit into memory'}"
 
 
@@ -92,6 +94,17 @@ def sent_in_words(plan: ShardingPlan) -> str:
     if sent.max() > 1.005 * sent.mean():
         largest = f"; rank {int(sent.argmax())} sends the most, {format_bytes(float(sent.max()))}"
     return f"A rank sends {format_bytes(float(sent.mean()))} per step on average{across}{largest}"
+
+
+def replicas_in_words(plan: ShardingPlan) -> str:
+    """Return what groups of ranks with a replica of the tables each send to each other; "" for one group."""
+    if plan.layout.num_replicas == 1:
+        return ""
+    size = format_bytes(float(plan.replica_bytes.mean()))
+    if plan.sync_interval == 1:
+        return f"Between groups: gradients of rows at each step, {size} per rank, which is exact"
+    what = f"rows and their state are averaged once in {plan.sync_interval} steps"
+    return f"Between groups: {what}, {size} per rank and step. Not the numbers of one process"
 
 
 def matrix_in_words(matrix: NDArray[np.float64], what: str) -> str:

@@ -7,11 +7,12 @@ import torch
 from rich.console import Console, JustifyMethod
 from rich.table import Table as TextTable
 
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plan.planned_table import PlannedTable
 from lightning_distrec.sharding.plan.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.plan.traffic import Traffic
 from lightning_distrec.sharding.plan_report.names import TableName, narrowest_width
-from lightning_distrec.sharding.plan_report.sentences import updates_in_words
+from lightning_distrec.sharding.plan_report.sentences import replicas_in_words, updates_in_words
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.units import format_bytes, format_ranks, quantity
 
@@ -40,7 +41,7 @@ def print_plan(
         console = Console(width=NARROWEST_COLUMNS, file=console.file)
     tables = list(plan.tables.values())
     text = TextTable(
-        title=_title(plan.layout.num_ranks),
+        title=_title(plan.layout),
         title_justify="left",
         caption=_memory(plan)
         + _types(tables, output_dtype)
@@ -48,6 +49,7 @@ def print_plan(
         + _time(plan.cost)
         + (f"\n{updates}" if (updates := updates_in_words(plan)) else "")
         + _sent(plan.traffic)
+        + (f"\n{replicas}" if (replicas := replicas_in_words(plan)) else "")
         + _rest(tables)
         + (f"\n{planned_with}" if planned_with else "")
         + _left_alone(left_alone or {}),
@@ -127,7 +129,10 @@ def _sent(traffic: Traffic) -> str:
     return f"\nEstimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}{nodes}{largest}"
 
 
-def _title(num_ranks: int) -> str:
+def _title(layout: NodeLayout) -> str:
+    num_ranks = layout.num_ranks
+    if layout.num_replicas > 1:
+        return f"Embedding tables over {quantity(num_ranks, 'rank')} in each of {layout.num_replicas} groups"
     return f"Embedding tables over {'1 rank: nothing is sharded' if num_ranks == 1 else f'{num_ranks} ranks'}"
 
 

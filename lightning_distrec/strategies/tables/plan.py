@@ -114,6 +114,7 @@ def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -
         usable_bytes=facts.memory.less(facts.reservation).device_bytes,
         origins=facts.origins,
         dense_bytes=facts.dense_bytes,
+        sync_interval=settings.groups.sync_interval,
     )
 
 

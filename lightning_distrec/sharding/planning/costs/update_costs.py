@@ -5,13 +5,12 @@ the bytes do, so costs were measured there, and are kept as bytes that memory co
 with `host_memory`, as torchrec's estimates of lookups do. docs/how_to/plans.md has the measurements.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-FLOAT_BYTES = 4
+from lightning_distrec.sharding.plan.replica_traffic import FLOAT_BYTES, touched_rows
 
 # Bytes of a CPU's memory that are copied in the time of ...
 CPU_FUSED_ELEMENT = 40
@@ -66,11 +65,6 @@ def update_milliseconds(
             moved = 0.0
         found[i] = moved / bytes_per_millisecond
     return found
-
-
-def touched_rows(rows: int, ids: float) -> float:
-    """Return how many different rows `ids` evenly spread ids touch."""
-    return rows * -math.expm1(-ids / rows)
 
 
 def _fused(touched: float, columns: int, state_bytes: float, row_bytes: float, on_gpu: bool) -> float:

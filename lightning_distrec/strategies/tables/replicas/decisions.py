@@ -10,7 +10,7 @@ from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.planning.table_options import TableOptions
 
 
-def why_kept(groups: ShardingGroups) -> str:
+def why_kept(groups: ShardingGroups | ShardingGroupOptions) -> str:
     """Return why the gradients of tables must be kept for the optimizers; "" where they need not."""
     return "sharding_groups exchange gradients" if groups.exchanges_gradients else ""
 
@@ -21,8 +21,8 @@ def warn_of_replicas(groups: ShardingGroups) -> list[str]:
         return []
     return [
         f"sharding_groups: sync_interval={groups.sync_interval} is not exact. Each of {groups.num_replicas} groups "
-        "updates its replica of the tables by its own batches, and the rows that they have touched are averaged at "
-        f"every {groups.sync_interval}th step. sync_interval=1 has the numbers of one process."
+        "updates its replica of the tables by its own batches, and the rows that they have touched are averaged once "
+        f"in {groups.sync_interval} steps. sync_interval=1 has the numbers of one process."
     ]
 
 
