@@ -33,6 +33,31 @@ BREAKAGES = (
         "Bags that are first seen under no_grad lose their gradient: their tables stop learning, silently.",
         ("multiprocess/test_lazy_outputs.py",),
     ),
+    # ---- groups of ranks with a replica of the tables each
+    Breakage(
+        "replicas-keep-their-state",
+        "lightning_distrec/strategies/tables/replicas",
+        r"average_rows\(\[shard\.weight, \*state\[i\]\], rows",
+        "average_rows([shard.weight], rows",
+        "Groups average their rows and keep their optimizer state: replicas drift apart, and a checkpoint has one's.",
+        ("multiprocess/test_sharding_groups.py",),
+    ),
+    Breakage(
+        "replicas-add-gradients",
+        "lightning_distrec/sharding/groups",
+        r"\.view\(-1, widths\[i\]\) / len\(rows\)",
+        ".view(-1, widths[i])",
+        "The gradients of tables are as many times too large as there are groups.",
+        ("multiprocess/test_sharding_groups.py",),
+    ),
+    Breakage(
+        "saves-unequal-replicas",
+        "lightning_distrec/strategies/tables",
+        r"(state = super\(\)\.lightning_module_state_dict\(\)\n) +_make_equal\(self\.module\)\n",
+        r"\1",
+        "A checkpoint between two synchronisations has the rows of the first group only.",
+        ("multiprocess/test_sharding_groups.py",),
+    ),
     # ---- cluster
     Breakage(
         "slurm-counts",
