@@ -96,7 +96,7 @@ _STRATEGIES = {
     ),
     "ddp_tuned": ("TunedDDPStrategy", "DDP tuned to the module, with crash-safe checkpoints"),
     "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
-    "pipeline_parallel": ("PipelineParallelStrategy", "A chain of blocks cut into stages over the ranks"),
+    "pipeline_parallel": ("PipelineParallelStrategy", "A chain of blocks split into stages over the ranks"),
 }
 
 

@@ -1,11 +1,11 @@
-"""Private names of torch's dispatcher: operations are watched, and their schemas read."""
+"""Private names of torch's dispatcher and of modules' calls: operations are watched, and calls replaced."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Note = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -54,3 +54,20 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def storage_key(tensor: Tensor) -> int:
     """Return what identifies a tensor's storage while that lives. Source: torch/storage.py."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def replace_calls(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of a module go to `call`, past its forward and its hooks; returns an undo.
+
+    Source: torch/nn/modules/module.py, `_wrapped_call_impl`, by which nn.Module.compile does the same.
+    """
+    compiled = vars(module).get("_compiled_call_impl")
+    module._compiled_call_impl = call
+
+    def undo() -> None:
+        if compiled is None:
+            del module._compiled_call_impl
+        else:
+            module._compiled_call_impl = compiled
+
+    return undo

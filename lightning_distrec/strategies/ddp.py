@@ -21,6 +21,7 @@ from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
 from lightning_distrec.pipeline.joined_batches import JoinedLoader, join_loader
 from lightning_distrec.strategies.activations.budget import CheckpointedLayers, NothingCheckpointed
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
+from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
     GradientExchange,
@@ -196,7 +197,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         partition = ZeroPartition(self.world_size)
         for optimizer in self.optimizers:
             run.undo.callback(partition_steps(optimizer, partition, self.global_rank))
-        run.session.checkpoints.use_zero_partition(partition.rank_of)
+        run.session.checkpoints.use_state_ranks(StateRanks(partition.rank_of))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

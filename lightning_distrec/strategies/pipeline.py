@@ -1,4 +1,5 @@
-"""`Trainer(strategy="pipeline_parallel")`: an unchanged module whose chain of blocks is cut into stages over ranks."""
+"""`Trainer(strategy="pipeline_parallel")`: an unchanged module whose chain of blocks is split into stages over "
+"ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,13 +27,13 @@ from lightning_distrec.strategies.run.strategy import DistRecStrategy
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks, pipeline_ranks
 from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule
 from lightning_distrec.strategies.stages.placement import (
-    OptimizerStateRanks,
     chunked_state,
-    cut_module,
-    cut_of,
-    is_cut,
-    make_whole,
+    is_split,
+    layout_of,
     own_parameters,
+    split_module,
+    state_ranks,
+    unsplit,
 )
 from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
 from lightning_distrec.strategies.stages.stage_options import Schedule, Split, StageOptions
@@ -43,18 +44,18 @@ class PipelineRun(Run):
     """What pipeline_parallel has during one run."""
 
     pipelined: PipelinedModule | None = None
-    """The module in stages, once it is cut."""
+    """The module in stages, once it is layout."""
 
     @property
     def steps(self) -> PipelinedModule:
         """What runs the steps."""
         if self.pipelined is None:
-            raise DistRecError("pipeline_parallel: the module has not been cut into stages yet.")
+            raise DistRecError("pipeline_parallel: the module has not been split into stages yet.")
         return self.pipelined
 
 
 class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
-    """Trains an unchanged LightningModule whose chain of blocks is cut into stages, each on a rank of its own.
+    """Trains an unchanged LightningModule whose chain of blocks is split into stages, each on a rank of its own.
 
     A rank has the weights and optimizer state of its stage alone. Batches go through the stages in micro-batches, so
     that all ranks compute at the same time. Checkpoints, stopping, requeueing and the watchdog are those of
@@ -68,10 +69,10 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             training_step computes its loss of each micro-batch, which must be a mean over examples.
         stages: number of stages. None: one per rank, or stages_per_rank of them. Further ranks are replicas.
         stages_per_rank: stages that each rank computes, with "interleaved_1f1b".
-        chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order, and that is cut. "auto":
-            the one with the most parameters.
-        split: "parameters": cut so that the largest stage has as few parameters as possible; or a list of the paths of
-            the blocks with which stages begin, all but the first.
+        chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order. "auto": the one with
+            the most parameters.
+        split: where stages begin. "parameters": so that the largest stage has as few parameters as possible; or a list
+            of the paths of blocks, of all stages but the first.
         first_stage: paths outside of the chain whose parameters the first stage has, apart from those that are
             registered before the chain.
         last_stage: the same for the last stage, apart from those that are registered after the chain.
@@ -156,18 +157,19 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         refuse_sharded(module, self.strategy_name)
         refuse_run(trainer, module)
         self.precision_plugin.convert_module(module)
-        cut = cut_module(module, self._stage_options, ranks, self.root_device, consensus)
+        layout = split_module(module, self._stage_options, ranks, self.root_device, consensus)
         set_device_and_mesh(module, self.root_device, None)
         context = self.precision_plugin.forward_context
-        run.pipelined = PipelinedModule(module, cut, ranks, self._stage_options, self.root_device, context, consensus)
+        run.pipelined = PipelinedModule(
+            module, layout, ranks, self._stage_options, self.root_device, context, consensus
+        )
         self.model = module
         if run.is_fitting:
             self.setup_optimizers(trainer)
             consensus.all_or_none("setup", partial(refuse_optimizers, self.optimizers, module))
             own = partial(own_parameters, module)
             run.undo.callback(clip_over_all_ranks(self.precision_plugin, own, {}, num_replicas=ranks.num_replicas))
-            state_ranks = OptimizerStateRanks(module, cut, ranks)
-            run.session.checkpoints.use_zero_partition(state_ranks.saved_by, state_ranks.is_here)
+            run.session.checkpoints.use_state_ranks(state_ranks(module, layout, ranks))
         self.setup_precision_plugin()
         run.session.checkpoints.begin(tables=None)
 
@@ -219,8 +221,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        cut = cut_of(self.module)
-        return state if cut is None else chunked_state(state, cut, self.ranks)
+        layout = layout_of(self.module)
+        return state if layout is None else chunked_state(state, layout, self.ranks)
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
@@ -231,18 +233,18 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         state = {n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)}
         check_call(name, rows, state, self.session.consensus)
-        cut = cut_of(self.module)
-        of_name = {name: state[name]} if cut is None else chunked_state({name: state[name]}, cut, self.ranks)
+        layout = layout_of(self.module)
+        of_name = {name: state[name]} if layout is None else chunked_state({name: state[name]}, layout, self.ranks)
         full: Tensor = self.session.checkpoints.full_state_everywhere(of_name)[name]
         first, last = rows_of(name, rows, full.shape[0] if full.dim() else 1)
         return full[first:last].clone() if full.dim() else full.clone()
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
-        make_whole(self.module, full)
+        unsplit(self.module, full)
 
     @property
     @override
     def module_stays(self) -> bool:
         # For the next run.
-        return is_cut(self.module)
+        return is_split(self.module)

@@ -49,3 +49,19 @@ def test_views_have_one_storage() -> None:
     x = torch.zeros(4)
     assert dispatch.storage_key(x[1:]) == dispatch.storage_key(x)
     assert dispatch.storage_key(x.clone()) != dispatch.storage_key(x)
+
+
+def test_calls_of_a_module_are_replaced_until_they_are_given_back() -> None:
+    module = torch.nn.Linear(2, 2)
+    hooks: list[object] = []
+    module.register_forward_hook(lambda *_: hooks.append(None))
+    undo = dispatch.replace_calls(module, lambda value, factor: (value, factor))
+    assert torch.nn.Module.__call__(module, 1, factor=2) == (1, 2)
+    assert hooks == []
+    undo()
+    assert module(torch.ones(2)).shape == (2,)
+    assert len(hooks) == 1
+    compiled = torch.nn.Linear(2, 2)
+    compiled._compiled_call_impl = lambda value: "compiled"
+    dispatch.replace_calls(compiled, lambda value: "replaced")()
+    assert compiled(1) == "compiled"

@@ -66,7 +66,9 @@ def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
     for case, (_, kind, options, settings) in cases.items():
         num_replicas = num_ranks // options.get("stages", num_ranks)
         losses, validated, weights = _alone(kind, settings, num_replicas)
-        pipelines = [of_ranks[i : i + num_ranks // num_replicas] for i in range(0, num_ranks, num_ranks // num_replicas)]
+        pipelines = [
+            of_ranks[i : i + num_ranks // num_replicas] for i in range(0, num_ranks, num_ranks // num_replicas)
+        ]
         print(case)
         for of_pipeline in pipelines:
             assert all(of_rank[case][:2] == of_pipeline[0][case][:2] for of_rank in of_pipeline)

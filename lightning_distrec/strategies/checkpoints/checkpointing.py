@@ -31,7 +31,7 @@ from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, 
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters, refuse_callbacks
 from lightning_distrec.strategies.checkpoints.positions import Positions
 from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
-from lightning_distrec.strategies.checkpoints.zero_state import IsHere, RankOf
+from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
 from lightning_distrec.versions import find_installed
 
 if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
@@ -64,8 +64,7 @@ class Checkpointing:
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
         self._incremental: IncrementalSaves | None = None
-        self._zero_rank_of: RankOf | None = None
-        self._has_state: IsHere | None = None
+        self._state_ranks: StateRanks | None = None
         self._positions = Positions(consensus)
         self._savers: list[Saver | Copies] = [self._saver] if copies is None else [self._saver, copies]
         self._has_started = False
@@ -73,8 +72,8 @@ class Checkpointing:
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
         """Drop what belongs to the run before; called when a run's set-up starts. job: what its checkpoints are of."""
-        self._module, self._tables, self._zero_rank_of, self._job, self._incremental = module, None, None, job, None
-        self._positions, self._has_state = Positions(self._ranks), None
+        self._module, self._tables, self._state_ranks, self._job, self._incremental = module, None, None, job, None
+        self._positions = Positions(self._ranks)
 
     def begin(self, tables: SavedTables | None) -> None:
         """Collective, when a run is set up. Load the weights that it starts from, unless an earlier run has.
@@ -102,12 +101,9 @@ class Checkpointing:
     def _table_optimizers(self) -> list[Optimizer]:
         return [] if self._tables is None else self._tables.table_optimizers
 
-    def use_zero_partition(self, rank_of: RankOf, is_here: IsHere | None = None) -> None:
-        """Save the optimizer state of each parameter from one rank that holds it, until the next run.
-
-        is_here: whether this rank holds it; None: the one that saves it does, alone.
-        """
-        self._zero_rank_of, self._has_state = rank_of, is_here
+    def use_state_ranks(self, state_ranks: StateRanks) -> None:
+        """Save the optimizer state of each parameter from the rank that holds it, until the next run."""
+        self._state_ranks = state_ranks
 
     def require_all_ranks(self) -> None:
         """Collective, before a checkpoint after an exception (by OnExceptionCheckpoint): it may be one rank's alone.
@@ -139,7 +135,7 @@ class Checkpointing:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""
-        return OptimizerStates(self._module, self._tables, self._ranks, self._zero_rank_of, self._has_state).of(optimizer)
+        return OptimizerStates(self._module, self._tables, self._ranks, self._state_ranks).of(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any) -> None:
         """Collective. Write a checkpoint, a folder or a file, or start to.
@@ -295,7 +291,7 @@ class Checkpointing:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
-        states = OptimizerStates(self._module, self._tables, self._ranks, self._zero_rank_of, self._has_state)
+        states = OptimizerStates(self._module, self._tables, self._ranks, self._state_ranks)
         grow = self.options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint",

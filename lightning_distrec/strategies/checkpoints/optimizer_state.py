@@ -29,7 +29,7 @@ from lightning_distrec.strategies.checkpoints.tables.table_layout import (
     offsets_in_table,
     with_dims,
 )
-from lightning_distrec.strategies.checkpoints.zero_state import IsHere, RankOf, partitioned_state
+from lightning_distrec.strategies.checkpoints.zero_state import StateRanks, partitioned_state
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
     from lightning_distrec.optimizers.translation import TableUpdate
@@ -57,8 +57,7 @@ class SavedTable(NamedTuple):
 class OptimizerStates:
     """The states of the optimizers of one fit.
 
-    tables: its sharded tables, or None. zero_rank_of: the rank that saves a parameter's state; None: all ranks have it.
-    is_here: whether this rank has it; None: the one that saves it, alone.
+    tables: its sharded tables, or None. state_ranks: which ranks hold a parameter's state; None: all ranks do.
     """
 
     def __init__(
@@ -66,10 +65,9 @@ class OptimizerStates:
         module: LightningModule,
         tables: SavedTables | None,
         consensus: Consensus,
-        zero_rank_of: RankOf | None = None,
-        is_here: IsHere | None = None,
+        state_ranks: StateRanks | None = None,
     ) -> None:
-        self._zero_rank_of, self._is_here = zero_rank_of, is_here
+        self._state_ranks = state_ranks
         self._consensus = consensus
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._tables: dict[str, SavedTable] = {}
@@ -88,8 +86,8 @@ class OptimizerStates:
             for group, parameters in zip(optimizer.param_groups, names, strict=True)
         ]
         plain = {name: parameters[0] for name, parameters in _items(names) if name not in self._tables}
-        if self._zero_rank_of is not None:
-            state = partitioned_state(plain, optimizer, self._zero_rank_of, self._consensus)
+        if self._state_ranks is not None:
+            state = partitioned_state(plain, optimizer, self._state_ranks.rank_of, self._consensus)
         else:
             state = {
                 name: {key: _settled(value) for key, value in optimizer.state[p].items()}
@@ -213,14 +211,9 @@ class OptimizerStates:
             return None if is_known or parameter not in optimizer.state else dict(optimizer.state[parameter])
         if name in self._tables:
             return self._local(name, parameter, values, optimizer, grow)
-        if not self._has_state_of(parameter):
+        if self._state_ranks is not None and not self._state_ranks.hold(parameter, self._consensus.rank):
             return None
         return {key: materialized_as(value, parameter) for key, value in values.items()}
-
-    def _has_state_of(self, parameter: nn.Parameter) -> bool:
-        if self._is_here is not None:
-            return self._is_here(parameter)
-        return self._zero_rank_of is None or self._zero_rank_of(parameter) == self._consensus.rank
 
     def _local(
         self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer, grow: bool

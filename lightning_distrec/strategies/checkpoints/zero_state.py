@@ -1,7 +1,7 @@
 """The optimizer state of ZeRO-partitioned parameters, as every rank passes it to a checkpoint."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,8 +11,18 @@ from lightning_distrec.cluster.consensus import Consensus
 
 RankOf = Callable[[Tensor], int]
 """Returns the rank that holds a parameter's optimizer state; of several, the one that saves it."""
-IsHere = Callable[[Tensor], bool]
-"""Returns whether this rank holds a parameter's optimizer state."""
+
+
+class StateRanks(NamedTuple):
+    """Which ranks hold the optimizer state of a parameter."""
+
+    rank_of: RankOf
+    is_here: Callable[[Tensor], bool] | None = None
+    """Whether this rank does; None: only the one of `rank_of`."""
+
+    def hold(self, parameter: Tensor, rank: int) -> bool:
+        """Whether a rank, this one, holds a parameter's state."""
+        return self.rank_of(parameter) == rank if self.is_here is None else self.is_here(parameter)
 
 
 def partitioned_state(

@@ -1,4 +1,4 @@
-"""Which blocks of a module are cut into stages, and which parameters each stage has."""
+"""Which blocks of a module are split into stages, and which parameters each stage has."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_distrec.errors import ConfigError, UnsupportedError, did_you_mean
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 HINT = "Name an nn.Sequential or nn.ModuleList that forward goes through in order: chain='model.blocks'."
 
@@ -27,8 +27,8 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where a chain is cut, and what each stage has."""
+class StageLayout:
+    """Where a chain is layout, and what each stage has."""
 
     chain: Chain
     begins: tuple[int, ...]
@@ -47,8 +47,8 @@ class Cut:
         return range(self.begins[stage], ends[stage])
 
 
-def cut_chain(module: nn.Module, options: StageOptions, num_stages: int) -> Cut:
-    """Return where the chain of a module is cut into `num_stages`.
+def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> StageLayout:
+    """Return where the chain of a module is split into `num_stages`.
 
     Raises ConfigError: there is no such chain, or it has too few blocks; UnsupportedError: see `_refuse`.
     """
@@ -71,7 +71,7 @@ def cut_chain(module: nn.Module, options: StageOptions, num_stages: int) -> Cut:
             block, prefix = chain.blocks[number], f"{chain.path_of(number)}."
             for name, _ in [*block.named_parameters(prefix[:-1]), *block.named_buffers(prefix[:-1])]:
                 stage_of[name] = stage
-    return Cut(chain, begins, stage_of)
+    return StageLayout(chain, begins, stage_of)
 
 
 def find_chain(module: nn.Module, path: str) -> Chain:
@@ -86,7 +86,9 @@ def find_chain(module: nn.Module, path: str) -> Chain:
             raise ConfigError(f"pipeline_parallel: the module has no chain of blocks. {HINT}")
         path = max(containers, key=lambda name: sum(p.numel() for p in containers[name].parameters()))
     if path not in containers:
-        raise ConfigError(f"chain={path!r}: the module has no chain of blocks there{did_you_mean(path, containers)} {HINT}")
+        raise ConfigError(
+            f"chain={path!r}: the module has no chain of blocks there{did_you_mean(path, containers)} {HINT}"
+        )
     blocks = list(containers[path])
     if len({id(block) for block in blocks}) < len(blocks):
         raise UnsupportedError(f"chain={path!r}: a block is in it twice, and would be on two stages. Make two blocks.")
@@ -100,8 +102,8 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """
     if len(costs) < num_stages:
         raise ConfigError(
-            f"pipeline_parallel: the chain has {len(costs)} blocks, which cannot be cut into {num_stages} stages. Use "
-            "fewer ranks per pipeline, stages=..., or another chain=..."
+            f"pipeline_parallel: the chain has {len(costs)} blocks, which cannot be split into {num_stages} stages. "
+            "Use fewer ranks per pipeline, stages=..., or another chain=..."
         )
     low, high = max(costs), sum(costs)
     while low < high:
@@ -130,7 +132,9 @@ def _begins_of(split: Sequence[str], chain: Chain, num_stages: int) -> tuple[int
     paths = [chain.path_of(number) for number in range(len(chain.blocks))]
     for name in split:
         if name not in paths[1:]:
-            raise ConfigError(f"split: '{name}' is no block after the first of '{chain.path}'{did_you_mean(name, paths)}")
+            raise ConfigError(
+                f"split: '{name}' is no block after the first of '{chain.path}'{did_you_mean(name, paths)}"
+            )
     begins = (0, *sorted({paths.index(name) for name in split}))
     if len(begins) != num_stages:
         raise ConfigError(
@@ -147,7 +151,9 @@ def _outside_of_chain(module: nn.Module, chain: Chain, options: StageOptions) ->
     for option, paths in (("first_stage", options.first_stage), ("last_stage", options.last_stage)):
         for path in paths:
             if not any(_is_below(name, path) for name in names):
-                raise ConfigError(f"{option}: no parameter outside of '{chain.path}' is at '{path}'{did_you_mean(path, names)}")
+                raise ConfigError(
+                    f"{option}: no parameter outside of '{chain.path}' is at '{path}'{did_you_mean(path, names)}"
+                )
     order = [name for name, _ in module.named_parameters()]
     begin = next((i for i, name in enumerate(order) if _is_below(name, chain.path)), 0)
     found = {}
@@ -176,13 +182,14 @@ def _refuse(module: nn.Module, chain: Chain) -> None:
     for path, submodule in module.named_modules():
         if isinstance(submodule, NORMS) and submodule.track_running_stats:
             raise UnsupportedError(
-                f"'{path}' ({type(submodule).__name__}) keeps the statistics of batches, and a stage sees micro-batches: "
-                "the numbers would not be those of one process. Use GroupNorm or LayerNorm, or strategy='ddp_tuned'."
+                f"'{path}' ({type(submodule).__name__}) keeps the statistics of batches, and a stage sees "
+                "micro-batches: the numbers would not be those of one process. Use GroupNorm or LayerNorm, or "
+                "strategy='ddp_tuned'."
             )
     for names in _shared(module, chain):
         raise UnsupportedError(
-            f"{' and '.join(map(repr, names))} are one parameter, in places that different stages may have. Untie them, "
-            "or use strategy='fsdp_tuned'."
+            f"{' and '.join(map(repr, names))} are one parameter, in places that different stages may have. Untie "
+            "them, or use strategy='fsdp_tuned'."
         )
 
 

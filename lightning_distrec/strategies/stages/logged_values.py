@@ -32,7 +32,9 @@ class LoggedValues:
         calls: list[Call] = []
 
         def record(*args: Any, **kwargs: Any) -> None:
-            calls.append({k: v for k, v in self._signature.bind(self._module, *args, **kwargs).arguments.items() if k != "self"})
+            calls.append({
+                k: v for k, v in self._signature.bind(self._module, *args, **kwargs).arguments.items() if k != "self"
+            })
 
         # On the instance: log_dict calls self.log too.
         self._module.log = record  # type: ignore[method-assign]

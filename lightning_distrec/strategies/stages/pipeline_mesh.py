@@ -41,8 +41,8 @@ def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -
     num_ranks = world if options.stages is None else options.stages // options.stages_per_rank
     if num_ranks < 2 or world % num_ranks:
         raise ConfigError(
-            f"pipeline_parallel: {world} ranks cannot be pipelines of {num_ranks} ranks each. Use at least 2 ranks, and a "
-            "multiple of stages / stages_per_rank."
+            f"pipeline_parallel: {world} ranks cannot be pipelines of {num_ranks} ranks each. Use at least 2 ranks, "
+            "and a multiple of stages / stages_per_rank."
         )
     replica, mine = divmod(rank, num_ranks)
     seconds = timeout.total_seconds()

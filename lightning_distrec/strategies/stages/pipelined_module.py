@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
 from lightning_distrec.strategies.stages.absent import WAY_OUT, is_absent
-from lightning_distrec.strategies.stages.chain import Cut
+from lightning_distrec.strategies.stages.chain import StageLayout
 from lightning_distrec.strategies.stages.draws import StepDraws
 from lightning_distrec.strategies.stages.gradients import GradientsAside, PartGradients, average_over_replicas
 from lightning_distrec.strategies.stages.logged_values import Call, LoggedValues
@@ -36,16 +36,16 @@ class PipelinedModule:
     def __init__(
         self,
         module: LightningModule,
-        cut: Cut,
+        layout: StageLayout,
         ranks: PipelineRanks,
         options: StageOptions,
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
         consensus: Consensus,
     ) -> None:
-        self._cut, self._ranks, self._options, self._consensus = cut, ranks, options, consensus
-        self._step = StepOverChain(cut.chain)
-        self._chain = StagedChain(cut, ranks, options.schedule, device, context)
+        self._layout, self._ranks, self._options, self._consensus = layout, ranks, options, consensus
+        self._step = StepOverChain(layout.chain)
+        self._chain = StagedChain(layout, ranks, options.schedule, device, context)
         self._log = LoggedValues(module)
         self._own = own_parameters(module)
         self._draws = StepDraws(consensus.all_gather(torch.initial_seed())[0])
@@ -60,8 +60,8 @@ class PipelinedModule:
         self._begin("training_step", batch, *others)
         aside = GradientsAside(self._own)
         try:
-            whole = self._options.schedule == "gpipe"
-            result, message = (self._by_batch if whole else self._by_microbatch)(step, batch, others)
+            by_batch = self._options.schedule == "gpipe"
+            result, message = (self._by_batch if by_batch else self._by_microbatch)(step, batch, others)
         except BaseException:
             aside.restore()
             raise
@@ -85,11 +85,11 @@ class PipelinedModule:
         def loss_of(output: Tensor, number: int) -> Tensor:
             outputs.append(output.detach())
             if len(outputs) == num:
-                whole = torch.cat(outputs).requires_grad_()
-                loss = self._leave(run, 0, whole, found)
+                full = torch.cat(outputs).requires_grad_()
+                loss = self._leave(run, 0, full, found)
                 if loss is not None:
                     loss.backward()
-                gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                gradient = torch.zeros_like(full) if full.grad is None else full.grad
                 of_parts.gradients = gradient.chunk(num)
             return of_parts.loss_of(output, number)
 
@@ -140,7 +140,7 @@ class PipelinedModule:
         if is_absent(result) or is_absent([call["value"] for call in calls]):
             raise UnsupportedError(
                 "what a step returns or logs depends on weights that another stage has, and this one has no values of: "
-                f"those of '{self._cut.chain.path}', or of what is registered before it. {WAY_OUT}"
+                f"those of '{self._layout.chain.path}', or of what is registered before it. {WAY_OUT}"
             )
         loss = result["loss"] if isinstance(result, dict) else result
         found.result = result
@@ -153,13 +153,13 @@ class PipelinedModule:
         """Return why the mean of micro-batches' losses is not the batch's loss; "" if it is. On the last stage."""
         found = _Found()
         with torch.no_grad():
-            whole = self._leave(run, 0, output, found)
-        if whole is None or abs(float(whole) - float(loss)) <= CLOSE * max(1.0, abs(float(whole))):
+            of_batch = self._leave(run, 0, output, found)
+        if of_batch is None or abs(float(of_batch) - float(loss)) <= CLOSE * max(1.0, abs(float(of_batch))):
             return ""
         return (
-            f"training_step's loss of the first batch is {float(whole):.6g}, and the mean over its micro-batches is "
-            f"{float(loss):.6g}: it is not a mean over examples. schedule={self._options.schedule!r} needs such a loss. Use "
-            "schedule='gpipe', which computes it of the whole batch."
+            f"training_step's loss of the first batch is {float(of_batch):.6g}, and the mean over its micro-batches is "
+            f"{float(loss):.6g}: it is not a mean over examples. schedule={self._options.schedule!r} needs such a "
+            "loss. Use schedule='gpipe', which computes it of the whole batch."
         )
 
     # -- evaluation
@@ -194,8 +194,8 @@ class PipelinedModule:
             of_ranks = self._ranks.messages.all_gather(sums)
             if any(of_rank != of_ranks[0] for of_rank in of_ranks):
                 raise DataError(
-                    f"{name}: the ranks of a pipeline have different batches. Let the Trainer make the sampler, or give "
-                    "yours num_replicas and rank of trainer.distributed_sampler_kwargs."
+                    f"{name}: the ranks of a pipeline have different batches. Let the Trainer make the sampler, or "
+                    "give yours num_replicas and rank of trainer.distributed_sampler_kwargs."
                 )
 
     def _enter(self, name: str, runs: Sequence[Callable[[], Any]]) -> list[Entry]:
@@ -206,7 +206,7 @@ class PipelinedModule:
             for number, run in enumerate(runs):
                 with self._draws.of(number), self._log.recorded():
                     found.append(self._step.enter(run))
-                check_entry(found[-1], 0 in self._ranks.stages, self._cut.chain)
+                check_entry(found[-1], 0 in self._ranks.stages, self._layout.chain)
             return found
 
         if name in self._entered:
@@ -221,9 +221,10 @@ class PipelinedModule:
         def check(tensor: Tensor) -> None:
             if tensor.dim() and len(tensor) == size:
                 raise UnsupportedError(
-                    f"blocks of '{self._cut.chain.path}' take a second argument of shape {tuple(tensor.shape)}, with as "
-                    f"many rows as the batch has examples, {size}: whether it is to be divided into micro-batches cannot "
-                    "be known. Use schedule='1f1b', which computes it for each micro-batch, or microbatches=1."
+                    f"blocks of '{self._layout.chain.path}' take a second argument of shape {tuple(tensor.shape)}, "
+                    f"with as many rows as the batch has examples, {size}: whether it is to be divided into "
+                    "micro-batches cannot be known. Use schedule='1f1b', which computes it for each micro-batch, or "
+                    "microbatches=1."
                 )
 
         if num > 1:
@@ -238,7 +239,9 @@ class PipelinedModule:
             mine = {
                 "loss": None if loss is None else loss.to(found.losses[0].dtype).cpu(),
                 "calls": self._log.to_send(found.calls, weights),
-                "result": apply_to_collection(found.result, Tensor, lambda t: t.detach().cpu()) if with_result else None,
+                "result": apply_to_collection(found.result, Tensor, lambda t: t.detach().cpu())
+                if with_result
+                else None,
                 "refused": "",
             }
         return self._ranks.messages.all_gather(mine)[-1]

@@ -1,4 +1,4 @@
-"""What cannot have the numbers of one process when a module is cut into stages: refused before the first step."""
+"""What cannot have the numbers of one process when a module is split into stages: refused before the first step."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
     """Raise UnsupportedError: the module, or a setting of the Trainer, cannot be exact in stages."""
     if not module.automatic_optimization:
         raise UnsupportedError(
-            "automatic_optimization=False: stages run backward in the order of their schedule, within training_step. Return "
-            "the loss from training_step, or use strategy='fsdp_tuned'."
+            "automatic_optimization=False: stages run backward in the order of their schedule, within training_step. "
+            "Return the loss from training_step, or use strategy='fsdp_tuned'."
         )
     if str(trainer.precision) not in PRECISIONS:
         raise UnsupportedError(
@@ -29,8 +29,8 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise UnsupportedError(
-                f"{type(callback).__name__} averages all weights on every rank, and a rank has those of its stage. Remove "
-                "it, or use strategy='fsdp_tuned'."
+                f"{type(callback).__name__} averages all weights on every rank, and a rank has those of its stage. "
+                "Remove it, or use strategy='fsdp_tuned'."
             )
     sparse = list(sparse_weights(module).values())
     if sparse:
@@ -47,13 +47,13 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
         kind = type(optimizer).__name__
         if not updates_by_parameter(optimizer):
             raise OptimizerError(
-                f"pipeline_parallel: {kind} is not known to update each parameter from its own gradient alone, and a rank "
-                f"has those of its stage. Use one of {', '.join(known.__name__ for known in KNOWN)}."
+                f"pipeline_parallel: {kind} is not known to update each parameter from its own gradient alone, and a "
+                f"rank has those of its stage. Use one of {', '.join(known.__name__ for known in KNOWN)}."
             )
         for i, group in enumerate(optimizer.param_groups):
             if stale := [tuple(p.shape) for p in group["params"] if id(p) not in current]:
                 raise OptimizerError(
-                    f"configure_optimizers gave {kind}, param group {i}, a parameter of shape {stale[0]} that is not in the "
-                    "module. Take parameters from self.parameters() in configure_optimizers, not from a list that was made "
-                    "before."
+                    f"configure_optimizers gave {kind}, param group {i}, a parameter of shape {stale[0]} that is not "
+                    "in the module. Take parameters from self.parameters() in configure_optimizers, not from a list "
+                    "that was made before."
                 )

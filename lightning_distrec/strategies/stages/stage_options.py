@@ -1,4 +1,4 @@
-"""Options for a chain of blocks that is cut into stages over the ranks."""
+"""Options for a chain of blocks that is split into stages over the ranks."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,7 +11,7 @@ Split = Literal["parameters"] | list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """How a chain of blocks is cut, and in which order its stages compute."""
+    """How a chain of blocks is layout, and in which order its stages compute."""
 
     microbatches: int = 4
     """Parts of a batch that are in the stages at the same time. A batch that cannot be divided so is divided into
@@ -28,10 +28,10 @@ class StageOptions:
     """Stages that each rank computes; 2 or more with schedule="interleaved_1f1b" only."""
 
     chain: str = "auto"
-    """Path of the nn.Sequential or nn.ModuleList that is cut. "auto": the one with the most parameters."""
+    """Path of the nn.Sequential or nn.ModuleList that is layout. "auto": the one with the most parameters."""
 
     split: Split = "parameters"
-    """Where it is cut. "parameters": so that the largest stage has as few as possible; or a list of the paths of the
+    """Where it is layout. "parameters": so that the largest stage has as few as possible; or a list of the paths of the
     blocks with which stages begin, all but the first."""
 
     first_stage: tuple[str, ...] = ()
@@ -51,8 +51,8 @@ class StageOptions:
             raise ConfigError(f"schedule={self.schedule!r} is not known. Use one of {known}.")
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved_1f1b"):
             raise ConfigError(
-                f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank computes several stages "
-                "with schedule='interleaved_1f1b', and one with the others. Set both, or neither."
+                f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank computes several "
+                "stages with schedule='interleaved_1f1b', and one with the others. Set both, or neither."
             )
         if isinstance(self.split, str) and self.split != "parameters":
             raise ConfigError(f"split={self.split!r} is not known. Use 'parameters', or a list of paths of blocks.")

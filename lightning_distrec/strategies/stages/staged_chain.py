@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_distrec import spans
-from lightning_distrec.strategies.stages.chain import Cut
+from lightning_distrec.strategies.stages.chain import StageLayout
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
 from lightning_distrec.strategies.stages.stage_options import Schedule
 
@@ -22,10 +22,10 @@ LossOf = Callable[[Tensor, int], Tensor]
 class Blocks(nn.Module):
     """The blocks of one stage, called one after the other."""
 
-    def __init__(self, cut: Cut, stage: int, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, layout: StageLayout, stage: int, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
-        self._numbers = cut.blocks_of(stage)
-        self.blocks = nn.ModuleList(cut.chain.blocks[number] for number in self._numbers)
+        self._numbers = layout.blocks_of(stage)
+        self.blocks = nn.ModuleList(layout.chain.blocks[number] for number in self._numbers)
         self._context = context
         self.arguments: Sequence[Arguments] = []
         """Of each micro-batch."""
@@ -41,7 +41,7 @@ class Blocks(nn.Module):
 
 
 class SpannedStage(PipelineStage):
-    """A stage that tells how long each micro-batch takes it; see `spans`."""
+    """A stage whose work on each micro-batch is a span."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Compute a micro-batch's output."""
@@ -59,22 +59,20 @@ class StagedChain:
 
     def __init__(
         self,
-        cut: Cut,
+        layout: StageLayout,
         ranks: PipelineRanks,
         schedule: Schedule,
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """context: around the forward of a stage, as the Trainer's precision has it."""
-        self._cut, self._ranks, self._schedule, self._device = cut, ranks, schedule, device
-        self.blocks = [Blocks(cut, stage, context) for stage in ranks.stages]
+        self._layout, self._ranks, self._schedule, self._device = layout, ranks, schedule, device
+        self.blocks = [Blocks(layout, stage, context) for stage in ranks.stages]
         self._schedules: dict[Any, Any] = {}
         self._loss_of: LossOf | None = None
         self._infers = False
 
-    def compute(
-        self, value: Tensor, arguments: Sequence[Arguments], loss_of: LossOf | None
-    ) -> list[Tensor]:
+    def compute(self, value: Tensor, arguments: Sequence[Arguments], loss_of: LossOf | None) -> list[Tensor]:
         """Collective among the ranks of a pipeline. Compute the chain, and its backward if there is a loss.
 
         value: the chain's input; ranks other than the first only take its shape. arguments: of each micro-batch.

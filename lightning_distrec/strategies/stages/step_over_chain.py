@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from lightning_distrec._compat.pipelining import replace_calls
+from lightning_distrec._compat.dispatch import replace_calls
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.strategies.stages.absent import WAY_OUT, is_absent
 from lightning_distrec.strategies.stages.chain import Chain
@@ -45,7 +45,7 @@ class StepOverChain:
                 step()
             except _EndOfChain:
                 return calls.entry
-        self._refuse_partial()
+        raise self._partial()
 
     def leave(self, step: Callable[[], Any], output: Any) -> Any:
         """Run a step in which the chain returns `output`. Returns what the step returns. Raises as `enter`."""
@@ -53,11 +53,11 @@ class StepOverChain:
         with calls.intercepted():
             result = step()
         if not calls.is_complete:
-            self._refuse_partial()
+            raise self._partial()
         return result
 
-    def _refuse_partial(self) -> NoReturn:
-        raise UnsupportedError(
+    def _partial(self) -> UnsupportedError:
+        return UnsupportedError(
             f"a step did not call every block of '{self._chain.path}'. Let every step call them in order, or name the "
             "chain that it calls: chain='...'."
         )
@@ -95,8 +95,8 @@ class _Calls:
             raise UnsupportedError(_between(self._chain, number))
         if is_absent(args[1:]) or is_absent(kwargs):
             raise UnsupportedError(
-                f"'{self._chain.path_of(number)}' takes a second argument that depends on weights outside of the chain, "
-                "which the first stage has alone. Compute it inside of the blocks."
+                f"'{self._chain.path_of(number)}' takes a second argument that depends on weights outside of the "
+                "chain, which the first stage has alone. Compute it inside of the blocks."
             )
         if number == 0:
             self.entry.value = args[0]
@@ -154,6 +154,6 @@ def check_entry(entry: Entry, is_first: bool, chain: Chain) -> None:
         )
     if is_first and is_absent(entry.value):
         raise UnsupportedError(
-            f"the input of '{chain.path}' depends on weights that the last stage has, because they are registered after "
-            f"the chain. {WAY_OUT}"
+            f"the input of '{chain.path}' depends on weights that the last stage has, because they are registered "
+            f"after the chain. {WAY_OUT}"
         )
