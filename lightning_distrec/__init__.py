@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.plan_logger import PlanLogger
     from lightning_distrec.callbacks.rank_monitor import RankMonitor
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
+    from lightning_distrec.callbacks.stage_schedule import StageSchedule
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.checkpoint.options import CheckpointOptions
@@ -57,6 +58,7 @@ __all__ = [
     "RankMonitor",
     "ScaledLearningRate",
     "ShardingGroupOptions",
+    "StageSchedule",
     "TableOptions",
     "Throughput",
     "Timeline",
@@ -80,6 +82,7 @@ _HOMES = {
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
     "ShardingGroupOptions": "lightning_distrec.sharding.groups.options",
+    "StageSchedule": "lightning_distrec.callbacks.stage_schedule",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",

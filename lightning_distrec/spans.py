@@ -28,8 +28,8 @@ FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 """The optimizers' own steps."""
-STAGE_FORWARD, STAGE_BACKWARD = "stage forward", "stage backward"
-"""A stage computes a micro-batch; the names are followed by the stage's number and the micro-batch's."""
+STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS = "stage forward", "stage backward", "stage loss"
+"""A stage computes a micro-batch, or the loss; the names are followed by the stage's number and the micro-batch's."""
 CONCURRENT = (INPUT_DIST, OUTPUT_DIST)
 """These run while the rank does something else; the other spans are what the rank does or waits for."""
 

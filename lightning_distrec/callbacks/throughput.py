@@ -82,7 +82,8 @@ class Throughput(Clocked):
         self._steps.clear()
         self._log_times.start()
         self._counted = False
-        self._num_ranks = trainer.world_size
+        # Ranks with batches of their own: those of one pipeline (pipeline_parallel) have the same.
+        self._num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         if trainer.is_global_zero:
             self.clock.start()
 

@@ -1,5 +1,6 @@
 """What a run under `pipeline_parallel` lives through: checkpoints, further runs, and becoming whole again."""
 
+import xml.dom.minidom
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_distrec import PipelineParallelStrategy, TunedDDPStrategy
+from lightning_distrec import PipelineParallelStrategy, StageSchedule, Throughput, TunedDDPStrategy
 from tests.support.chain_models import Sequence, Transformer
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
@@ -81,6 +82,33 @@ def test_a_run_goes_on_in_four_stages_and_from_one_process(tmp_path: Path) -> No
     from_one = run_on_warm_ranks(_resumed, 2, f"{tmp_path}/alone/step=14.ckpt", "stages", {})
     for losses in [*four, *from_one]:
         assert losses == pytest.approx(straight[14:], abs=1e-5)
+
+
+def _drawn(path: str, options: dict[str, Any]) -> tuple[float, float, float]:
+    shown, speed = StageSchedule(path, step=3), Throughput()
+    _trainer(PipelineParallelStrategy(**options), callbacks=[shown, speed], max_steps=6, max_epochs=-1).fit(Transformer())
+    assert shown.bubble is not None
+    assert shown.ideal_bubble is not None
+    return shown.bubble, shown.ideal_bubble, float(speed._num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "ideal", "num_works"),
+    [({}, 1 / 5, 20), (INTERLEAVED | {"microbatches": 2}, 1 / 5, 18), ({"schedule": "1f1b"}, 1 / 5, 20)],
+)
+def test_a_schedule_is_drawn_with_its_bubble(
+    tmp_path: Path, options: dict[str, Any], ideal: float, num_works: int
+) -> None:
+    of_ranks = run_on_warm_ranks(_drawn, 2, f"{tmp_path}/schedule.svg", options)
+    assert len(set(of_ranks)) == 1
+    bubble, ideal_bubble, num_batches = of_ranks[0]
+    assert 0 < bubble < 1
+    assert ideal_bubble == pytest.approx(ideal)
+    assert num_batches == 1
+    picture = xml.dom.minidom.parse(f"{tmp_path}/schedule.svg")
+    works = [title.firstChild.data for title in picture.getElementsByTagName("title")]  # type: ignore[union-attr]
+    assert len(works) == num_works
+    assert any(work.startswith("stage backward, stage 0, micro-batch 1: ") for work in works)
 
 
 def _further_runs() -> dict[str, Any]:

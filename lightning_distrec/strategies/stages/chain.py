@@ -52,6 +52,7 @@ def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> St
 
     Raises ConfigError: there is no such chain, or it has too few blocks; UnsupportedError: see `_refuse`.
     """
+    _refuse_lazy(module)
     chain = find_chain(module, options.chain)
     _refuse(module, chain)
     outside = _outside_of_chain(module, chain, options)
@@ -171,14 +172,18 @@ def _is_below(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def _refuse(module: nn.Module, chain: Chain) -> None:
-    """Raise UnsupportedError where stages would not have the numbers of one process, ConfigError: no shapes yet."""
+def _refuse_lazy(module: nn.Module) -> None:
+    """Raise ConfigError: a parameter has no shape yet."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
                 f"'{name}' has no shape before the first forward (a lazy module). Run one batch through the module "
                 "before fit, in configure_model for example, or give the layer its size."
             )
+
+
+def _refuse(module: nn.Module, chain: Chain) -> None:
+    """Raise UnsupportedError where stages would not have the numbers of one process."""
     for path, submodule in module.named_modules():
         if isinstance(submodule, NORMS) and submodule.track_running_stats:
             raise UnsupportedError(

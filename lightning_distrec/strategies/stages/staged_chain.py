@@ -121,4 +121,5 @@ class StagedChain:
             self._infers = False
             return output.sum()
         assert self._loss_of is not None
-        return self._loss_of(output, int(number))
+        with spans.span(f"{spans.STAGE_LOSS} {self._ranks.num_stages - 1} {int(number)}"):
+            return self._loss_of(output, int(number))

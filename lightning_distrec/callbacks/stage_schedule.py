@@ -1,0 +1,169 @@
+"""A picture of one step of pipeline_parallel: which stage computes which micro-batch when, and how long ranks idle."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_distrec.callbacks.trace import align_clocks
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.spans import STAGE_BACKWARD, STAGE_FORWARD, STAGE_LOSS, Span, subscribe
+
+KINDS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS)
+COLORS = ("#4c9be8", "#f0a04b", "#8bc48a")
+WIDTH, ROW, LEFT, TOP = 960, 34, 70, 46
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes: a micro-batch of a stage, from `begin` to `end` in seconds."""
+
+    rank: int
+    kind: int
+    stage: int
+    microbatch: int
+    begin: float
+    end: float
+
+
+class StageSchedule(Callback):
+    """Draws one step of every rank of the first pipeline, and compares the time that ranks idle with the ideal.
+
+    Its spans are the host's: on a GPU they end when work is queued. One step has an exchange more.
+
+    Args:
+        path: the picture, a file that ends in .svg. Missing folders are created.
+        step: the batch that is drawn, counted from 0 within a fit; the first ones are slower than others.
+    """
+
+    def __init__(self, path: str = "stage_schedule.svg", step: int = 10) -> None:
+        if step < 0 or Path(path).suffix != ".svg":
+            raise ConfigError(f"StageSchedule: path={path!r} must end in .svg, and step={step} be at least 0.")
+        self._path, self._step = Path(path), step
+        self._seen = 0
+        self._zero = 0.0
+        self._spans: list[Span] = []
+        self._unsubscribe: Callable[[], None] | None = None
+        self.bubble: float | None = None
+        """Share of the ranks' time between the first and the last work of the step in which they idle."""
+        self.ideal_bubble: float | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collective. Compare the ranks' clocks. Raises ConfigError: the strategy has no stages."""
+        if getattr(trainer.strategy, "strategy_name", "") != "pipeline_parallel":
+            raise ConfigError("StageSchedule draws the stages of strategy='pipeline_parallel'. Use Timeline with others.")
+        self._seen, self._zero = 0, align_clocks(trainer.strategy.root_device)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._seen == self._step:
+            self._spans = []
+            self._unsubscribe = subscribe(self._spans.append)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seen += 1
+        if self._unsubscribe is None:
+            return
+        self._unsubscribe()
+        self._unsubscribe = None
+        ranks: Any = trainer.strategy.ranks  # type: ignore[attr-defined]
+        work = [each for each in self._gathered(trainer.strategy.root_device) if each.rank < ranks.num_ranks]
+        microbatches = 1 + max(each.microbatch for each in work)
+        self.bubble = bubble_of(work, ranks.num_ranks)
+        self.ideal_bubble = ideal_bubble(ranks.num_ranks, ranks.num_stages, microbatches)
+        if trainer.is_global_zero:
+            title = (
+                f"Step {self._step}: {ranks.num_stages} stages on {ranks.num_ranks} ranks, {microbatches} micro-batches; "
+                f"ranks idle {self.bubble:.1%} of the time, ideal {self.ideal_bubble:.1%}"
+            )
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(picture_of(work, title))
+            rank_zero_info(f"StageSchedule: {title}. Drawn in {self._path}.")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+    def _gathered(self, device: torch.device) -> list[Work]:
+        """Collective. Return the work of all ranks."""
+        rows = []
+        for span in self._spans:
+            kind = next((i for i, name in enumerate(KINDS) if span.name.startswith(f"{name} ")), None)
+            if kind is not None:
+                stage, microbatch = map(int, span.name.split()[-2:])
+                rows.append([kind, stage, microbatch, span.begin - self._zero, span.end - self._zero])
+        mine = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5)
+        counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, torch.tensor([len(mine)], device=device))
+        padded = torch.zeros(int(max(counts)), 5, dtype=torch.float64, device=device)
+        padded[: len(mine)] = mine
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded)
+        return [
+            Work(rank, int(kind), int(stage), int(microbatch), begin, end)
+            for rank, (of_rank, count) in enumerate(zip(gathered, counts, strict=True))
+            for kind, stage, microbatch, begin, end in of_rank[: int(count)].tolist()
+        ]
+
+
+def ideal_bubble(num_ranks: int, num_stages: int, microbatches: int) -> float:
+    """Return the idle share of a schedule whose stages take equal times, and whose exchanges take none.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2: the ratio
+    to useful time is (ranks - 1) / (stages per rank * micro-batches).
+    """
+    return (num_ranks - 1) / (num_stages // num_ranks * microbatches + num_ranks - 1)
+
+
+def bubble_of(work: list[Work], num_ranks: int) -> float:
+    """Return the share of the ranks' time, from the first work to the last, in which they do none of it."""
+    seconds = max(each.end for each in work) - min(each.begin for each in work)
+    return 1.0 - sum(each.end - each.begin for each in work) / (seconds * num_ranks)
+
+
+def picture_of(work: list[Work], title: str) -> str:
+    """Return an SVG: a row for each rank, from left to right what it computes."""
+    begin, end = min(each.begin for each in work), max(each.end for each in work)
+    scale = (WIDTH - LEFT - 10) / (end - begin)
+    rows = 1 + max(each.rank for each in work)
+    num_stages = 1 + max(each.stage for each in work)
+    height = TOP + rows * ROW + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/><text x="10" y="20" font-size="13">{title}</text>',
+    ]
+    for rank in range(rows):
+        y = TOP + rank * ROW
+        parts.append(f'<text x="10" y="{y + 19}">rank {rank}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 10}" height="{ROW - 6}" fill="#e9edf1"/>')
+    for each in work:
+        x, width = LEFT + (each.begin - begin) * scale, (each.end - each.begin) * scale
+        y, opacity = TOP + each.rank * ROW, 1.0 - 0.5 * (each.stage // rows) / max(1, num_stages // rows)
+        name = f"{KINDS[each.kind]}, stage {each.stage}, micro-batch {each.microbatch}"
+        milliseconds = 1000 * (each.end - each.begin)
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 6}" fill="{COLORS[each.kind]}" '
+            f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5">'
+            f"<title>{name}: {milliseconds:.2f} ms</title></rect>"
+        )
+        if width > 14:
+            parts.append(f'<text x="{x + width / 2:.2f}" y="{y + 18}" text-anchor="middle">{each.microbatch}</text>')
+    y = TOP + rows * ROW + 8
+    for i, (kind, color) in enumerate(zip(("forward", "backward", "loss"), COLORS, strict=True)):
+        x = LEFT + 110 * i
+        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{color}"/>')
+        parts.append(f'<text x="{x + 20}" y="{y + 12}">{kind}</text>')
+    parts.append(f'<text x="{WIDTH - 10}" y="{y + 12}" text-anchor="end">{1000 * (end - begin):.1f} ms</text></svg>')
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,174 @@
+"""What `pipeline_parallel` cannot do exactly, refused on every rank."""
+
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_distrec import PipelineParallelStrategy
+from lightning_distrec.errors import DistRecError
+from tests.support.chain_models import Sequence, Transformer
+from tests.support.dense_models import TwoByHand, WithBatchNorm, WithEmbedding, loader
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import DEFAULTS
+
+
+class AfterTheChain(Transformer):
+    """Uses a weight before the chain that is registered after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.ParameterList([torch.ones(1)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs * self.late[0])
+
+
+class Between(Sequence):
+    """Computes something between two blocks."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.model[0](inputs)
+        for layer in list(self.model)[1:]:
+            hidden = layer(hidden * 2)
+        return hidden
+
+
+class PerExample(Sequence):
+    """Passes blocks an argument with a row for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleList(Shifted() for _ in range(2))  # type: ignore[assignment]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs
+        for layer in self.model:
+            hidden = layer(hidden, inputs)
+        return hidden.sum(1, keepdim=True)
+
+
+class Shifted(nn.Module):
+    """A layer of two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, inputs: Tensor, shift: Tensor) -> Tensor:
+        return self.layer(inputs) + shift
+
+
+class Summed(Sequence):
+    """Its loss is a sum over examples."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return functional.mse_loss(self(batch[0]), batch[1], reduction="sum")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class Flattened(Sequence):
+    """Its optimizer needs all gradients at once."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Stale(Sequence):
+    """Its optimizer has parameters from before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = list(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.kept, 0.1)
+
+
+class Clips(Sequence):
+    """Clips by hand."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class Differs(Sequence):
+    """Every rank draws its own order."""
+
+    def train_dataloader(self) -> Any:
+        return loader(rank_and_num_ranks()[0], 2)
+
+
+def _refused(kind: type[pl.LightningModule], options: dict[str, Any], settings: dict[str, Any]) -> str:
+    if settings == AVERAGED:
+        settings = {"callbacks": [EMAWeightAveraging()]}
+    trainer = pl.Trainer(
+        strategy=PipelineParallelStrategy(**options), devices=rank_and_num_ranks()[1], **DEFAULTS | settings
+    )
+    train = None if issubclass(kind, Sequence | Transformer) else loader()
+    try:
+        trainer.fit(kind(), train)
+    except DistRecError as error:
+        return f"{type(error).__name__}: {re.sub('^rank 0: ', '', str(error))}"
+    return "nothing"
+
+
+AVERAGED = {"callbacks": "averages"}
+MICRO = {"schedule": "1f1b"}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "weights after the chain": (
+        (_refused, AfterTheChain, {}, {}),
+        "UnsupportedError: the input of 'blocks' depends on weights that the last stage has",
+    ),
+    "between": ((_refused, Between, {}, {}), "UnsupportedError: forward computes something between 'model.0' and"),
+    "arguments of examples": (
+        (_refused, PerExample, {}, {}),
+        "UnsupportedError: blocks of 'model' take a second argument of shape (4, 12), with as many rows as the batch",
+    ),
+    "sum": ((_refused, Summed, MICRO, {}), "UnsupportedError: training_step's loss of the first batch is "),
+    "batch norm": ((_refused, WithBatchNorm, {}, {}), "UnsupportedError: 'net.1' (BatchNorm1d) keeps the statistics"),
+    "by hand": ((_refused, TwoByHand, {}, {}), "UnsupportedError: automatic_optimization=False: stages run backward"),
+    "sparse": ((_refused, WithEmbedding, {}, {}), "UnsupportedError: 'table' has sparse gradients"),
+    "averages": ((_refused, Sequence, {}, AVERAGED), "UnsupportedError: EMAWeightAveraging averages all weights on"),
+    "precision": ((_refused, Sequence, {}, {"precision": "16-true"}), "UnsupportedError: Trainer(precision='16-true')"),
+    "optimizer": ((_refused, Flattened, {}, {}), "OptimizerError: pipeline_parallel: LBFGS is not known to update each"),
+    "stale": ((_refused, Stale, {}, {}), "OptimizerError: configure_optimizers gave SGD, param group 0, a parameter of"),
+    "clips": ((_refused, Clips, {}, {}), "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients"),
+    "batches": ((_refused, Differs, {}, {}), "DataError: training_step: the ranks of a pipeline have different batches"),
+    "stages": ((_refused, Sequence, {"stages": 3}, {}), "ConfigError: pipeline_parallel: 2 ranks cannot be pipelines of"),
+    "a sum of the batch": ((_refused, Summed, {}, {}), "nothing"),
+    "arguments, by micro-batch": ((_refused, PerExample, MICRO, {}), "nothing"),
+    "moved to the first stage": ((_refused, AfterTheChain, {"first_stage": ["late"]}, {}), "nothing"),
+}
+
+
+def test_what_cannot_be_exact_is_refused_on_every_rank() -> None:
+    of_ranks = run_each_on_ranks({name: call for name, (call, _) in REFUSED.items()}, 2)
+    for name, (_, wanted) in REFUSED.items():
+        for of_rank in of_ranks:
+            assert of_rank[name].startswith(wanted), name
+
+
+class FirstWeightsInTheLoss(Transformer):
+    """Adds a term over a weight of the first stage to its loss."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.lift.weight.square().sum()
+
+
+def _fails() -> None:
+    trainer = pl.Trainer(strategy=PipelineParallelStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
+    trainer.fit(FirstWeightsInTheLoss())
+
+
+@pytest.mark.slow
+def test_a_loss_over_weights_of_another_stage_is_refused() -> None:
+    with pytest.raises(RankFailed, match="what a step returns or logs depends on weights that another stage has"):
+        run_on_ranks(_fails, 2, timeout_seconds=60)
