@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "clipped and accumulated": (_fit, "Sequence", {"microbatches": 2}, CLIPPED),
     "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
     "transformer": (_fit, "Transformer", {}, CLIPPED),
+    "arguments of examples": (_fit, "PerExample", {"microbatches": 2}, {}),
     "1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, CLIPPED),
     "interleaved": (_fit, "Transformer", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, CLIPPED),
 }

@@ -39,31 +39,6 @@ class Between(Sequence):
         return hidden
 
 
-class PerExample(Sequence):
-    """Passes blocks an argument with a row for each example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.ModuleList(Shifted() for _ in range(2))  # type: ignore[assignment]
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = inputs
-        for layer in self.model:
-            hidden = layer(hidden, inputs)
-        return hidden.sum(1, keepdim=True)
-
-
-class Shifted(nn.Module):
-    """A layer of two arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(12, 12)
-
-    def forward(self, inputs: Tensor, shift: Tensor) -> Tensor:
-        return self.layer(inputs) + shift
-
-
 class Summed(Sequence):
     """Its loss is a sum over examples."""
 
@@ -128,10 +103,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "UnsupportedError: the input of 'blocks' depends on weights that the last stage has",
     ),
     "between": ((_refused, Between, {}, {}), "UnsupportedError: forward computes something between 'model.0' and"),
-    "arguments of examples": (
-        (_refused, PerExample, {}, {}),
-        "UnsupportedError: blocks of 'model' take a second argument of shape (4, 12), with as many rows as the batch",
-    ),
     "sum": ((_refused, Summed, MICRO, {}), "UnsupportedError: training_step's loss of the first batch is "),
     "batch norm": ((_refused, WithBatchNorm, {}, {}), "UnsupportedError: 'net.1' (BatchNorm1d) keeps the statistics"),
     "by hand": ((_refused, TwoByHand, {}, {}), "UnsupportedError: automatic_optimization=False: stages run backward"),
@@ -144,7 +115,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "batches": ((_refused, Differs, {}, {}), "DataError: training_step: the ranks of a pipeline have different batches"),
     "stages": ((_refused, Sequence, {"stages": 3}, {}), "ConfigError: pipeline_parallel: 2 ranks cannot be pipelines of"),
     "a sum of the batch": ((_refused, Summed, {}, {}), "nothing"),
-    "arguments, by micro-batch": ((_refused, PerExample, MICRO, {}), "nothing"),
     "moved to the first stage": ((_refused, AfterTheChain, {"first_stage": ["late"]}, {}), "nothing"),
 }
 

@@ -82,4 +82,31 @@ class Transformer(Logging):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
-CHAINS: dict[str, type[Logging]] = {"Sequence": Sequence, "Transformer": Transformer}
+class PerExample(Logging):
+    """Passes its blocks a tensor with a row for each example, one for all, and computes with the batch before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.model = nn.ModuleList(Shifted() for _ in range(3))
+        self.register_buffer("all", torch.ones(4, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for layer in self.model:
+            hidden = layer(hidden, inputs.sin(), scale=self.all)
+        return hidden.sum(1, keepdim=True)
+
+
+class Shifted(nn.Module):
+    """A layer of three arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return self.layer(inputs) * scale.mean() + shift
+
+
+CHAINS: dict[str, type[Logging]] = {"Sequence": Sequence, "Transformer": Transformer, "PerExample": PerExample}

@@ -14,6 +14,7 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
 from lightning_distrec.strategies.stages.absent import WAY_OUT, is_absent
 from lightning_distrec.strategies.stages.chain import StageLayout
+from lightning_distrec.strategies.stages.divided_arguments import DividedArguments
 from lightning_distrec.strategies.stages.draws import StepDraws
 from lightning_distrec.strategies.stages.gradients import GradientsAside, PartGradients, average_over_replicas
 from lightning_distrec.strategies.stages.logged_values import Call, LoggedValues
@@ -47,6 +48,7 @@ class PipelinedModule:
         self._step = StepOverChain(layout.chain)
         self._chain = StagedChain(layout, ranks, options.schedule, device, context)
         self._log = LoggedValues(module)
+        self._arguments = DividedArguments()
         self._own = own_parameters(module)
         self._draws = StepDraws(consensus.all_gather(torch.initial_seed())[0])
         self._is_last = ranks.num_stages - 1 in ranks.stages
@@ -93,7 +95,7 @@ class PipelinedModule:
                 of_parts.gradients = gradient.chunk(num)
             return of_parts.loss_of(output, number)
 
-        self._compute([entry], self._split(entry, num, run), loss_of)
+        self._compute([entry], self._split(entry, num, step, batch, others), loss_of)
         return found.result, self._message(found, torch.ones(1, dtype=torch.float64))
 
     def _by_microbatch(self, step: Step, batch: Any, others: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
@@ -170,8 +172,9 @@ class PipelinedModule:
         run = partial(step, batch, *others)
         entry = self._enter(name, [run])[0]
         num = num_parts(len(entry.value), self._options.microbatches)
+        arguments = self._split(entry, num, step, batch, others)
         with self._draws.of(-1 - self._ranks.rank):
-            outputs = self._chain.compute(entry.value, self._split(entry, num, run), None)
+            outputs = self._chain.compute(entry.value, arguments, None)
         found = _Found()
         if self._is_last:
             self._leave_evaluation(run, torch.cat(outputs), found)
@@ -214,22 +217,15 @@ class PipelinedModule:
         self._entered.add(name)
         return self._consensus.all_or_none(f"the first {name}", enter)
 
-    def _split(self, entry: Entry, num: int, run: Callable[[], Any]) -> list[Any]:
-        """Return the blocks' other arguments for each micro-batch. Raises UnsupportedError: it is not clear how."""
-        size = len(entry.value)
+    def _split(self, entry: Entry, num: int, step: Step, batch: Any, others: Sequence[Any]) -> list[Any]:
+        """Return the blocks' other arguments for each micro-batch. Raises UnsupportedError: see DividedArguments."""
 
-        def check(tensor: Tensor) -> None:
-            if tensor.dim() and len(tensor) == size:
-                raise UnsupportedError(
-                    f"blocks of '{self._layout.chain.path}' take a second argument of shape {tuple(tensor.shape)}, "
-                    f"with as many rows as the batch has examples, {size}: whether it is to be divided into "
-                    "micro-batches cannot be known. Use schedule='1f1b', which computes it for each micro-batch, or "
-                    "microbatches=1."
-                )
+        def enter_part() -> Entry:
+            part = parts_of(batch, num, size_of(batch))[0]
+            with self._draws.of(0), self._log.recorded():
+                return self._step.enter(partial(step, part, *others))
 
-        if num > 1:
-            apply_to_collection(entry.others, Tensor, check)
-        return [entry.others] * num
+        return self._arguments.of(entry, num, enter_part)
 
     def _message(self, found: "_Found", weights: Tensor, with_result: bool = False) -> dict[str, Any]:
         """Collective among the ranks of a pipeline. Return what the last stage has found."""
