@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.planning.table_options import TableOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.sharded_l2 import sharded_l2
+    from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -54,6 +55,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "PlanLogger",
     "PlanningOptions",
+    "PowerSGDOptions",
     "QuantizedComms",
     "RankMonitor",
     "ScaledLearningRate",
@@ -70,6 +72,7 @@ __all__ = [
 
 _HOMES = {
     "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
+    "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.powersgd",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",

@@ -305,3 +305,8 @@ def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def scale_all(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device and type by a number, in place and by few kernels. Source: as above."""
     torch._foreach_mul_(tensors, factor)
+
+
+def has_comm_hook(ddp: Any) -> bool:
+    """Return whether a function in Python exchanges DDP's gradients. Source: DistributedDataParallel._comm_hooks."""
+    return bool(ddp._comm_hooks)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_distrec._compat.torch import watch_collectives
+from lightning_distrec._compat.torch import has_comm_hook, watch_collectives
 from lightning_distrec._compat.torchrec import ddp_of_data_parallel_tables
 from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
@@ -116,7 +116,8 @@ class Communication(Callback):
             return
         local = environ.get("LOCAL_WORLD_SIZE", "")
         self._ranks_on_node = int(local) if local.isdecimal() and int(local) else None
-        self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in ddps_of(trainer)]
+        reducing = [ddp for ddp in ddps_of(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
+        self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in reducing]
         self._unwatch = watch_collectives((*EXCHANGES, *RINGS), self._count_call)
 
     @override

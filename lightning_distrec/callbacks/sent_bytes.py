@@ -26,6 +26,8 @@ RINGS = (
 """The bytes depend on the backend's algorithm; they are counted as those of a ring of all ranks."""
 WITH_FUTURES = (*EXCHANGES, "all_reduce", "all_gather", "broadcast")
 """Gloo shows when these are complete; of the others, such as reduce_scatter_tensor, it has no future."""
+HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
+"""The modules that exchange DDP's gradients in Python."""
 
 
 def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
@@ -38,7 +40,9 @@ def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
         return IDS
     if name in EXCHANGES or caller.startswith("torchrec.distributed.comm_ops"):
         return ROW_GRADIENTS if in_backward() else ROWS
-    return REPLICAS if caller.startswith("lightning_distrec.sharding.groups.") else OTHER
+    if caller.startswith("lightning_distrec.sharding.groups."):
+        return REPLICAS
+    return DENSE_GRADIENTS if caller.startswith(HOOKS) else OTHER
 
 
 def exchanged_bytes(

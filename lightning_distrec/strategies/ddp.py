@@ -35,12 +35,14 @@ from lightning_distrec.strategies.data_parallel.join import (
     refuse_target,
     refuse_to_join,
 )
+from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD, PowerSGDOptions, refuse_powersgd
 from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, max_dense_bytes
 from lightning_distrec.strategies.data_parallel.sparse_trial import NoSparseTrial, SparseTrial, is_worth_a_trial
 from lightning_distrec.strategies.estimates.activation_budget import activation_budget
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
+from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.precision import MatmulPrecision
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
@@ -57,6 +59,8 @@ class DDPRun(Run):
     """Lets ranks whose batches have ended join the others' steps."""
     sparse_trial: SparseTrial | NoSparseTrial = field(default_factory=NoSparseTrial)
     """Times both ways to exchange sparse gradients in the first steps."""
+    compression: PowerSGD | None = None
+    """Compresses gradients; None: they are sent as they are."""
     activations: CheckpointedLayers | NothingCheckpointed = field(default_factory=NothingCheckpointed)
     """The layers that recompute their activations."""
 
@@ -71,6 +75,8 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         comm_dtype: the type in which gradients are sent and added up: "fp32", or "bf16" or "fp16", which halve the
             bytes and give other numbers.
+        powersgd: matrix_rank, start_step: send gradients as products of two matrices, which is many times fewer bytes,
+            and inexact; see PowerSGDOptions.
         activation_checkpointing: layers that recompute their activations in backward instead of keeping them; same
             numbers. true: all layers of parts that repeat, like a transformer's; or a list of class names and paths;
             "auto", or a size like "4GiB": as few of those as it takes for activations to fit into 80 % of the rank's
@@ -101,6 +107,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self,
         bucket_cap_mb: float = 25.0,
         comm_dtype: CommDtype = "fp32",
+        powersgd: PowerSGDOptions | dict[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointing = False,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -115,6 +122,11 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         watchdog_seconds: float = 30.0,
     ) -> None:
         check_exchange(comm_dtype, sparse_grads)
+        if powersgd is not None and comm_dtype != "fp32":
+            raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
+        if powersgd is not None and uneven_inputs == "join":
+            raise ConfigError("powersgd and uneven_inputs='join' were not tried together. Set uneven_inputs='stop'.")
+        self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
         check_option(activation_checkpointing)
         if bucket_cap_mb <= 0:
             raise ConfigError(f"bucket_cap_mb={bucket_cap_mb!r}: must be above 0 MiB.")
@@ -166,6 +178,10 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         if run.is_fitting and self._checkpointed:
             run.activations = CheckpointedLayers(run.module, self._checkpointed, run.session.consensus)
             run.undo.callback(run.activations.undo)
+        if trains_with_others and self._powersgd is not None:
+            refuse_powersgd(run.module, str(trainer.precision))
+            run.compression = PowerSGD(run.module, self._powersgd)
+            run.session.checkpoints.positions.keep_by_rank("powersgd", run.compression)
         super().setup(trainer)
         run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
         if trains_with_others and self._zero_optimizer:
@@ -179,7 +195,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         is_first = self.model is run.module
         run.buffers.stop()
         run.buffers, self.model = NoBroadcasts(), run.module  # the last references: an old wrapper's hooks go with it
-        ddp = self._exchange.wrap(run.module, self.determine_ddp_device_ids(), send_weights=is_first)
+        ddp = self._exchange.wrap(run.module, self.determine_ddp_device_ids(), is_first, run.compression)
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
         run.frozen = FrozenLayers(run.module.parameters())

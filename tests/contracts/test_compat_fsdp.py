@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
@@ -232,3 +233,16 @@ def test_undo_fully_shard_leaves_a_module_that_is_pickled_and_sharded_again() ->
         assert not any(of_rank["same"].values()), of_rank
         assert of_rank["class"] == "FSDPSequential"
         assert of_rank["size"]
+
+
+def _hooked() -> list[bool]:
+    rank, num_ranks = rank_and_num_ranks()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    found = [_torch.has_comm_hook(ddp)]
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return [*found, _torch.has_comm_hook(ddp)]
+
+
+def test_has_comm_hook_tells_that_a_hook_was_registered() -> None:
+    assert run_on_ranks(_hooked, 1) == [[False, True]]

@@ -65,7 +65,7 @@ class Checkpointing:
         self._job: JobFit | None = None
         self._incremental: IncrementalSaves | None = None
         self._state_ranks: StateRanks | None = None
-        self._positions = Positions(consensus)
+        self.positions = Positions(consensus)
         self._savers: list[Saver | Copies] = [self._saver] if copies is None else [self._saver, copies]
         self._has_started = False
         self._warned: set[str] = set()
@@ -73,7 +73,7 @@ class Checkpointing:
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
         """Drop what belongs to the run before; called when a run's set-up starts. job: what its checkpoints are of."""
         self._module, self._tables, self._state_ranks, self._job, self._incremental = module, None, None, job, None
-        self._positions = Positions(self._ranks)
+        self.positions = Positions(self._ranks)
 
     def begin(self, tables: SavedTables | None) -> None:
         """Collective, when a run is set up. Load the weights that it starts from, unless an earlier run has.
@@ -152,7 +152,7 @@ class Checkpointing:
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *own]
         is_copy = self.copies is not None and self.copies.is_copy(path)
         where: str = str(path) if is_copy else self._ranks.all_gather(str(path))[0]
-        rank_state = self._positions.take_out(checkpoint)
+        rank_state = self.positions.take_out(checkpoint)
         facts = {
             "job": self._label_of(checkpoint, None if is_copy else where),
             "versions": str(find_installed()),
@@ -167,7 +167,7 @@ class Checkpointing:
         uses_io = is_elsewhere(where, io) or storage_options is not None
         snapshot: Writable
         if not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks)):
-            checkpoint = self._positions.left_in(checkpoint, rank_state)
+            checkpoint = self.positions.left_in(checkpoint, rank_state)
             target = Path(where).absolute()
             file = take_file_snapshot(target, checkpoint, rank_state, facts, self._ranks, plan_files, pickles)
             if uses_io:
@@ -250,7 +250,7 @@ class Checkpointing:
     def _resume(self, path: str | Path, loaded: Loaded) -> None:
         """Raises CheckpointError: the state of the loops, or of this rank, lacks something."""
         try:
-            self._positions.restore(loaded)
+            self.positions.restore(loaded)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path} is damaged: {STATE_FILE} or {rank_file(self._ranks.rank)} is not as written ({error!r})."
@@ -258,11 +258,11 @@ class Checkpointing:
 
     def keep_position(self, loader: Any) -> Any:
         """Return a training loader whose position is in the checkpoints."""
-        return self._positions.keep(loader)
+        return self.positions.keep(loader)
 
     def on_train_start(self) -> None:
         """Set random generators and Lightning's count of batches to where the checkpoint was saved, if any."""
-        self._positions.on_train_start(self._module.trainer)
+        self.positions.on_train_start(self._module.trainer)
 
     def _load(self, path: str | Path) -> Loaded:
         pickles, rank, num_ranks = self.options.pickles, self._ranks.rank, self._ranks.num_ranks

@@ -1,7 +1,7 @@
 """Where a run continues, in the middle of an epoch too: loaders' positions, random generators, Lightning's counters."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -17,12 +17,23 @@ POSITIONS = "distrec_positions"
 """Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them, ignores it."""
 
 
+class KeptByRank(Protocol):
+    """Something of which each rank has its own state."""
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's."""
+
+    def restore(self, of_rank: Mapping[str, Any] | None, of_rank_0: Mapping[str, Any] | None) -> None:
+        """Set it; None: of another number of ranks, or not in the checkpoint."""
+
+
 class Positions:
     """The positions of one fit: what checkpoints get of them, and what they are set to on resuming."""
 
     def __init__(self, ranks: Consensus) -> None:
         self._ranks = ranks
         self._loaders: list[Any] = []
+        self._kept_by_rank: dict[str, KeptByRank] = {}
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
         self._begins_at_an_end = False
@@ -33,6 +44,10 @@ class Positions:
         kept = resumable(loader, self._ranks.rank, self._ranks.num_ranks, rank_zero_warn)
         self._loaders.append(kept)
         return kept
+
+    def keep_by_rank(self, name: str, kept: "KeptByRank") -> None:
+        """Save what each rank has of its own under this name."""
+        self._kept_by_rank[name] = kept
 
     @property
     def _are_kept(self) -> bool:
@@ -48,7 +63,8 @@ class Positions:
         mine: list[Any] = state.pop("combined_loader", [])
         if shared := states_of_all_ranks(self._ranks.all_gather(mine)):
             state[POSITIONS] = shared
-        return {"loaders": mine, "generators": generator_states()}
+        kept = {name: kept.state() for name, kept in self._kept_by_rank.items()}
+        return {"loaders": mine, "generators": generator_states(), **kept}
 
     def left_in(self, checkpoint: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint for stock Lightning, which takes rank 0's loaders' states where there is no position."""
@@ -78,6 +94,8 @@ class Positions:
                     "the checkpoint holds a state of the dataloader for each of its ranks, which does not fit another "
                     "number of ranks: an epoch that it was in the middle of starts again."
                 )
+        for name, kept in self._kept_by_rank.items():
+            kept.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))
         adapt_progress(fit_loop, self._ranks.num_ranks)
         epochs = fit_loop["epoch_progress"]["current"]
         is_last = fit_loop["epoch_loop.batch_progress"]["is_last_batch"]

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
+from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD
 from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, averaging, picklable_hook
 
 CommDtype = Literal["fp32", "bf16", "fp16"]
@@ -31,7 +32,9 @@ class GradientExchange:
     find_unused_parameters: bool
     static_graph: bool
 
-    def wrap(self, module: nn.Module, device_ids: list[int] | None, send_weights: bool) -> DistributedDataParallel:
+    def wrap(
+        self, module: nn.Module, device_ids: list[int] | None, send_weights: bool, compression: PowerSGD | None
+    ) -> DistributedDataParallel:
         """Collective. Return the module in DDP. send_weights: whether rank 0's are sent to the others."""
         ddp = DistributedDataParallel(
             module,
@@ -42,7 +45,10 @@ class GradientExchange:
             gradient_as_bucket_view=True,
             init_sync=send_weights,
         )
-        if self.comm_dtype != "fp32":
+        if compression is not None:
+            compression.begin_wrapper()
+            ddp.register_comm_hook(None, compression)
+        elif self.comm_dtype != "fp32":
             ddp.register_comm_hook(None, picklable_hook(_compress, DTYPES[self.comm_dtype]))
         elif sparse_weights(ddp.module):
             ddp.register_comm_hook(None, averaging(self.max_dense_bytes))
