@@ -9,6 +9,9 @@ T = TypeVar("T")
 class MinReduction(Protocol):
     """A min all-reduce in flight."""
 
+    received: list[list[int]]
+    """What each rank has sent to this one along with it, after `wait`."""
+
     def wait(self) -> list[int]:
         """Return the smallest of each number."""
 
@@ -24,6 +27,9 @@ class Ranks(Protocol):
 
     def start_all_reduce_min(self, *values: int) -> MinReduction:
         """Collective. Start a min all-reduce of each of `values`."""
+
+    def start_min_and_exchange(self, values: tuple[int, ...], to_ranks: list[list[int]]) -> MinReduction:
+        """Collective. Start the same, and send each rank its entry of `to_ranks`, all of one length."""
 
     def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
@@ -38,3 +38,15 @@ def set_fbgemm_iterations(kernel: Any, num_steps: int) -> None:
     """Set a kernel's iteration counters, from which fused Adam computes its bias correction. Source: as above."""
     kernel.iter.fill_(num_steps)
     kernel.iter_cpu.fill_(num_steps)
+
+
+class KernelCall:
+    """Calls a kernel as torchrec's lookups do. ids: (num_ids,). offsets: (num_features * num_bags + 1,)."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Return the bags, (num_bags, sum of widths)."""
+        rows: Tensor = self._kernel(indices=ids.long(), offsets=offsets.long())
+        return rows

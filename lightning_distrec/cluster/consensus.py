@@ -45,6 +45,10 @@ class Consensus:
         """Collective. Start a min all-reduce of each of `values`, and of the flags; see `PendingMin.wait`."""
         return PendingMin(values, self.flags, self.group)
 
+    def start_min_and_exchange(self, values: tuple[int, ...], to_ranks: list[list[int]]) -> "PendingMin":
+        """Collective. As `start_all_reduce_min`; each rank also gets its entry of `to_ranks`: `PendingMin.received`."""
+        return PendingMin(values, self.flags, self.group, to_ranks)
+
     def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
         return self.start_all_reduce_min(value).wait()[0]
@@ -210,15 +214,27 @@ class RankFlags:
 
 
 class PendingMin:
-    """A min all-reduce in flight."""
+    """A min all-reduce in flight; with `to_ranks` an all-to-all, of which the smallest values are taken here."""
 
-    def __init__(self, values: tuple[int, ...], flags: RankFlags, group: Any) -> None:
+    def __init__(
+        self, values: tuple[int, ...], flags: RankFlags, group: Any, to_ranks: list[list[int]] | None = None
+    ) -> None:
         self._flags = flags
-        self._values = torch.tensor((*values, *flags.to_send()))
+        own = (*values, *flags.to_send())
+        self._num_values = len(own)
         self._result: list[int] | None = None
         self._work = None
+        self.received: list[list[int]] = [] if to_ranks is None else to_ranks
+        """What each rank has sent to this one by `to_ranks`, after `wait`."""
+        if to_ranks is None:
+            self._values = torch.tensor([own])
+            if group is not None:
+                self._work = dist.all_reduce(self._values, dist.ReduceOp.MIN, group=group, async_op=True)
+            return
+        sent = torch.tensor([(*own, *numbers) for numbers in to_ranks])
+        self._values = sent if group is None else torch.empty_like(sent)
         if group is not None:
-            self._work = dist.all_reduce(self._values, dist.ReduceOp.MIN, group=group, async_op=True)
+            self._work = dist.all_to_all_single(self._values, sent, group=group, async_op=True)
 
     def wait(self) -> list[int]:
         """Return the smallest of each number; may be called more than once."""
@@ -226,7 +242,11 @@ class PendingMin:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            smallest = self._values.tolist()
+            of_ranks = self._values.tolist()
+            smallest = list(map(min, *of_ranks)) if len(of_ranks) > 1 else of_ranks[0]
+            if self.received:
+                self.received = [of_rank[self._num_values :] for of_rank in of_ranks]
+                smallest = smallest[: self._num_values]
             self._result = smallest[:-NUM_FLAGS]
             self._flags.receive(*smallest[-NUM_FLAGS:])
         return self._result

@@ -34,6 +34,9 @@ class BatchStatus:
     """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both are this rank's.
     A negative minimum: a rank has sent UNREADY or REFUSED."""
     failure: int = NO_FAILURE
+    counts: tuple[tuple[int, ...], ...] = ()
+    """Lookup -> the number of its ids for each rank; once it is agreed, of those from each rank. Empty: none of the
+    tables needs them."""
 
 
 class ControlMessage:
@@ -44,18 +47,24 @@ class ControlMessage:
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
         mins = [smallest for smallest, _ in own.sizes]
         negated_maxs = [-largest for _, largest in own.sizes]
-        self._reduction: MinReduction | None = ranks.start_all_reduce_min(*flags, *mins, *negated_maxs)
+        self._reduction: MinReduction | None
+        if own.counts:
+            to_ranks = [list(of_rank) for of_rank in zip(*own.counts, strict=True)]
+            self._reduction = ranks.start_min_and_exchange((*flags, *mins, *negated_maxs), to_ranks)
+        else:
+            self._reduction = ranks.start_all_reduce_min(*flags, *mins, *negated_maxs)
         self._agreed = own
 
     def read(self) -> BatchStatus:
         """Return the status over all ranks; waits for them the first time."""
         if self._reduction is not None:
             state, ready, in_range, failure, form, negated_form, *sizes = self._reduction.wait()
+            counts = tuple(zip(*self._reduction.received, strict=True))
             self._reduction = None
             half = len(sizes) // 2
             pairs = tuple((smallest, -negated) for smallest, negated in zip(sizes[:half], sizes[half:], strict=True))
             ready = ready and (form == -negated_form or not in_range)
-            self._agreed = BatchStatus(state, bool(ready), bool(in_range), form, pairs, failure)
+            self._agreed = BatchStatus(state, bool(ready), bool(in_range), form, pairs, failure, counts)
         return self._agreed
 
     def wait_up_to(self, seconds: float) -> None:

@@ -26,6 +26,12 @@ class PreparedLookup(Protocol):
     """The minimum and maximum number of examples over ranks, once they are known."""
     late_weights: Any
     """Weights that follow the ids, or what stands for them until the call; None: there are none."""
+    received: tuple[int, ...] | None
+    """How many ids come from each rank, once that is known."""
+
+    @property
+    def counts(self) -> list[int] | None:
+        """How many ids each rank gets; None where that need not be known before they are sent."""
 
 
 class Prefetchable(Protocol):
@@ -33,6 +39,8 @@ class Prefetchable(Protocol):
 
     early: bool
     """Whether rows may be looked up before the call: an extra forward changes nothing."""
+    exchanges_counts: bool
+    """Whether ranks know how many ids they get before these are sent; alike on all ranks."""
 
     def prepare(self, arguments: tuple[Any, ...]) -> Any:
         """Return the PreparedLookup of a call with these arguments; nothing leaves the rank."""
@@ -180,7 +188,8 @@ class InFlightBatch:
             return BatchStatus(self.state, ready=False)
         in_range = all(lookup.request.problem is None for lookup in self.prefetched)
         sizes, form = tuple(self._sizes()), self._form()
-        return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes)
+        counts = tuple(() if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._own)
+        return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts)
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         assert self._step is not None
@@ -219,17 +228,19 @@ class InFlightBatch:
             if not status.ready:
                 self.prefetched = None
             elif self._step is not None:
-                self._take_sizes(self._step, status.sizes)
+                self._take_sizes(self._step, status.sizes, status.counts or ((),) * len(status.sizes))
         return status
 
-    def _take_sizes(self, step: StepCalls, of_lookups: tuple[tuple[int, int], ...]) -> None:
+    def _take_sizes(
+        self, step: StepCalls, of_lookups: tuple[tuple[int, int], ...], counts: tuple[tuple[int, ...], ...]
+    ) -> None:
         # A negative size: some rank has sent UNREADY or REFUSED.
         unready = {call.path for call, sizes in zip(step.calls, of_lookups, strict=False) if sizes[0] < 0}
         self.prefetched, self.by_place = [], step.by_place | unready
-        for call, lookup, sizes in zip(step.calls, self._own, of_lookups, strict=False):
+        for call, lookup, sizes, received in zip(step.calls, self._own, of_lookups, counts, strict=False):
             is_ready = sizes[0] >= 0 and (call.path in step.regular or call.path not in unready)
             if lookup is not None and is_ready:
-                lookup.request.sizes = sizes
+                lookup.request.sizes, lookup.request.received = sizes, received
                 self.prefetched.append(lookup)
 
     @property

@@ -57,6 +57,7 @@ class SparsePipeline:
         self._start_exchange = start_exchange
         self._warn = warn
         self._own_group = ids_have_their_own_group
+        self._exchanges_counts = any(table.exchanges_counts for table in tables.values())
         self._preparing = preparing
         self._learner = Learner(ranks, warn, record)
         self.current: InFlightBatch | None = None
@@ -109,7 +110,11 @@ class SparsePipeline:
         status = BatchStatus() if batch is None else batch.own_status
         width = max((len(of.calls) for of in self._learner.calls.values()), default=0)
         sizes = (*status.sizes, *((0, 0),) * (width - len(status.sizes)))
-        return ControlMessage(self.ranks, replace(status, sizes=sizes, failure=failure))
+        counts: tuple[tuple[int, ...], ...] = ()
+        if self._exchanges_counts:
+            none = (0,) * self.ranks.num_ranks
+            counts = (*(of_lookup or none for of_lookup in status.counts), *(none,) * (width - len(status.counts)))
+        return ControlMessage(self.ranks, replace(status, sizes=sizes, counts=counts, failure=failure))
 
     def hand_out(self, current: InFlightBatch, following: list[InFlightBatch]) -> None:
         """Collective. Note that the step of `current` is next, and that `following` come after it."""

@@ -66,7 +66,19 @@ class LookupOutputs:
                 values = self._typed(rows.values())
             return PooledEmbeddings(self.names, self.widths, order, values=values)
         with order.of(lambda: list(columns.values())):
-            columns = self._columns(rows, features, frozen)
+            columns = dict(zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True))
+            columns = self._columns(columns, features, frozen)
+        return PooledEmbeddings(self.names, self.widths, order, columns=columns)
+
+    def of_columns(
+        self, columns: dict[str, torch.Tensor], features: KeyedJaggedTensor, frozen: set[str], order: BackwardOrder
+    ) -> "PooledEmbeddings":
+        """Return `columns`, by output, as `pooled` does."""
+        if self.summed_means or frozen or self._output_dtype is not None:
+            with order.of(lambda: list(columns.values())):
+                columns = self._columns(columns, features, frozen)
+        else:
+            columns = {name: columns[name] for name in self.names}
         return PooledEmbeddings(self.names, self.widths, order, columns=columns)
 
     def zeros(self, features: KeyedJaggedTensor, looked_up: KeyedTensor | dict[str, JaggedTensor]) -> Any:
@@ -81,8 +93,9 @@ class LookupOutputs:
             found[name] = _with_values(ids, rows.new_zeros(len(ids.values()), width) + rows[:0].sum())
         return found
 
-    def _columns(self, rows: KeyedTensor, features: KeyedJaggedTensor, frozen: set[str]) -> dict[str, torch.Tensor]:
-        columns = dict(zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True))
+    def _columns(
+        self, columns: dict[str, torch.Tensor], features: KeyedJaggedTensor, frozen: set[str]
+    ) -> dict[str, torch.Tensor]:
         if self.summed_means:
             bag_sizes = features.lengths().view(len(features.keys()), -1).clamp(min=1)
             for name, feature in self.summed_means.items():

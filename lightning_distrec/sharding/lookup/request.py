@@ -12,6 +12,7 @@ from lightning_distrec.sharding.lookup.jagged import Padding
 
 if TYPE_CHECKING:
     from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
+    from lightning_distrec.sharding.lookup.short_path import ShortIds
 
 
 class LookupRequest:
@@ -43,11 +44,20 @@ class LookupRequest:
             self.num_examples = features.values().numel()
         self.sizes: tuple[int, int] | None = None
         """The minimum and maximum number of examples over ranks, where they are compared."""
+        self.short: ShortIds | None = None
+        """Its ids on the short path; None: torchrec's modules exchange them."""
+        self.received: tuple[int, ...] | None = None
+        """How many ids this rank gets from each rank, once that is known."""
         self.padding: Padding | None = None
         self.context: Any = None
         """torchrec's, from the input dist to the output dist."""
         self.ids: Any = None
         """torchrec's: the ids whose rows this rank has, once they have arrived."""
+
+    @property
+    def counts(self) -> list[int] | None:
+        """How many ids each rank gets from this one; None: that is exchanged with the ids."""
+        return None if self.short is None else self.short.counts
 
     @property
     def padded_features(self) -> KeyedJaggedTensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from lightning_distrec._compat.fbgemm import fbgemm_kernels, preserve_fbgemm_iterations
+from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor
 from lightning_distrec.errors import IdsError, OptimizerError
@@ -33,6 +33,8 @@ from lightning_distrec.sharding.lookup.lookup_consensus import NO_FORM, LookupCo
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
+from lightning_distrec.sharding.lookup.short_path import can_go_short, short_path_of
+from lightning_distrec.sharding.lookup.short_rows import RowsExchange
 from lightning_distrec.sharding.lookup.weights_exchange import WeightsExchange
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import SMALL_ROWS, Table
@@ -117,6 +119,10 @@ class ShardedLookup:
         self._kernels = fbgemm_kernels(sharded)
         if self._pooled:
             disable_mean_pooling_divisor(sharded)
+        calls = [KernelCall(kernel) for kernel in self._kernels]
+        self._short_path = short_path_of(sharded, calls, self.has_small_ids, check_ids.ranks.num_ranks, device)
+        self.has_short_path = self._short_path is not None
+        """Whether lookups that are prefetched may go the short path; alike on all ranks."""
 
     @torch.compiler.disable
     def __call__(self, make_features: Callable[[], Any]) -> LookedUp:
@@ -155,6 +161,13 @@ class ShardedLookup:
         features, problem_of_ids = self._check_ids.check(features, smallest, largest)
         return LookupRequest(self, features, problem_of_ids, form_of(features, learned is not None), learned)
 
+    def prepare_ahead(self, features: Any) -> LookupRequest:
+        """Return the same for a lookup that is prefetched, which goes the short path where it can."""
+        request = self.prepare(features)
+        if self._short_path is not None and can_go_short(request.features):
+            request.short = self._short_path.prepare(request.features)
+        return request
+
     def pad(self, request: LookupRequest) -> None:
         """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""
         if not self._pooled:
@@ -181,12 +194,18 @@ class ShardedLookup:
         with self._gradients(frozen):
             if self._note_used_tables is not None:
                 self._note_used_tables(used)
-            if late is not None:
-                ids = self._weights_exchange.bring(request, late, learns)
-            exchange = self.sharded.compute_and_output_dist(request.context, ids)
-            arrived = self.update_watch.note_lookup() if self.update_watch and torch.is_grad_enabled() else None
+            if request.short is not None:
+                exchange: Any = request.short.look_up()
+            else:
+                if late is not None:
+                    ids = self._weights_exchange.bring(request, late, learns)
+                exchange = self.sharded.compute_and_output_dist(request.context, ids)
+            hooks = self._gradient_hooks()
             order = BackwardOrder()
-            output = LazyOutput(partial(self._wait_for_rows, request, exchange, frozen, used, order, arrived))
+            if request.short is not None:
+                output = LazyOutput(partial(self._wait_for_columns, request, exchange, frozen, order, hooks))
+            else:
+                output = LazyOutput(partial(self._wait_for_rows, request, exchange, frozen, used, order, hooks))
         self._lazy_outputs.append(output)
         if self._pooled:
             return LazyKeyedTensor(self._outputs.names, self._outputs.widths, output)
@@ -219,7 +238,7 @@ class ShardedLookup:
         frozen: set[str],
         used: set[str],
         order: BackwardOrder,
-        arrived: Callable[[Tensor], None] | None,
+        hooks: list[Callable[[Tensor], None]],
     ) -> PooledEmbeddings | dict[str, JaggedTensor]:
         outputs: list[Tensor] = []
         with order.of(lambda: outputs):
@@ -234,12 +253,11 @@ class ShardedLookup:
             else:
                 jagged = self._outputs.jagged(rows, frozen)
                 outputs += [of.values() for of in jagged.values()]
-        for output in outputs if arrived is not None else ():
-            if output.requires_grad:
-                output.register_hook(arrived)
+        for output in outputs:
+            for hook in hooks if output.requires_grad else ():
+                output.register_hook(hook)
         if OWN.note_rows is not None:
             OWN.note_rows(self.path, outputs)
-        self._refuse_second_gradient(outputs)
         if self._pooled:
             return self._outputs.pooled(rows, request.features, frozen, order)
         for name, of in jagged.items():
@@ -247,11 +265,37 @@ class ShardedLookup:
                 of.values().register_hook(partial(_add, used, self._outputs.table_of[name]))
         return jagged
 
-    def _refuse_second_gradient(self, outputs: list[Tensor]) -> None:
-        """Raise in backward where gradients reach two lookups of a step, and two updates are not one with their sum."""
+    def _wait_for_columns(
+        self,
+        request: LookupRequest,
+        exchange: RowsExchange,
+        frozen: set[str],
+        order: BackwardOrder,
+        hooks: list[Callable[[Tensor], None]],
+    ) -> PooledEmbeddings:
+        columns: dict[str, Tensor] = {}
+        with order.of(lambda: list(columns.values())[:1]):  # they have one node
+            with OWN:
+                columns.update(exchange.wait())
+            if self.on_rows_arrived is not None:
+                self.on_rows_arrived(request)
+        exchange.on_gradient = hooks
+        if OWN.note_rows is not None:
+            OWN.note_rows(self.path, list(columns.values()))
+        return self._outputs.of_columns(columns, request.features, frozen, order)
+
+    def _gradient_hooks(self) -> list[Callable[[Tensor], None]]:
+        """Return what is to be called when a gradient of the rows arrives that are looked up now."""
+        if not torch.is_grad_enabled():
+            return []
+        watched = None if self.update_watch is None else self.update_watch.note_lookup()
+        return [hook for hook in (watched, self._refuse_second_gradient()) if hook is not None]
+
+    def _refuse_second_gradient(self) -> Callable[[Tensor], None] | None:
+        """Return a hook that raises where gradients reach two lookups of a step, and two updates do not add up."""
         updated = self._weights_exchange.updated_per_lookup or self._updated_per_lookup
-        if not updated or not any(output.requires_grad for output in outputs):
-            return
+        if not updated:
+            return None
         lookup = object()
 
         def gradient_arrived(gradient: Tensor) -> None:
@@ -264,9 +308,7 @@ class ShardedLookup:
                     "look all ids up at once."
                 )
 
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(gradient_arrived)
+        return gradient_arrived
 
     @without_guards
     def _frozen(self) -> set[str]:

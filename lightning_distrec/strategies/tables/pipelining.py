@@ -33,9 +33,9 @@ from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
 from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 from lightning_distrec.pipeline.streams import Streams
-from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
+from lightning_distrec.sharding.lookup.short_exchange import start_exchange
 from lightning_distrec.sharding.proxies import PrefetchedLookups, ShardedProxy
 from lightning_distrec.sharding.weights.shard_of import without_guard
 from lightning_distrec.strategies.tables.run_tables import RunTables
@@ -75,12 +75,13 @@ class PrefetchableTable:
         groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
         self._param_groups = list({group.label: group for group in groups}.values())
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
+        self.exchanges_counts = lookup.has_short_path
         self.early = all(tables.updates[name].kind != "fused_lazy" for name in names)
 
     def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""
         with torch.no_grad():
-            request = self._lookup.prepare(self._proxy.features(*arguments))
+            request = self._lookup.prepare_ahead(self._proxy.features(*arguments))
         if request.late_weights is not None and not isinstance(request.late_weights, LateWeights):
             request.problem = ShardingError(
                 f"'{self._lookup.path}' is called with ids whose weights need a gradient and were computed before the "
@@ -160,7 +161,7 @@ class Pipelining:
             options.depth,
             consensus,
             self._tables,
-            lambda requests: IdsExchange(requests, stream=self._streams.ids, group=group),
+            lambda requests: start_exchange(requests, self._streams.ids, group),
             rank_zero_warn,
             (lambda objects, roots: Recorder(objects, roots, module)) if options.computed_ids else None,
             ids_have_their_own_group=group is not None,
