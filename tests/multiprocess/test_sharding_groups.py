@@ -30,6 +30,7 @@ from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.resuming import Life, Run, live, problems_of
 from tests.support.trainers import make_trainer
+from tests.support.weighted_models import PositionWeighted
 
 EVERY_TYPE: dict[str, Any] = {
     "tables": {
@@ -86,6 +87,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "Adam": call(ClickModel, "Adam", EVERY_TYPE, {}),
     "RowWiseAdagrad": call(ClickModel, "RowWiseAdagrad", BY_ROWS, {}),
     "sequences": call(SequenceModel, "SGD", {}, {}),
+    "learned weights": call(PositionWeighted, "SGD", EVERY_TYPE, {}),
     "groups of one": call(ClickModel, "SGD", {}, {"size": 1}),
     "not prefetched": call(ClickModel, "Adagrad", EVERY_TYPE | AT_ONCE, {}),
     "unequal": call(ClickModel, "SGD", EVERY_TYPE, {}, unequal=True),

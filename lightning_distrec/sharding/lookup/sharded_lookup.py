@@ -24,6 +24,7 @@ from lightning_distrec._compat.torch import saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor
 from lightning_distrec.errors import IdsError, OptimizerError
 from lightning_distrec.own_operations import OWN
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
@@ -70,7 +71,7 @@ class ShardedLookup:
     maximum over ranks; None: ranks are not compared.
     note_used_tables: called before a lookup of an EmbeddingCollection with the set that its backward fills with the
     names of the tables that get gradients.
-    num_replicas: how many groups of ranks have the tables; ids are exchanged within one, and agreed on among all.
+    groups: the ranks among which ids are exchanged; they are agreed on among all. None: all ranks.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ShardedLookup:
         output_dtype: torch.dtype | None = None,
         compare_examples: Callable[[int, int, int], None] | None = None,
         note_used_tables: Callable[[set[str] | None], None] | None = None,
-        num_replicas: int = 1,
+        groups: ShardingGroups | None = None,
     ) -> None:
         self.sharded = sharded
         self.path = tables[0].collection
@@ -105,11 +106,12 @@ class ShardedLookup:
         # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
         by_rows = any(use.sharding_type in ROW_TYPES for use in uses.values())
         self._needs_equal_batches = self._pooled and by_rows and dist.get_backend() == "gloo"
-        self._agrees_first = self._needs_equal_batches or num_replicas > 1
+        self._agrees_first = self._needs_equal_batches or (groups is not None and groups.num_replicas > 1)
         self._compare_examples = compare_examples
         self._note_used_tables = None if self._pooled else note_used_tables
         self._updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
-        self._weights_exchange = WeightsExchange(sharded, tables, uses, divided=not self._inputs.is_weighted)
+        divided, group = not self._inputs.is_weighted, None if groups is None else groups.sharding
+        self._weights_exchange = WeightsExchange(sharded, tables, uses, divided, group)
         self._lookups_with_gradient: set[object] = set()
         self._lazy_outputs: list[LazyOutput] = []
         self._check_ids = check_ids

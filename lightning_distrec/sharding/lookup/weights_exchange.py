@@ -40,14 +40,15 @@ class WeightsExchange:
 
     uses: name of a table -> how it is sharded and updated. divided: whether torchrec divides the gradients of weights
     by the number of ranks, as those of rows, and does not multiply them again.
+    group: the ranks that have the tables' shards; None: all.
     """
 
     def __init__(
-        self, sharded: ShardedModule, tables: list[Table], uses: Mapping[str, TableUse], divided: bool
+        self, sharded: ShardedModule, tables: list[Table], uses: Mapping[str, TableUse], divided: bool, group: Any
     ) -> None:
         self._sharded = sharded
         self._tables = {table.full_name: uses[table.name] for table in tables}
-        self._divided = divided
+        self._divided, self._group = divided, group
         self._reaches_weights = False
         self.updated_per_lookup: list[str] = []
         """Full names of tables that may be updated for one lookup of a step only: gradients of weights that learn would
@@ -90,8 +91,8 @@ class WeightsExchange:
         """route: None where ids stay on their rank."""
         if route is not None:
             sent = weights.index_select(0, _places(route.sent_places))
-            scale = dist.get_world_size() if self._divided else 1
-            weights = _Exchanged.apply(sent, route.sent, route.received, scale)
+            scale = dist.get_world_size(self._group) if self._divided else 1
+            weights = _Exchanged.apply(sent, route.sent, route.received, scale, self._group)
         return with_weights(ids, weights.index_select(0, _places(ids.weights())))
 
 
@@ -103,20 +104,20 @@ class _Exchanged(torch.autograd.Function):
     """Collective. Sends chunks to the ranks, and their gradients back, in the same order of exchanges on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, sent: list[int], received: list[int], scale: int) -> Tensor:
-        ctx.exchange = sent, received, scale
-        return _exchange(weights, sent, received)
+    def forward(ctx: Any, weights: Tensor, sent: list[int], received: list[int], scale: int, group: Any) -> Tensor:
+        ctx.exchange = sent, received, scale, group
+        return _exchange(weights, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        sent, received, scale = ctx.exchange
-        returned = _exchange(gradient, received, sent)
-        return returned if scale == 1 else returned * scale, None, None, None
+        sent, received, scale, group = ctx.exchange
+        returned = _exchange(gradient, received, sent, group)
+        return returned if scale == 1 else returned * scale, None, None, None, None
 
 
-def _exchange(numbers: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def _exchange(numbers: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     arrived = numbers.new_empty(sum(received))
-    dist.all_to_all_single(arrived, numbers.contiguous(), received, sent)
+    dist.all_to_all_single(arrived, numbers.contiguous(), received, sent, group)
     return arrived
 
 

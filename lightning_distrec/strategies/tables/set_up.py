@@ -222,7 +222,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
             run.output_dtype,
             compare,
             partial(shards.note_used_tables, path),
-            shards.groups.num_replicas,
+            shards.groups,
         )
         shards.proxies[path].lookup = lookup
         setup.lookups.append(lookup)
