@@ -30,15 +30,21 @@ HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algori
 """The modules that exchange DDP's gradients in Python."""
 
 
+_OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_rows")
+"""Modules that send rows and their gradients by other collectives too."""
+
+
 def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
-    """Return the kind of a call. caller: the module that makes it, which identifies the calls of torchrec."""
+    """Return the kind of a call. caller: the module that makes it, which identifies torchrec's calls and ours."""
+    if caller.startswith("lightning_distrec.cluster."):
+        return OTHER
     if caller == "torchrec.distributed.dist_data":
         return IDS  # including the weights of ids, which are floats
     if name in EXCHANGES and dtype in (torch.int32, torch.int64):
         return IDS
     if caller.endswith(".weights_exchange") and not in_backward():
         return IDS
-    if name in EXCHANGES or caller.startswith("torchrec.distributed.comm_ops"):
+    if name in EXCHANGES or caller.startswith(_OF_ROWS):
         return ROW_GRADIENTS if in_backward() else ROWS
     if caller.startswith("lightning_distrec.sharding.groups."):
         return REPLICAS

@@ -223,17 +223,14 @@ class PendingMin:
         own = (*values, *flags.to_send())
         self._num_values = len(own)
         self._result: list[int] | None = None
-        self._work = None
-        self.received: list[list[int]] = [] if to_ranks is None else to_ranks
+        self.received: list[list[int]] = to_ranks or []
         """What each rank has sent to this one by `to_ranks`, after `wait`."""
-        if to_ranks is None:
-            self._values = torch.tensor([own])
-            if group is not None:
-                self._work = dist.all_reduce(self._values, dist.ReduceOp.MIN, group=group, async_op=True)
-            return
-        sent = torch.tensor([(*own, *numbers) for numbers in to_ranks])
-        self._values = sent if group is None else torch.empty_like(sent)
-        if group is not None:
+        self._values = sent = torch.tensor([(*own, *numbers) for numbers in to_ranks or ((),)])
+        self._work = None
+        if group is not None and to_ranks is None:
+            self._work = dist.all_reduce(sent, dist.ReduceOp.MIN, group=group, async_op=True)
+        elif group is not None:
+            self._values = torch.empty_like(sent)
             self._work = dist.all_to_all_single(self._values, sent, group=group, async_op=True)
 
     def wait(self) -> list[int]:

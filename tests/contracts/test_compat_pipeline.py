@@ -323,7 +323,7 @@ def _prepare(sharded: Any, lookups: Any) -> tuple[list[Any], list[Any]]:
 
 def _arrives_as_upstream(sharded: Any, one: Any, other: Any, is_small: bool, max_packed: int) -> bool:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_torchrec_ids, "_MAX_PACKED_RANKS", max_packed)
+        patched.setattr(_torchrec_ids, "MAX_PACKED_RANKS", max_packed)
         contexts, splits = _prepare(sharded, (one, other))
         started = _torchrec_ids.FusedSplits(splits, contexts, (), [is_small] * 2).start_ids()
     found = [awaitable.wait() for awaitable in started]

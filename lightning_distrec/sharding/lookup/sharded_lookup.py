@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor
-from lightning_distrec.errors import IdsError, OptimizerError
+from lightning_distrec.errors import IdsError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
@@ -34,6 +34,7 @@ from lightning_distrec.sharding.lookup.lookup_consensus import NO_FORM, LookupCo
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
+from lightning_distrec.sharding.lookup.second_gradients import SecondGradients
 from lightning_distrec.sharding.lookup.short_path import can_go_short, short_path_of
 from lightning_distrec.sharding.lookup.short_rows import RowsExchange
 from lightning_distrec.sharding.lookup.weights_exchange import WeightsExchange
@@ -109,10 +110,10 @@ class ShardedLookup:
         self._agrees_first = self._needs_equal_batches or (groups is not None and groups.num_replicas > 1)
         self._compare_examples = compare_examples
         self._note_used_tables = None if self._pooled else note_used_tables
-        self._updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
+        updated_per_lookup = [table.full_name for table in tables if not uses[table.name].adds_up]
+        self._second_gradients = SecondGradients(self.path, updated_per_lookup)
         divided, group = not self._inputs.is_weighted, None if groups is None else groups.sharding
-        self._weights_exchange = WeightsExchange(sharded, tables, uses, divided, group)
-        self._lookups_with_gradient: set[object] = set()
+        self._weights_exchange = WeightsExchange(sharded, tables, uses, divided, group, self._second_gradients)
         self._lazy_outputs: list[LazyOutput] = []
         self._check_ids = check_ids
         self._device = device
@@ -224,11 +225,11 @@ class ShardedLookup:
 
     def forget_gradients(self) -> None:
         """Note that an optimizer has used the gradients that have come so far."""
-        self._lookups_with_gradient.clear()
+        self._second_gradients.forget()
 
     def begin_step(self) -> None:
         """Forget the step before; an exchange of rows that nobody accessed must not outlive it."""
-        self._lookups_with_gradient.clear()
+        self._second_gradients.forget()
         outputs, self._lazy_outputs = self._lazy_outputs, []
         for output in outputs:
             output.get()
@@ -291,26 +292,7 @@ class ShardedLookup:
         if not torch.is_grad_enabled():
             return []
         watched = None if self.update_watch is None else self.update_watch.note_lookup()
-        return [hook for hook in (watched, self._refuse_second_gradient()) if hook is not None]
-
-    def _refuse_second_gradient(self) -> Callable[[Tensor], None] | None:
-        """Return a hook that raises where gradients reach two lookups of a step, and two updates do not add up."""
-        updated = self._weights_exchange.updated_per_lookup or self._updated_per_lookup
-        if not updated:
-            return None
-        lookup = object()
-
-        def gradient_arrived(gradient: Tensor) -> None:
-            self._lookups_with_gradient.add(lookup)
-            if len(self._lookups_with_gradient) > 1:
-                raise OptimizerError(
-                    f"gradients came to more than one lookup of '{self.path}' in a step, and table "
-                    f"'{updated[0]}' is updated inside of backward, once for each lookup, which is "
-                    "not one update with their sum. Set embedding_update='sparse' ('dense' for RowWiseAdagrad), or "
-                    "look all ids up at once."
-                )
-
-        return gradient_arrived
+        return [hook for hook in (watched, self._second_gradients.hook()) if hook is not None]
 
     @without_guards
     def _frozen(self) -> set[str]:

@@ -46,7 +46,7 @@ class RowsExchange:
         else:
             self._buffer = rows.new_empty(self._examples * sum(self._widths))
             self._work = dist.all_to_all_single(
-                self._buffer, rows.view(-1), self._per_owner(), self._per_rank(), self._group, async_op=True
+                self._buffer, rows.view(-1), self._per_holder(), self._per_rank(), self._group, async_op=True
             )
         self._sent = rows  # until it has been sent
 
@@ -56,7 +56,7 @@ class RowsExchange:
         if self._sharding.num_rows is not None:
             return list(self._buffer.split(self._sharding.widths[0], dim=1))
         columns: list[Tensor] = []
-        for part, widths in zip(self._buffer.split(self._per_owner()), self._sharding.widths, strict=True):
+        for part, widths in zip(self._buffer.split(self._per_holder()), self._sharding.widths, strict=True):
             if widths:
                 columns += part.view(self._examples, -1).split(widths, dim=1)
         return columns
@@ -72,12 +72,12 @@ class RowsExchange:
         else:
             sent = self._buffer.new_empty(self._examples * sum(self._widths))
             ends = [0, *accumulate(map(len, self._sharding.widths))]
-            for part, first, end in zip(sent.split(self._per_owner()), ends, ends[1:], strict=False):
+            for part, first, end in zip(sent.split(self._per_holder()), ends, ends[1:], strict=False):
                 if first < end:
                     torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
             self._buffer = sent.new_empty(self._shape)
             self._work = dist.all_to_all_single(
-                self._buffer.view(-1), sent, self._per_rank(), self._per_owner(), self._group, async_op=True
+                self._buffer.view(-1), sent, self._per_rank(), self._per_holder(), self._group, async_op=True
             )
         self._sent = sent
 
@@ -91,7 +91,7 @@ class RowsExchange:
         self._work.wait()
         self._work = self._sent = None
 
-    def _per_owner(self) -> list[int]:
+    def _per_holder(self) -> list[int]:
         return [self._examples * width for width in self._widths]
 
     def _per_rank(self) -> list[int]:

@@ -22,6 +22,7 @@ from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_weights
 from lightning_distrec.sharding.lookup.lookup_outputs import TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
+from lightning_distrec.sharding.lookup.second_gradients import SecondGradients
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_of import without_guards
 
@@ -40,19 +41,22 @@ class WeightsExchange:
 
     uses: name of a table -> how it is sharded and updated. divided: whether torchrec divides the gradients of weights
     by the number of ranks, as those of rows, and does not multiply them again.
-    group: the ranks that have the tables' shards; None: all.
+    group: the ranks that have the tables' shards; None: all. second_gradients: refuses those of a second lookup.
     """
 
     def __init__(
-        self, sharded: ShardedModule, tables: list[Table], uses: Mapping[str, TableUse], divided: bool, group: Any
+        self,
+        sharded: ShardedModule,
+        tables: list[Table],
+        uses: Mapping[str, TableUse],
+        divided: bool,
+        group: Any,
+        second_gradients: SecondGradients,
     ) -> None:
         self._sharded = sharded
         self._tables = {table.full_name: uses[table.name] for table in tables}
-        self._divided, self._group = divided, group
+        self._divided, self._group, self._second_gradients = divided, group, second_gradients
         self._reaches_weights = False
-        self.updated_per_lookup: list[str] = []
-        """Full names of tables that may be updated for one lookup of a step only: gradients of weights that learn would
-        see an update by the other."""
 
     @without_guards
     def _refuse_frozen(self) -> None:
@@ -76,7 +80,8 @@ class WeightsExchange:
         """
         if learn:
             self._refuse_frozen()
-            self.updated_per_lookup = [name for name, use in self._tables.items() if use.in_backward]
+            # Gradients of weights that learn would see an update by another lookup.
+            self._second_gradients.refuse_of(name for name, use in self._tables.items() if use.in_backward)
         if not self._reaches_weights:
             self._reaches_weights = True
             for lookup in lookups_of(self._sharded):
