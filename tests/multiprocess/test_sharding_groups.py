@@ -73,6 +73,40 @@ def fit(
     return {"state": model.final_state, "shards": shards, "scores": scores}
 
 
+class ByHand(ClickModel):
+    """Steps at every third batch, after two backward passes for each."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        step_by_hand(self, self.optimizers(), self.manual_backward, batch, batch_idx)
+
+
+def step_by_hand(model: Any, optimizer: Any, backward: Any, batch: dict[str, Tensor], index: int) -> None:
+    for scale in (1.0, 0.3):
+        backward(scale * loss_of(model, batch))
+    if index % 3 == 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Unfrozen(ClickModel):
+    """Lets one table learn for two steps between two synchronisations."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        unfreeze(self, 0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        unfreeze(self, batch_idx)
+
+
+def unfreeze(model: Any, step: int) -> None:
+    model.ebc.embedding_bags["wide"].weight.requires_grad_(step in (3, 4))
+
+
 def call(*args: Any, **options: Any) -> tuple[Any, ...]:
     return (_fit, args, options)
 
@@ -93,6 +127,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "unequal": call(ClickModel, "SGD", EVERY_TYPE, {}, unequal=True),
     "unequal, not prefetched": call(ClickModel, "SGD", EVERY_TYPE | AT_ONCE, {}, unequal=True),
     "clipped": call(ClickModel, "SGD", EVERY_TYPE, {}, gradient_clip_val=LIMIT),
+    "by hand": call(ByHand, "SGD", EVERY_TYPE, {}),
     "accumulated": call(ClickModel, "SGD", EVERY_TYPE, {}, accumulate_grad_batches=2),
 }
 AVERAGED: dict[str, tuple[Any, ...]] = {
@@ -100,6 +135,7 @@ AVERAGED: dict[str, tuple[Any, ...]] = {
     "Adam": call(ClickModel, "Adam", EVERY_TYPE, {"sync_interval": 3}),
     "RowWiseAdagrad": call(ClickModel, "RowWiseAdagrad", BY_ROWS, {"sync_interval": 3}),
     "clipped": call(ClickModel, "SGD", EVERY_TYPE, {"sync_interval": 3}, gradient_clip_val=LIMIT),
+    "unfrozen": call(Unfrozen, "Adam", EVERY_TYPE, {"sync_interval": 3}),
     "validated": call(EvaluatedModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}, val_check_interval=4),
 }
 RUNS = {
@@ -125,6 +161,10 @@ def train_plain(run: str) -> State:
     _, (kind, name, *_), options = RUNS[run]
     model = seeded(kind, *OPTIMIZERS[name])
     optimizer = model.configure_optimizers()
+    if kind is ByHand:
+        for step in range(STEPS):
+            step_by_hand(model, optimizer, Tensor.backward, joined(step), step)
+        return model.state_dict()
     every = options.get("accumulate_grad_batches", 1)
     for step in range(STEPS):
         (loss_of(model, joined(step, unequal=options.get("unequal", False))) / every).backward()
@@ -157,13 +197,15 @@ def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tupl
     synchronized: steps after which tables are averaged. scored: after which the loss of the batch after the last is
     taken. Returns the state, and that loss.
     """
-    _, (_, name, *_), options = RUNS[run]
-    models = [seeded(ClickModel, *OPTIMIZERS[name]) for _ in GROUPS]
+    _, (kind, name, *_), options = RUNS[run]
+    models = [seeded(kind, *OPTIMIZERS[name]) for _ in GROUPS]
     optimizers = [model.configure_optimizers() for model in models]
     score = 0.0
     for step in range(STEPS):
         for model, optimizer, ranks in zip(models, optimizers, GROUPS, strict=True):
             optimizer.zero_grad()
+            if kind is Unfrozen:
+                unfreeze(model, step)
             loss_of(model, joined(step, ranks)).backward()
         for one, other in zip(*(model.mlp.parameters() for model in models), strict=True):
             one.grad = other.grad = (one.grad + other.grad) / 2

@@ -84,6 +84,9 @@ class AveragedRows(Replicas):
         self._touched = TouchedRows(tables.kernels)
         self._has_stepped = False
         self._num_steps = 0
+        self._frozen = [name for name, update in updates.items() if update.kind == "frozen"]
+        self._unfrozen: set[str] = set()
+        """Those of them that have learned since the last time."""
         tables.synchronize = self.synchronize
 
     def before_training_step(self) -> None:
@@ -91,6 +94,7 @@ class AveragedRows(Replicas):
         self._count()
         if self._num_steps >= self._interval:
             self.synchronize()
+        self._unfrozen.update(filter(self._tables.learns, self._frozen))
 
     def after_optimizer_step(self) -> None:
         """Note that rows have changed in this training step."""
@@ -110,6 +114,7 @@ class AveragedRows(Replicas):
         with rewriting(), torch.no_grad():
             self._average()
         self._touched.clear()
+        self._unfrozen.clear()
 
     def release(self) -> None:
         """Stop noting rows."""
@@ -121,7 +126,7 @@ class AveragedRows(Replicas):
             (name, shard)
             for name, of_table in self._tables.shards.items()
             for shard in of_table
-            if shard.weight.numel() and (self._updates[name].kind != "frozen" or self._tables.learns(name))
+            if shard.weight.numel() and (self._updates[name].kind != "frozen" or name in self._unfrozen)
         ]
         state = self._state([(i, shard) for i, (_, shard) in enumerate(shards)])
         if not shards:
