@@ -13,7 +13,7 @@ from lightning_distrec.advice.limit_search import Edge
 from lightning_distrec.advice.limits import MAX_BATCH, MAX_RANKS
 from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
-from lightning_distrec.sharding.plan_report.sentences import milliseconds_in_words
+from lightning_distrec.sharding.plan_report.sentences import milliseconds_in_words, replicas_in_words
 from lightning_distrec.units import format_bytes, quantity
 
 MAX_LETTERS = 300
@@ -33,6 +33,8 @@ def print_dry_run(found: DryRun, console: Console) -> None:
         console.print(found.why_not)
     if found.plan is not None:
         console.print(_ranks(found.plan))
+        if replicas := replicas_in_words(found.plan):
+            console.print(f"{replicas}.")
     if found.largest_batch is not None:
         console.print(_batch_in_words(found.largest_batch))
     if found.min_nodes is not None:

@@ -137,6 +137,22 @@ def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(run: Run
     assert load_plan(tmp_path / "plans" / "plan.json").num_ranks == 32
 
 
+def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
+    for interval, wanted in ((1, "gradients of rows at each step"), (100, "averaged once in 100 steps")):
+        groups = _torchrec(sharding_groups={"size": 16, "sync_interval": interval})
+        code, text, _ = run("Batched", "--device-memory", "80GB", "--save-plan", "plan.json", strategy=groups)
+        assert code == 0
+        text = " ".join(text.split())
+        assert "on 32 ranks on 4 nodes" in text
+        assert "Between groups: " in text
+        assert wanted in text
+        assert "was not searched for: sharding_groups set the ranks" in text
+        assert load_plan("plan.json").num_ranks == 16
+    code, _, said = run("Batched", "--device-memory", "80GB", strategy=_torchrec(sharding_groups={"size": 5}))
+    assert code != 0
+    assert "size=5 does not divide the 32 ranks" in said
+
+
 def test_the_batch_size_is_that_of_the_yaml_unless_one_is_given(run: Run) -> None:
     for args, strategy, wanted in (
         ([], "torchrec_sharded", (96, "batch_size of the YAML")),
