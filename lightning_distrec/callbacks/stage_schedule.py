@@ -58,7 +58,7 @@ class StageSchedule(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Compare the ranks' clocks. Raises ConfigError: the strategy has no stages."""
         if getattr(trainer.strategy, "strategy_name", "") != "pipeline_parallel":
-            raise ConfigError("StageSchedule draws the stages of strategy='pipeline_parallel'. Use Timeline with others.")
+            raise ConfigError("StageSchedule draws stages of strategy='pipeline_parallel'. Use Timeline with others.")
         self._seen, self._zero = 0, align_clocks(trainer.strategy.root_device)
 
     @override
@@ -83,8 +83,8 @@ class StageSchedule(Callback):
         self.ideal_bubble = ideal_bubble(ranks.num_ranks, ranks.num_stages, microbatches)
         if trainer.is_global_zero:
             title = (
-                f"Step {self._step}: {ranks.num_stages} stages on {ranks.num_ranks} ranks, {microbatches} micro-batches; "
-                f"ranks idle {self.bubble:.1%} of the time, ideal {self.ideal_bubble:.1%}"
+                f"Step {self._step}: {ranks.num_stages} stages on {ranks.num_ranks} ranks, {microbatches} micro-batches"
+                f"; ranks idle {self.bubble:.1%} of the time, ideal {self.ideal_bubble:.1%}"
             )
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(picture_of(work, title))
@@ -121,8 +121,8 @@ class StageSchedule(Callback):
 def ideal_bubble(num_ranks: int, num_stages: int, microbatches: int) -> float:
     """Return the idle share of a schedule whose stages take equal times, and whose exchanges take none.
 
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2: the ratio
-    to useful time is (ranks - 1) / (stages per rank * micro-batches).
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2: the
+    ratio to useful time is (ranks - 1) / (stages per rank * micro-batches).
     """
     return (num_ranks - 1) / (num_stages // num_ranks * microbatches + num_ranks - 1)
 
@@ -141,7 +141,7 @@ def picture_of(work: list[Work], title: str) -> str:
     num_stages = 1 + max(each.stage for each in work)
     height = TOP + rows * ROW + 40
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-size="12" font-family="Arial">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/><text x="10" y="20" font-size="13">{title}</text>',
     ]
     for rank in range(rows):

@@ -171,6 +171,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             run.undo.callback(clip_over_all_ranks(self.precision_plugin, own, {}, num_replicas=ranks.num_replicas))
             run.session.checkpoints.use_state_ranks(state_ranks(module, layout, ranks))
         self.setup_precision_plugin()
+        run.session.checkpoints.positions.data_ranks = ranks.replica, ranks.num_replicas
         run.session.checkpoints.begin(tables=None)
 
     @override

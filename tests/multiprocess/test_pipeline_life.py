@@ -1,5 +1,8 @@
 """What a run under `pipeline_parallel` lives through: checkpoints, further runs, and becoming whole again."""
 
+import os
+import signal
+import time
 import xml.dom.minidom
 from pathlib import Path
 from typing import Any
@@ -8,11 +11,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_distrec import PipelineParallelStrategy, StageSchedule, Throughput, TunedDDPStrategy
-from tests.support.chain_models import Sequence, Transformer
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.chain_models import Drawing, Sequence, Transformer, Unchanged
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 
@@ -74,6 +78,44 @@ def test_a_run_of_two_stages_goes_on_in_one_process_and_in_any_stages(tmp_path: 
     assert alone == pytest.approx(straight[14:], abs=1e-5)
 
 
+def _killed() -> None:
+    class Dies(Sequence):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 3 and self.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    _trainer(PipelineParallelStrategy()).fit(Dies())
+
+
+@pytest.mark.slow
+def test_a_dead_rank_ends_the_others() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1"):
+        run_on_ranks(_killed, 2, timeout_seconds=60)
+    assert time.monotonic() - began < 40
+
+
+def _stopped() -> tuple[int, str]:
+    class Stops(Sequence):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 3 and self.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = _trainer(PipelineParallelStrategy())
+    try:
+        trainer.fit(Stops())
+    except SIGTERMException as stop:
+        return trainer.global_step, f"{type(stop).__name__}: {stop}"
+    return trainer.global_step, "no signal"
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
+    one, other = run_on_warm_ranks(_stopped, 2)
+    assert one == other
+    assert 3 <= one[0] <= 6
+    assert one[1].startswith("SIGTERMException")
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_in_four_stages_and_from_one_process(tmp_path: Path) -> None:
     straight, *_ = run_on_warm_ranks(_saved, 2, str(tmp_path))
@@ -84,9 +126,27 @@ def test_a_run_goes_on_in_four_stages_and_from_one_process(tmp_path: Path) -> No
         assert losses == pytest.approx(straight[14:], abs=1e-5)
 
 
+def _drawing(folder: str) -> dict[str, list[float]]:
+    """Losses of modules that draw, by ranks that nobody has seeded."""
+    saving = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    model, other, alike = Drawing(), Drawing(), Unchanged()
+    _trainer(PipelineParallelStrategy(), callbacks=[saving], enable_checkpointing=True).fit(model)
+    _trainer(PipelineParallelStrategy()).fit(other, ckpt_path=f"{folder}/step=5.ckpt")
+    _trainer(PipelineParallelStrategy(schedule="1f1b"), max_epochs=1).fit(alike)
+    return {"straight": model.losses[5:], "resumed": other.losses, "alike": alike.losses}
+
+
+def test_all_ranks_draw_the_same_and_a_resumed_run_draws_what_one_that_never_stopped_does(tmp_path: Path) -> None:
+    for of_rank in run_on_warm_ranks(_drawing, 2, str(tmp_path)):
+        assert of_rank["resumed"] == of_rank["straight"]
+        assert len(set(of_rank["straight"])) > 10
+        assert of_rank["alike"] == pytest.approx([0.0] * 12, abs=1e-10)
+
+
 def _drawn(path: str, options: dict[str, Any]) -> tuple[float, float, float]:
     shown, speed = StageSchedule(path, step=3), Throughput()
-    _trainer(PipelineParallelStrategy(**options), callbacks=[shown, speed], max_steps=6, max_epochs=-1).fit(Transformer())
+    trainer = _trainer(PipelineParallelStrategy(**options), callbacks=[shown, speed], max_steps=6, max_epochs=-1)
+    trainer.fit(Transformer())
     assert shown.bubble is not None
     assert shown.ideal_bubble is not None
     return shown.bubble, shown.ideal_bubble, float(speed._num_ranks)

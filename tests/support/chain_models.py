@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -110,3 +111,38 @@ class Shifted(nn.Module):
 
 
 CHAINS: dict[str, type[Logging]] = {"Sequence": Sequence, "Transformer": Transformer, "PerExample": PerExample}
+
+
+class Drawing(Logging):
+    """Draws before its blocks, in them and after them, by torch and by numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs = batch[0] + torch.randn_like(batch[0]) + numpy.random.rand()
+        loss = functional.mse_loss(functional.dropout(self(inputs), 0.1), inputs)
+        self.log("loss", loss)
+        return loss
+
+
+class Unchanged(Drawing):
+    """Its blocks pass on what they get: the loss is 0 where all ranks draw the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Identity())
+        self.model[1].weight = nn.Parameter(torch.eye(WIDTH))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs = batch[0] + torch.randn_like(batch[0]) + numpy.random.rand()
+        loss = functional.mse_loss(self(inputs), inputs)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)

@@ -32,6 +32,8 @@ class Positions:
 
     def __init__(self, ranks: Consensus) -> None:
         self._ranks = ranks
+        self.data_ranks = ranks.rank, ranks.num_ranks
+        """This rank's number among those that share out the samples, and how many these are."""
         self._loaders: list[Any] = []
         self._kept_by_rank: dict[str, KeptByRank] = {}
         self._generators: Mapping[str, Any] | None = None
@@ -41,7 +43,7 @@ class Positions:
 
     def keep(self, loader: Any) -> Any:
         """Return the training loader, with a position that checkpoints hold if it can have one."""
-        kept = resumable(loader, self._ranks.rank, self._ranks.num_ranks, rank_zero_warn)
+        kept = resumable(loader, *self.data_ranks, rank_zero_warn)
         self._loaders.append(kept)
         return kept
 
@@ -96,7 +98,7 @@ class Positions:
                 )
         for name, kept in self._kept_by_rank.items():
             kept.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))
-        adapt_progress(fit_loop, self._ranks.num_ranks)
+        adapt_progress(fit_loop, self.data_ranks[1])
         epochs = fit_loop["epoch_progress"]["current"]
         is_last = fit_loop["epoch_loop.batch_progress"]["is_last_batch"]
         self._begins_at_an_end = bool(is_last and epochs["completed"] < epochs["ready"])

@@ -50,10 +50,12 @@ class PipelinedModule:
         self._log = LoggedValues(module)
         self._arguments = DividedArguments()
         self._own = own_parameters(module)
-        self._draws = StepDraws(consensus.all_gather(torch.initial_seed())[0])
+        self._module = module
+        self._draws = StepDraws(ranks.messages)
         self._is_last = ranks.num_stages - 1 in ranks.stages
         self._entered: set[str] = set()
         self._syncs = True
+        self._evaluated = 0
 
     # -- training
 
@@ -152,11 +154,20 @@ class PipelinedModule:
         return loss
 
     def _refusal(self, run: Callable[[], Any], output: Tensor, loss: Tensor) -> str:
-        """Return why the mean of micro-batches' losses is not the batch's loss; "" if it is. On the last stage."""
+        """Return why the mean of micro-batches' losses is not the batch's loss; "" if it is. On the last stage.
+
+        A step that draws at random draws other numbers for a batch than for its micro-batches, and is not compared.
+        """
         found = _Found()
+        self._draws.has_drawn = False
         with torch.no_grad():
             of_batch = self._leave(run, 0, output, found)
-        if of_batch is None or abs(float(of_batch) - float(loss)) <= CLOSE * max(1.0, abs(float(of_batch))):
+        has_drawn, self._draws.has_drawn = self._draws.has_drawn, None
+        if (
+            has_drawn
+            or of_batch is None
+            or abs(float(of_batch) - float(loss)) <= CLOSE * max(1.0, abs(float(of_batch)))
+        ):
             return ""
         return (
             f"training_step's loss of the first batch is {float(of_batch):.6g}, and the mean over its micro-batches is "
@@ -190,8 +201,11 @@ class PipelinedModule:
     # -- both
 
     def _begin(self, name: str, batch: Any, *others: Any) -> None:
-        self._draws.next_step()
-        if others and others[0] == 0:
+        trainer = self._module.trainer
+        self._evaluated += 1
+        number = trainer.fit_loop.batch_idx if name == "training_step" else others[0] if others else self._evaluated
+        self._draws.begin_step(trainer.global_step, number)
+        if number == 0 or name not in self._entered:
             sums: list[float] = []
             apply_to_collection(batch, Tensor, lambda tensor: sums.append(float(tensor.detach().double().sum())))
             of_ranks = self._ranks.messages.all_gather(sums)
@@ -229,10 +243,10 @@ class PipelinedModule:
 
     def _message(self, found: "_Found", weights: Tensor, with_result: bool = False) -> dict[str, Any]:
         """Collective among the ranks of a pipeline. Return what the last stage has found."""
-        mine: dict[str, Any] = {}
+        mine: dict[str, Any] = {"seed": self._draws.seed}
         if self._is_last:
             loss = torch.stack(found.losses).double() @ weights.to(found.losses[0].device) if found.losses else None
-            mine = {
+            mine |= {
                 "loss": None if loss is None else loss.to(found.losses[0].dtype).cpu(),
                 "calls": self._log.to_send(found.calls, weights),
                 "result": apply_to_collection(found.result, Tensor, lambda t: t.detach().cpu())
@@ -240,7 +254,14 @@ class PipelinedModule:
                 else None,
                 "refused": "",
             }
-        return self._ranks.messages.all_gather(mine)[-1]
+        of_ranks: list[dict[str, Any]] = self._ranks.messages.all_gather(mine)
+        if any(of_rank["seed"] != mine["seed"] for of_rank in of_ranks):
+            raise UnsupportedError(
+                "torch's random generator has different states on the ranks of a pipeline, so that they would draw "
+                "other numbers in a step. Between steps (in callbacks, in hooks), draw on all ranks alike, or from a "
+                "generator of your own."
+            )
+        return of_ranks[-1]
 
     def _repeat(self, message: dict[str, Any]) -> None:
         self._log.repeat(message["calls"])
