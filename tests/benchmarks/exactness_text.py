@@ -55,6 +55,7 @@ not to hide an error behind a gradient that cancels. Every weight that learns ha
 stands where a fused update is asked for and something must happen
 between backward and step; `embedding_update="auto"` chooses another update there. Every way changes the unsharded run
 by more than ten times what is allowed.
+Where repeated ids are sent once, a rank adds up their gradients first: another order of additions, within these limits.
 
 - accumulate: `accumulate_grad_batches=4`; clip: by norm {CLIPS["clip norm"][1]}, by value {CLIPS["clip value"][1]}.
 - loss scaling: `GradScaler(init_scale={a_scaler().get_scale():.0f})`; one rank overflows at {len(SKIPPED_STEPS)} steps.

@@ -104,6 +104,7 @@ def fit(
     np.random.seed(2)
     trained = seeded(model)
     options = {"convert_embeddings": "all", "sharding_types": ["row_wise"], "planning": {"estimate_pooling": look}}
+    options["batch_size_per_rank"] = SIZE  # of larger batches the counted ids would be sent once
     trainer = make_trainer(options | more, max_epochs=2)
     try:
         trainer.fit(trained, **({"datamodule": data} if isinstance(data, Data) else {"train_dataloaders": data}))

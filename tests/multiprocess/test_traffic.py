@@ -1,7 +1,6 @@
 """What is estimated to be sent for tables is what real ranks send, kind by kind."""
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,15 +12,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
-from lightning_distrec.sharding.plan import traffic as traffic_module
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.plan.traffic import (
     IDS,
     REPLICATED_GRADIENTS,
     ROW_GRADIENTS,
     ROWS,
-    Traffic,
-    estimate_traffic,
 )
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
@@ -31,10 +26,10 @@ DENSE_BYTES = 4
 """The only layer has one parameter."""
 STEPS = 4
 COLLECTIONS = 2
-UNUSED = 8 * (STEPS - 1) / STEPS
+UNUSED = 8
 """Bytes a step of the place for the weights' sizes, which each exchange of sizes has, where there are no weights."""
-AGREED = COLLECTIONS * 6 * 8 * (STEPS - 1) / STEPS
-"""Bytes a step that are no ids. With each lookup but the first every rank sends each other one six numbers: that its
+AGREED = COLLECTIONS * 6 * 8
+"""Bytes a step that are no ids. With each lookup every rank sends each other one six numbers: that its
 ids are in range, how many examples it has, of which types they are, that nobody asked it to stop, that no buffer was
 written to, that it goes on."""
 
@@ -177,23 +172,12 @@ def test_estimated_bytes_are_those_that_ranks_send(found: Any, ranks: int, job: 
     for rank, here in enumerate(of_ranks):
         sent = here["sent"]
         agreed = _agreed(of_ranks[0], job in WEIGHTED) * (ranks - 1)
-        assert _ids(of_ranks[0]["plan"]).sent(IDS)[rank] + agreed == pytest.approx(sent[IDS], abs=1e-6)
+        assert of_ranks[0]["plan"].traffic.sent(IDS)[rank] + agreed == pytest.approx(sent[IDS], abs=1e-6)
         assert traffic.sent(ROWS)[rank] == pytest.approx(sent[ROWS], abs=1e-6)
         assert traffic.sent(ROW_GRADIENTS)[rank] == pytest.approx(sent[ROW_GRADIENTS], abs=1e-6)
         dense = 2 * DENSE_BYTES * (ranks - 1) / ranks
         assert traffic.sent(REPLICATED_GRADIENTS)[rank] + dense == pytest.approx(sent[DENSE_GRADIENTS], abs=1e-6)
     assert all(traffic.sent(kind).sum() > 0 for kind in (IDS, ROWS, ROW_GRADIENTS))
-
-
-def _ids(plan: ShardingPlan) -> Traffic:
-    """Return what is sent of ids. torchrec's own exchange, of 64-bit numbers, takes the first lookup of a module."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(traffic_module, "SMALL_ROWS", 0)
-        patched.setattr(traffic_module, "LENGTH_BYTES", 8)
-        first = estimate_traffic(plan.tables.values(), plan.layout, plan.batch_size, plan.comms).flows[IDS]
-    later = plan.traffic.flows[IDS]
-    mean = {name: (getattr(first, name) + (STEPS - 1) * getattr(later, name)) / STEPS for name in vars(later)}
-    return replace(plan.traffic, flows={**plan.traffic.flows, IDS: replace(later, **mean)})
 
 
 def _agreed(here: dict[str, Any], weighted: bool) -> float:
@@ -204,7 +188,7 @@ def _agreed(here: dict[str, Any], weighted: bool) -> float:
 
 def test_ids_that_travel_ahead_of_their_step_are_as_many(found: Any) -> None:
     of_ranks = found[2, "ahead"]
-    traffic = _ids(of_ranks[0]["plan"])
+    traffic = of_ranks[0]["plan"].traffic
     for rank, here in enumerate(of_ranks):
         assert 0 <= here["sent"][IDS] - traffic.sent(IDS)[rank] <= _agreed(of_ranks[0], False)
         assert here["sent"][ROWS] == traffic.sent(ROWS)[rank]
@@ -216,7 +200,7 @@ def test_estimated_bytes_across_nodes_are_those_that_leave_nodes(found: Any, job
     for kind in (IDS, ROWS, ROW_GRADIENTS):
         left = sum(here["across"][kind] for here in of_ranks)  # of rings the counters know the mean of ranks only
         said = _agreed(of_ranks[0], job in WEIGHTED) * 2 * 4 if kind == IDS else 0
-        assert _ids(of_ranks[0]["plan"]).across_nodes(kind).sum() + said == pytest.approx(left, abs=1e-6)
+        assert of_ranks[0]["plan"].traffic.across_nodes(kind).sum() + said == pytest.approx(left, abs=1e-6)
 
 
 def test_every_cut_was_among_those_compared(found: Any) -> None:

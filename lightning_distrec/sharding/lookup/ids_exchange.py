@@ -87,6 +87,8 @@ class IdsExchange:
                 for request in self._requests:
                     # The features too: pooling of means and padding read their lengths on the stream of the step.
                     record_stream(request.ids, request.context, request.features, now)
+                    if request.distinct is not None:
+                        request.distinct.record_stream(now)
                     for route in filter(None, request.weight_routes):
                         route.sent_places.record_stream(now)
 

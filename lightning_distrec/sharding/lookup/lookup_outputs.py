@@ -25,6 +25,8 @@ class TableUse:
     """Whether two updates inside of one backward are one with the sum of their gradients."""
     in_backward: bool = False
     """Whether it is updated inside of backward."""
+    deduplicated: bool = False
+    """Whether repeated ids are sent once."""
 
 
 class LookupOutputs:
@@ -44,7 +46,8 @@ class LookupOutputs:
         self.summed_means = _summed_means(tables, uses) if tables[0].pooled else {}
         """Output -> feature, of those that arrive as sums over ranks and are to become means."""
         self._replicated = _outputs_of(tables, lambda table: uses[table.name].sharding_type == "data_parallel")
-        self._features = _outputs_of(tables, lambda _: True)
+        self.features = _outputs_of(tables, lambda _: True)
+        """Output -> its feature."""
         self._output_dtype = output_dtype
 
     def jagged(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
@@ -89,7 +92,7 @@ class LookupOutputs:
             return KeyedTensor(self.names, self.widths, self._typed(zeros))
         found = {}
         for name, width in zip(self.names, self.widths, strict=True):
-            ids, rows = features[self._features[name]], looked_up[name].values()
+            ids, rows = features[self.features[name]], looked_up[name].values()
             found[name] = _with_values(ids, rows.new_zeros(len(ids.values()), width) + rows[:0].sum())
         return found
 

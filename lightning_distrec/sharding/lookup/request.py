@@ -8,6 +8,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torchrec_ids import WeightRoute
+from lightning_distrec.sharding.lookup.distinct_ids import DistinctIds
 from lightning_distrec.sharding.lookup.jagged import Padding
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class LookupRequest:
         """Weights that follow the ids, in the order of the call, or what stands for them; see weights_exchange.py."""
         self.weight_routes: list[WeightRoute | None] = []
         """Where these are sent, for each sharding type, once the ids are."""
+        self.distinct: DistinctIds | None = None
+        """What is sent of them, where repeated ids are sent once."""
         self.problem = problem
         """What is wrong with the lookup on this rank, for all ranks to raise."""
         self.form = form
@@ -62,4 +65,6 @@ class LookupRequest:
     @property
     def padded_features(self) -> KeyedJaggedTensor:
         """The features as they are sent."""
+        if self.distinct is not None:
+            return self.distinct.sent
         return self.features if self.padding is None else self.padding.pad(self.features)

@@ -26,6 +26,7 @@ from lightning_distrec.errors import IdsError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
+from lightning_distrec.sharding.lookup.distinct_ids import DistinctIds
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import Padding
@@ -114,6 +115,8 @@ class ShardedLookup:
         self._second_gradients = SecondGradients(self.path, updated_per_lookup)
         divided, group = not self._inputs.is_weighted, None if groups is None else groups.sharding
         self._weights_exchange = WeightsExchange(sharded, tables, uses, divided, group, self._second_gradients)
+        planned_once = (table for table in tables if uses[table.name].deduplicated)
+        self._deduplicated = frozenset(feature for table in planned_once for feature in table.config.feature_names)
         self._lazy_outputs: list[LazyOutput] = []
         self._check_ids = check_ids
         self._device = device
@@ -162,7 +165,10 @@ class ShardedLookup:
         except IdsError as problem:
             return LookupRequest(self, self._inputs.nothing(self._device), problem, NO_FORM)
         features, problem_of_ids = self._check_ids.check(features, smallest, largest)
-        return LookupRequest(self, features, problem_of_ids, form_of(features, learned is not None), learned)
+        request = LookupRequest(self, features, problem_of_ids, form_of(features, learned is not None), learned)
+        if self._deduplicated and not features.variable_stride_per_key():
+            request.distinct = DistinctIds(features, self._deduplicated)
+        return request
 
     def prepare_ahead(self, features: Any) -> LookupRequest:
         """Return the same for a lookup that is prefetched, which goes the short path where it can."""
@@ -175,7 +181,8 @@ class ShardedLookup:
         """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""
         if not self._pooled:
             # torchrec cannot reshape the rows of no examples.
-            if not request.features.variable_stride_per_key() and request.features.stride() == 0:
+            features = request.features
+            if not request.distinct and not features.variable_stride_per_key() and features.stride() == 0:
                 request.padding = Padding(0, 1)
         elif self._needs_equal_batches and request.sizes is not None and request.sizes[0] != request.sizes[1]:
             request.padding = Padding(request.features.stride(), request.sizes[1])
@@ -249,6 +256,8 @@ class ShardedLookup:
                 rows = exchange.wait()
             if self.on_rows_arrived is not None:
                 self.on_rows_arrived(request)
+            if request.distinct is not None:
+                rows = request.distinct.expand(rows, self._outputs.features)
             if request.padding is not None:
                 rows = request.padding.unpad(rows) if self._pooled else request.padding.unpad_rows(rows)
             if self._pooled:

@@ -54,6 +54,10 @@ class PlannedTable:
     """Whether ids are sent with weights."""
     pooling_factors: tuple[float, ...] = (1.0,)
     """Ids per example, of each of its features."""
+    distinct_share: float = 1.0
+    """Different ids over ids of a rank's batch, feature by feature: counted, or that of ids spread evenly."""
+    deduplicated: bool = False
+    """Whether an id that a batch repeats is sent once, and its row is returned once."""
     update: str = "fused"
     """The kind of its update."""
     optimizer: str = ""

@@ -130,18 +130,20 @@ def estimate_traffic(
 
     batch_size: examples per rank and step. comms: the types in which rows and their gradients are sent.
     With row-wise types the destination of an id depends on its value; ids are assumed to be spread evenly over the
-    rows. Control messages, up to 40 bytes for each lookup and pair of ranks, are not counted. Collectives other than
-    all-to-all are assumed to use rings.
+    rows. Ids that are sent once are counted once. Control messages, up to 40 bytes for each lookup and pair of ranks,
+    are not counted. Collectives other than all-to-all are assumed to use rings.
     Raises PlanError: a table has a sharding type whose exchanges are not known.
     """
     comms = comms or QuantizedComms()
     num_ranks, num_nodes = layout.num_ranks, layout.num_nodes
     traffic = Traffic(layout, {kind: _no_flow(num_ranks, num_nodes) for kind in TRAFFIC_KINDS})
     groups: dict[tuple[str, str], list[PlannedTable]] = {}
-    wide = set()
+    wide, flat = set(), set()
     for table in tables:
         if table.num_rows > SMALL_ROWS:
             wide.add(table.collection)
+        if table.deduplicated:
+            flat.add(table.collection)
         groups.setdefault((table.collection, table.sharding_type), []).append(table)
     for (collection, sharding_type), group in groups.items():
         if sharding_type not in _BY_TYPE:
@@ -150,7 +152,8 @@ def estimate_traffic(
                 f"{', '.join(_BY_TYPE)}."
             )
         learns = any(table.learns for table in group)
-        exchange = _Exchange(traffic, batch_size, comms, 8 if collection in wide else 4, learns)
+        bags = 1 if collection in flat else batch_size
+        exchange = _Exchange(traffic, batch_size, bags, comms, 8 if collection in wide else 4, learns)
         if sharding_type != "data_parallel":
             words = 4 if group[0].weighted else 3  # numbers of lengths, of ids, of weights, and the batch's size
             traffic.flows[IDS].to_rank += words * SIZE_BYTES
@@ -172,6 +175,8 @@ class _Exchange:
 
     traffic: Traffic
     batch_size: int
+    bags: int
+    """Lengths of each feature."""
     comms: QuantizedComms
     id_bytes: int
     learns: bool
@@ -185,13 +190,13 @@ class _Exchange:
 
     def all_rows(self, table: PlannedTable) -> None:
         """Send every shard all ids of its features; its columns are returned. Shards have all rows of some columns."""
-        vectors = len(table.pooling_factors) if table.pooled else sum(table.pooling_factors)
+        vectors = self.batch_size * len(table.pooling_factors) if table.pooled else self._num_ids(table)
         bytes_in = self._lengths(table) + self._ids(table)
         num_ranks = self.traffic.layout.num_ranks
         shards = np.bincount(table.ranks, minlength=num_ranks)
         columns: Vector = np.bincount(table.ranks, table.shard_columns, minlength=num_ranks).astype(np.float64)
         self.traffic.flows[IDS].to_rank += shards * bytes_in
-        self._back(columns * float(vectors * self.batch_size))
+        self._back(columns * float(vectors))
 
     def row_wise(self, table: PlannedTable) -> None:
         """Send each rank the ids of its block of rows; partial sums of bags are reduced."""
@@ -199,7 +204,7 @@ class _Exchange:
         share = _blocks(table.num_rows, layout.num_ranks)
         self.traffic.flows[IDS].to_rank += self._lengths(table) + share * self._ids(table)
         if not table.pooled:
-            self._back(share * sum(table.pooling_factors) * self.batch_size * table.dim)
+            self._back(share * self._num_ids(table) * table.dim)
             return
         numbers = (layout.num_ranks - 1) * self.batch_size * table.dim * len(table.pooling_factors)
         self.traffic.flows[ROWS].ring += numbers * self.forward_bytes
@@ -233,11 +238,14 @@ class _Exchange:
         self.traffic.flows[ROW_GRADIENTS].to_rank += numbers * self.backward_bytes
 
     def _lengths(self, table: PlannedTable) -> float:
-        return self.batch_size * len(table.pooling_factors) * LENGTH_BYTES
+        return self.bags * len(table.pooling_factors) * LENGTH_BYTES
 
     def _ids(self, table: PlannedTable) -> float:
         id_bytes = self.id_bytes + (WEIGHT_BYTES if table.weighted else 0)
-        return self.batch_size * sum(table.pooling_factors) * id_bytes
+        return self._num_ids(table) * id_bytes
+
+    def _num_ids(self, table: PlannedTable) -> float:
+        return self.batch_size * sum(table.pooling_factors) * (table.distinct_share if table.deduplicated else 1)
 
 
 _BY_TYPE = {

@@ -50,6 +50,7 @@ def print_plan(
         + (f"\n{updates}" if (updates := updates_in_words(plan)) else "")
         + _sent(plan.traffic)
         + (f"\n{replicas}" if (replicas := replicas_in_words(plan)) else "")
+        + _deduplicated(tables)
         + _rest(tables)
         + (f"\n{planned_with}" if planned_with else "")
         + _left_alone(left_alone or {}),
@@ -91,6 +92,13 @@ def _printed(tables: Sequence[PlannedTable]) -> Sequence[PlannedTable]:
 def _rest(tables: Sequence[PlannedTable]) -> str:
     more = len(tables) - MAX_TABLES
     return f"\n{quantity(more, 'smaller table')} not shown; the callback PlanLogger writes them all" if more > 0 else ""
+
+
+def _deduplicated(tables: Sequence[PlannedTable]) -> str:
+    """Return a line about tables whose repeated ids are sent once."""
+    found = [f"{table.name} ({table.distinct_share:.0%} are different)" for table in tables if table.deduplicated]
+    more = f" and {len(found) - MAX_RANKS} more" if len(found) > MAX_RANKS else ""
+    return f"\nIds that a batch repeats are sent once: {', '.join(found[:MAX_RANKS])}{more}" if found else ""
 
 
 def _left_alone(reasons: Mapping[str, str]) -> str:

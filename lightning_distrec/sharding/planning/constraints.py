@@ -41,6 +41,8 @@ class TableConstraints:
     """Allowed kernels; torchrec leaves out those that are not possible."""
     pooling_factors: tuple[float, ...] | None = None
     """Ids per example of each of its features, if they were counted."""
+    distinct_share: float | None = None
+    """Different ids over ids of a batch, feature by feature, if they were counted."""
     data: TableData | None = None
     """What batches look up in it, if some were looked at."""
     update: str = "fused"
@@ -49,6 +51,11 @@ class TableConstraints:
     """Class of the optimizer that updates it."""
     update_reason: str = ""
     """Why the update is of that kind, for reports."""
+
+    @property
+    def counted_distinct_share(self) -> float | None:
+        """Different ids over ids of a batch, if they were counted."""
+        return self.distinct_share if self.data is None else 1 / self.data.repeats
 
 
 def default_types(num_nodes: int) -> tuple[str, ...]:

@@ -19,11 +19,14 @@ class IdCount:
 
     ids: int = 0
     examples: int = 0
+    distinct: int = 0
+    """Different ids of each batch, summed."""
 
-    def add(self, ids: int, examples: int) -> None:
+    def add(self, ids: int, examples: int, distinct: int) -> None:
         """Count some more."""
         self.ids += ids
         self.examples += examples
+        self.distinct += distinct
 
     @property
     def factor(self) -> float:
@@ -52,18 +55,21 @@ class IdCounts:
 
     def _count(self, name: str, leaf: Any) -> None:
         if isinstance(leaf, KeyedJaggedTensor):
-            for key, ids, examples in zip(leaf.keys(), leaf.length_per_key(), leaf.stride_per_key(), strict=True):
-                self.features.setdefault(key, IdCount()).add(ids, examples)
+            of_keys = leaf.values().split(leaf.length_per_key())
+            for key, ids, examples in zip(leaf.keys(), of_keys, leaf.stride_per_key(), strict=True):
+                self.features.setdefault(key, IdCount()).add(len(ids), examples, len(ids.unique()))
         elif isinstance(leaf, JaggedTensor):
-            self.features.setdefault(name, IdCount()).add(leaf.values().shape[0], leaf.lengths().shape[0])
+            self.features.setdefault(name, IdCount()).add(
+                leaf.values().shape[0], leaf.lengths().shape[0], len(leaf.values().unique())
+            )
         elif isinstance(leaf, Tensor) and leaf.ndim and not (leaf.is_floating_point() or leaf.is_complex()):
-            self.tensors.setdefault(name, IdCount()).add(leaf.numel(), leaf.shape[0])
+            self.tensors.setdefault(name, IdCount()).add(leaf.numel(), leaf.shape[0], len(leaf.unique()))
 
     def add(self, others: "IdCounts") -> None:
         """Take in what another rank has counted."""
         for mine, theirs in ((self.features, others.features), (self.tensors, others.tensors)):
             for name, count in theirs.items():
-                mine.setdefault(name, IdCount()).add(count.ids, count.examples)
+                mine.setdefault(name, IdCount()).add(count.ids, count.examples, count.distinct)
 
     def factors_of(self, table: Table) -> tuple[float, ...] | None:
         """Return ids per example of each feature of `table`; None where the batches do not show those of all.
@@ -71,13 +77,21 @@ class IdCounts:
         An nn.Embedding's or nn.EmbeddingBag's are those of the tensor that is called as it is, by its path or the last
         part of that.
         """
-        if table.plain is None:
-            counts = [self.features.get(feature) for feature in table.config.feature_names]
-        else:
-            path = table.full_name
-            counts = [self.tensors.get(path) or self.tensors.get(path.rpartition(".")[2])]
+        counts = self._of(table)
         known = [count.factor for count in counts if count is not None and count.examples]
         return tuple(known) if len(known) == len(counts) else None
+
+    def distinct_share_of(self, table: Table) -> float | None:
+        """Return different ids over ids of a batch, of all features of `table`; None where that is not known."""
+        known = [count for count in self._of(table) if count is not None]
+        ids = sum(count.ids for count in known)
+        return sum(count.distinct for count in known) / ids if ids else None
+
+    def _of(self, table: Table) -> list[IdCount | None]:
+        if table.plain is None:
+            return [self.features.get(feature) for feature in table.config.feature_names]
+        path = table.full_name
+        return [self.tensors.get(path) or self.tensors.get(path.rpartition(".")[2])]
 
 
 def leaves_of(*batches: Any) -> Iterator[tuple[str, Any]]:

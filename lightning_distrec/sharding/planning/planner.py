@@ -15,6 +15,7 @@ from lightning_distrec.sharding.planning.constraints import (
     check_sequence_widths,
     torchrec_constraints,
 )
+from lightning_distrec.sharding.planning.costs.batch_ids import BatchIds
 from lightning_distrec.sharding.planning.infeasible import (
     InfeasiblePlan,
     exceed_total_memory,
@@ -116,6 +117,8 @@ def _described(
             pooled=table.pooled,
             weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
             pooling_factors=tuple(by_name[table.name].pooling_factors),
+            distinct_share=ids.distinct_share,
+            deduplicated=_exchanges_rows(plan, table) and ids.repeat_enough,
             update=wanted.update,
             optimizer=wanted.optimizer,
             update_milliseconds=option.milliseconds_by_part[option.which, TIME_PARTS.index("update")],
@@ -127,8 +130,17 @@ def _described(
         )
         for number, table in enumerate(tables)
         for wanted, option in [(constraints[table.full_name], found.option_of(number))]
+        for examples in [wanted.options.batch_size or batch_size]
+        for numbers in [[examples * factor for factor in by_name[table.name].pooling_factors]]
+        for ids in [BatchIds.of(numbers, table.config.num_embeddings, wanted.counted_distinct_share)]
     }
     return replace(plan, tables=described, batch_size=batch_size)
+
+
+def _exchanges_rows(plan: ShardingPlan, table: Table) -> bool:
+    """Whether rows of the table are sent, not bags."""
+    is_sent = plan.num_ranks > 1 and plan.tables[table.full_name].sharding_type != "data_parallel"
+    return is_sent and not table.pooled
 
 
 def _planned(table: Table, option: EstimatedOption, ranks: list[int]) -> PlannedTable:

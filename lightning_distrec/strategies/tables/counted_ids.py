@@ -38,8 +38,9 @@ def with_counted_ids(run: SetUpInputs, decisions: Decisions) -> dict[str, TableC
     found = {table.full_name: counts.factors_of(table) for table in wanted}
     if total or notes:
         _report(wanted, found, total, run.consensus.num_ranks, notes)
+    shares = {table.full_name: counts.distinct_share_of(table) for table in decisions.tables}
     return {
-        name: of_table if found.get(name) is None else replace(of_table, pooling_factors=found[name])
+        name: replace(of_table, pooling_factors=found.get(name), distinct_share=shares[name])
         for name, of_table in constraints.items()
     }
 

@@ -201,6 +201,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
                 shards.shards[table.full_name][0].weight,
                 update.adds_up,
                 update.in_backward,
+                plan.tables[table.full_name].deduplicated,
             )
             for table in tables
             for update in [updates[table.full_name]]

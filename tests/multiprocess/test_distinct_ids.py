@@ -1,0 +1,168 @@
+"""Ids that a batch of sequences repeats are sent once: same numbers, and as few bytes as planned."""
+
+from itertools import product
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_distrec import Communication
+from lightning_distrec.callbacks.sent_bytes import IDS, ROW_GRADIENTS, ROWS
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    SequenceModel,
+    largest_difference,
+    rank_loader,
+    seeded,
+)
+from tests.support.parameters import slow_except
+from tests.support.plain_loop import OPTIMIZERS, limit_of
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import make_trainer
+
+STEPS = 4
+MANY: dict[str, Any] = {"tables": {"*": {"pooling_factor": 50}}}
+"""By which 512 examples have more ids than the tables have rows."""
+CUTS = ("table_wise", "row_wise", "column_wise")
+QUICK = [(2, "row_wise", "SGD"), (3, "table_wise", "Adagrad"), (2, "column_wise", "Adam")]
+
+
+class WithPlainRows(SequenceModel):
+    """Looks up an nn.Embedding too."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.item = torch.nn.Embedding(11, 8)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        ids = batch["ids"][: len(batch["label"])] % 11
+        return super().forward(batch) + self.item(ids).sum(1)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> list[Tensor]:
+        rows = self.ebc(KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"]))
+        return [part for of in rows.values() for part in (of.values(), of.lengths())]
+
+
+def _fit(cut: str, update: str, depth: int = 3) -> tuple[list[float], dict[str, Tensor], set[str]]:
+    """Return the losses of this rank, the trained state, and the tables whose ids are sent once."""
+    model = seeded(WithPlainRows, *OPTIMIZERS[update])
+    once: set[str] = set()
+
+    def look() -> None:
+        once.update(name for name, of in model.trainer.strategy.run_tables.plan.tables.items() if of.deduplicated)
+
+    model.on_train_start = look
+    trainer = make_trainer(MANY | {"convert_embeddings": "all", "sharding_types": [cut], "pipeline": {"depth": depth}})
+    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+    return model.losses, model.final_state, once
+
+
+@pytest.mark.parametrize(("num_ranks", "cut", "update"), slow_except(QUICK, product((2, 3), CUTS, OPTIMIZERS)))
+def test_ids_that_are_sent_once_train_as_in_one_process(num_ranks: int, cut: str, update: str) -> None:
+    if (cut, update) == ("column_wise", "RowWiseAdagrad"):
+        pytest.skip("one number for each row")
+    found = run_on_warm_ranks(_fit, num_ranks, cut, update)
+    wanted = _trained_by_ranks(update, num_ranks)
+    losses, states, once = zip(*found, strict=True)
+    assert once[0] == {"ebc.wide", "ebc.narrow", "item"}
+    assert torch.allclose(torch.tensor(losses).mean(0), torch.tensor(wanted.losses), atol=1e-6)
+    assert max(largest_difference(states[0], wanted.final_state).values()) <= limit_of(update)
+
+
+def _trained_by_ranks(update: str, num_ranks: int) -> ClickModel:
+    """Train by a plain loop over the mean of the ranks' losses: the plain ids are not those of a joined batch."""
+    model = seeded(WithPlainRows, *OPTIMIZERS[update])
+    optimizer = model.configure_optimizers()
+    loaders = [list(rank_loader(STEPS, rank)) for rank in range(num_ranks)]
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.stack([model.training_step(of_rank[step], step) for of_rank in loaders]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    model.losses, model.final_state = losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return model
+
+
+def _look_up() -> tuple[list[Tensor], list[Tensor]]:
+    """Return what a trained module looks up sharded, and unsharded, in the batch of this rank; one has no ids."""
+    rank, _ = rank_and_num_ranks()
+    model = seeded(WithPlainRows, *OPTIMIZERS["SGD"])
+    batch = next(iter(rank_loader(1, rank)))
+    found: list[list[Tensor]] = []
+
+    def look() -> None:
+        with torch.no_grad():
+            found.append(model.predict_step(batch, 0))
+            empty = {"ids": batch["ids"][:0], "lengths": batch["lengths"] * 0}
+            found.append(model.predict_step(empty if rank else batch, 0))
+
+    model.on_train_batch_end = lambda *_: look()
+    trainer = make_trainer(MANY | {"convert_embeddings": "all"})
+    trainer.fit(model, DataLoader([batch], batch_size=None))
+    trainer.strategy.unshard()
+    look()
+    return found[0] + found[1], found[2] + found[3]
+
+
+def test_a_lookup_has_the_rows_and_lengths_of_the_unsharded_collection() -> None:
+    for sharded, unsharded in run_on_warm_ranks(_look_up, 2):
+        assert len(sharded) == len(unsharded) == 16
+        assert all(map(torch.equal, sharded, unsharded))
+
+
+def test_numbers_are_those_without_prefetching() -> None:
+    calls = {"ahead": (_fit, "row_wise", "Adagrad", 3), "as called": (_fit, "row_wise", "Adagrad", 1)}
+    found = run_each_on_ranks(calls, 2)[0]
+    ahead, as_called = found["ahead"][1], found["as called"][1]
+    assert all(torch.equal(ahead[key], as_called[key]) for key in as_called)
+
+
+class Sequences(pl.LightningModule):
+    """Sums the rows of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingConfig(name="item", embedding_dim=8, num_embeddings=5_000, feature_names=["clicks"])
+        self.rows = EmbeddingCollection(tables=[config])
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> Tensor:
+        return (self.scale * self.rows(batch)["clicks"].values()).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _send(estimate: bool, distinct: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return by kind the bytes that this rank sent per step, and those that were planned. distinct: different ids."""
+    rank, _ = rank_and_num_ranks()
+    model, counts = Sequences(), Communication()
+    planned: list[Any] = []
+    model.on_train_start = lambda: planned.append(model.trainer.strategy.run_tables.plan.traffic)
+    planning = {"planning": {"estimate_pooling": int(estimate)}, "batch_size_per_rank": 64}
+    ids = torch.arange(64 * 50) % distinct * (5_000 // distinct)
+    batch = KeyedJaggedTensor(["clicks"], ids, lengths=torch.full((64,), 50))
+    options = planning | {"sharding_types": ["row_wise"], "pipeline": {"depth": 1}}
+    trainer = make_trainer(options, callbacks=[counts])
+    trainer.fit(model, DataLoader([batch] * 3, batch_size=None))
+    sent, kinds = counts.bytes_per_step, (IDS, ROWS, ROW_GRADIENTS)
+    return {kind: sent[kind] for kind in kinds}, {kind: planned[0].sent(kind)[rank] for kind in kinds}
+
+
+def test_planned_bytes_are_those_that_are_sent_once() -> None:
+    calls = {"once": (_send, True, 2_500), "each time": (_send, False, 2_500), "often": (_send, True, 500)}
+    for found in run_each_on_ranks(calls, 2):
+        sent, planned = found["often"]
+        agreed = (6 + 1) * 8  # six numbers that ranks agree on, and the place for the sizes of weights
+        assert sent[IDS] - agreed == pytest.approx(planned[IDS], rel=0.01)
+        assert sent[ROWS] == pytest.approx(planned[ROWS], rel=0.01)
+        assert sent[ROW_GRADIENTS] == pytest.approx(planned[ROW_GRADIENTS], rel=0.01)
+        assert found["each time"][0] == pytest.approx(found["once"][0])  # 78 % are different
+        assert found["each time"][0][ROWS] > 4 * sent[ROWS]
