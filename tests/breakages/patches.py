@@ -960,4 +960,28 @@ BREAKAGES = (
         "Different rows of a batch are reported as those of all batches together.",
         ("unit/test_plan_from_data.py",),
     ),
+    Breakage(
+        "weights-gradients-divided",
+        "lightning_distrec/sharding/lookup/weights_exchange.py",
+        r"returned if scale == 1 else returned \* scale",
+        "returned",
+        "Weights of an nn.EmbeddingBag's ids learn at a rate divided by the number of ranks, silently.",
+        ("multiprocess/test_learned_weights.py",),
+    ),
+    Breakage(
+        "weights-not-reached",
+        "lightning_distrec/sharding/lookup/weights_exchange.py",
+        r"return output \+ weights\.sum\(\)",
+        "return None",
+        "A rank that holds no rows of a table sends back no gradients of weights: the others wait in backward.",
+        ("multiprocess/test_learned_weights.py",),
+    ),
+    Breakage(
+        "rows-sent-once-rest",
+        "lightning_distrec/sharding/lookup/distinct_ids.py",
+        r"values = values\.index_select\(0, self\._places\[feature\]\)",
+        "values = values.detach().index_select(0, self._places[feature])",
+        "Tables whose repeated ids are sent once no longer learn.",
+        ("multiprocess/test_distinct_ids.py",),
+    ),
 )

@@ -14,12 +14,12 @@ from lightning_distrec import Communication
 from lightning_distrec.callbacks.sent_bytes import IDS, ROW_GRADIENTS, ROWS
 from tests.support.click_model import (
     FEATURES,
-    ClickModel,
     SequenceModel,
     largest_difference,
     rank_loader,
     seeded,
 )
+from tests.support.embedding_models import train_unsharded as train_by_ranks
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import OPTIMIZERS, limit_of
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
@@ -67,27 +67,13 @@ def test_ids_that_are_sent_once_train_as_in_one_process(num_ranks: int, cut: str
     if (cut, update) == ("column_wise", "RowWiseAdagrad"):
         pytest.skip("one number for each row")
     found = run_on_warm_ranks(_fit, num_ranks, cut, update)
-    wanted = _trained_by_ranks(update, num_ranks)
+    batches = zip(*[list(rank_loader(STEPS, rank)) for rank in range(num_ranks)], strict=True)
+    start = seeded(WithPlainRows, *OPTIMIZERS[update])
+    wanted = train_by_ranks(start, list(map(list, batches)))
     losses, states, once = zip(*found, strict=True)
     assert once[0] == {"ebc.wide", "ebc.narrow", "item"}
-    assert torch.allclose(torch.tensor(losses).mean(0), torch.tensor(wanted.losses), atol=1e-6)
-    assert max(largest_difference(states[0], wanted.final_state).values()) <= limit_of(update)
-
-
-def _trained_by_ranks(update: str, num_ranks: int) -> ClickModel:
-    """Train by a plain loop over the mean of the ranks' losses: the plain ids are not those of a joined batch."""
-    model = seeded(WithPlainRows, *OPTIMIZERS[update])
-    optimizer = model.configure_optimizers()
-    loaders = [list(rank_loader(STEPS, rank)) for rank in range(num_ranks)]
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = torch.stack([model.training_step(of_rank[step], step) for of_rank in loaders]).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    model.losses, model.final_state = losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
-    return model
+    assert torch.allclose(torch.tensor(losses).T.flatten(), torch.tensor(wanted.losses), atol=1e-6)
+    assert max(largest_difference(states[0], wanted.state_dict()).values()) <= limit_of(update)
 
 
 def _look_up() -> tuple[list[Tensor], list[Tensor]]:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.support.click_model import ClickModel, largest_difference, make_batch, rank_loader, seeded, train_unsharded
+from tests.support.embedding_models import train_unsharded as train_by_ranks
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
@@ -25,6 +26,7 @@ from tests.support.weighted_models import (
     LooksUpTwice,
     PositionWeighted,
     RanksDisagree,
+    SharesBags,
     WeightsOfALayer,
     learned_weights,
 )
@@ -84,6 +86,23 @@ def test_weights_that_learn_get_the_gradients_of_one_process(
     before = learned_weights(start.state_dict())
     assert before
     assert min(float((wanted.final_state[key] - value).abs().max()) for key, value in before.items()) > 1e-4
+
+
+def _fit_unequal(cut: str, update: str) -> dict[str, Tensor]:
+    model = seeded(SharesBags, *OPTIMIZERS["SGD"])
+    trainer = make_trainer(CUTS[cut] | {"embedding_update": update})
+    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+    return model.final_state
+
+
+def test_weights_of_features_with_unequal_batch_sizes_learn_too() -> None:
+    calls = {cut: (_fit_unequal, cut, update) for cut, update in (("table_wise", "fused"), ("row_wise", "sparse"))}
+    start = seeded(SharesBags, *OPTIMIZERS["SGD"])
+    batches = zip(*[list(rank_loader(STEPS, rank)) for rank in range(2)], strict=True)
+    wanted = train_by_ranks(start, list(map(list, batches))).state_dict()
+    for state in run_each_on_ranks(calls, 2)[0].values():
+        assert max(largest_difference(state, wanted).values()) <= limit_of("SGD")
+    assert min(float((wanted[key] - of).abs().max()) for key, of in learned_weights(start.state_dict()).items()) > 1e-4
 
 
 def _freeze(update: str, after: int) -> tuple[str, dict[str, Tensor]]:

@@ -114,3 +114,24 @@ class RanksDisagree(WeightsOfALayer):
 def learned_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries of a state_dict that learn through the weights of ids."""
     return {key: value for key, value in state.items() if "processor" in key or key.startswith("importance")}
+
+
+class SharesBags(WeightsOfALayer):
+    """Looks up each distinct bag of feature a once, and spreads it over the batch by inverse indices."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        size = len(batch["label"])
+        inverse = torch.arange(size).repeat(len(FEATURES), 1)
+        inverse[0] = inverse[0] // 2
+        first = batch["lengths"][: size // 2]
+        kept = torch.arange(len(batch["ids"]))
+        kept = torch.cat([kept[: int(first.sum())], kept[int(batch["lengths"][:size].sum()) :]])
+        features = KeyedJaggedTensor(
+            keys=FEATURES,
+            values=batch["ids"][kept],
+            lengths=torch.cat([first, batch["lengths"][size:]]),
+            weights=self.importance(batch["weights"][kept].unsqueeze(1)).squeeze(1),
+            stride_per_key_per_rank=[[size // 2], [size], [size], [size]],
+            inverse_indices=(FEATURES, inverse),
+        )
+        return self.mlp(self.ebc(features).values()).squeeze(-1)
