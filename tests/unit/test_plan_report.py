@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.types import ParameterSharding
 
 from lightning_distrec.sharding.node_layout import NodeLayout
@@ -176,3 +176,24 @@ def test_names_are_shortened_at_the_left_and_stay_different(width: int) -> None:
         assert shown == full or (shown.startswith("…") and full.endswith(shown[1:]) and len(shown) >= 9)
     far = ["user_of_one_kind/embedding_of_ids", "item_of_one_kind/embedding_of_ids"]
     assert len(set(names_in(width, far))) == 2
+
+
+def test_tables_whose_repeated_ids_are_sent_once_are_named() -> None:
+    tables, shardings = rows_in_two_tables()
+    plan = plan_of(tables, shardings, NodeLayout((0, 0)))
+    clicks = replace(plan.tables["rows.clicks"], pooled=False, distinct_share=0.39, deduplicated=True)
+    console = Console(file=io.StringIO(), width=150)
+    print_plan(replace(plan, tables=plan.tables | {"rows.clicks": clicks}), console=console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Ids that a batch repeats are sent once: rows.clicks (39% are different)" in shown
+    assert "not sharded" not in shown
+
+
+def rows_in_two_tables() -> tuple[list[Table], ShardingByTable]:
+    """Return the tables of an EmbeddingCollection, by rows."""
+    names = ("clicks", "buys")
+    configs = [EmbeddingConfig(name=n, embedding_dim=8, num_embeddings=64, feature_names=[n]) for n in names]
+    root = nn.Module()
+    root.rows = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+    tables = find_tables(root).tables
+    return tables, {table.full_name: sharding(table, "row_wise", [0, 1]) for table in tables}

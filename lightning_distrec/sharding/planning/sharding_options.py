@@ -224,7 +224,8 @@ def _as_estimated(
         device_bytes = [a + b for a, b in zip(device_bytes, kept, strict=True)]
     # torchrec estimates each block of rows as if all of the table's ids went there.
     blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
-    exchanges = exchange_milliseconds(option, wanted, constraints.update != "frozen", Links.of(topology))
+    learns, links = constraints.update != "frozen", Links.of(topology)
+    exchanges = exchange_milliseconds(option, wanted, learns, links, constraints.counted_distinct_share)
     updates = _updates(option, blocks, topology, constraints)
     parts = []
     for shard, (ids, rows, gradients), update in zip(option.shards, exchanges, updates, strict=True):

@@ -12,6 +12,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import ShardingOption
 
 from lightning_distrec.sharding.plan.traffic import LENGTH_BYTES, WEIGHT_BYTES
+from lightning_distrec.sharding.planning.costs.batch_ids import BatchIds
 from lightning_distrec.sharding.tables import SMALL_ROWS
 
 FLOAT_BYTES = 4
@@ -71,10 +72,11 @@ class Links:
 
 
 def exchange_milliseconds(
-    option: ShardingOption, wanted: ParameterConstraints, learns: bool, links: Links
+    option: ShardingOption, wanted: ParameterConstraints, learns: bool, links: Links, counted_share: float | None = None
 ) -> NDArray[np.float64]:
     """Return, (D, 3), for each size of a shard the time of its ids, its rows and the rows' gradients.
 
+    counted_share: different ids over ids of a batch, if they were counted; repeated ones may be sent once.
     On one node it is a rank's, on several that of a node's link, which all ranks of the node wait for.
     """
     found = np.zeros((len(option.shards), 3))
@@ -82,6 +84,9 @@ def exchange_milliseconds(
         return found
     num_rows, batch = option.tensor.shape[0], (wanted.batch_sizes or [option.batch_size])[0]
     per_example, features = sum(option.input_lengths), len(option.input_lengths)
+    if not option.is_pooled and option.sharding_type != "data_parallel":
+        repeated = BatchIds.of([batch * factor for factor in option.input_lengths], num_rows, counted_share)
+        per_example *= repeated.distinct_share if repeated.repeat_enough else 1
     id_bytes = (4 if num_rows <= SMALL_ROWS else 8) + (WEIGHT_BYTES if wanted.is_weighted else 0)
     for i, shard in enumerate(option.shards):
         rows, columns = shard.size
