@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
@@ -68,7 +70,7 @@ def fit(
     tables = sharded_tables_of(model)
     assert tables is not None
     shards = {name: [s.tensor.detach().clone() for s in w.local_shards()] for name, w in tables.weights().items()}
-    shards["mlp"] = [parameter.detach().clone() for parameter in model.mlp.parameters()]
+    shards["mlp"] = [p.detach().clone() for p in model.mlp.parameters() if not isinstance(p, DTensor)]
     scores = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return {"state": model.final_state, "shards": shards, "scores": scores}
 
@@ -127,6 +129,8 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "unequal": call(ClickModel, "SGD", EVERY_TYPE, {}, unequal=True),
     "unequal, not prefetched": call(ClickModel, "SGD", EVERY_TYPE | AT_ONCE, {}, unequal=True),
     "clipped": call(ClickModel, "SGD", EVERY_TYPE, {}, gradient_clip_val=LIMIT),
+    "dense layers sharded": call(ClickModel, "SGD", EVERY_TYPE | {"dense": "fsdp"}, {}),
+    "gathered": call(ClickModel, "Adagrad", {"tables": {"wide": {"gathered_weight": True}}}, {}),
     "by hand": call(ByHand, "SGD", EVERY_TYPE, {}),
     "accumulated": call(ClickModel, "SGD", EVERY_TYPE, {}, accumulate_grad_batches=2),
 }
@@ -311,7 +315,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two levels": (SIZE_2 | {"sharding_types": ["table_row_wise"]}, "PlanError: .*not possible within sharding_groups"),
     "replicated": (SIZE_2 | {"tables": {"wide": {"replicated": True}}}, "PlanError: .*within sharding_groups"),
     "gathered": (AT_3 | {"tables": {"wide": {"gathered_weight": True}}}, "ConfigError: .*each group has other weights"),
-    "incremental": (SIZE_2 | {"checkpoint": {"incremental": {"every": 2, "full_every": 4}}}, "ConfigError: .*'incremental'"),
+    "averages": (AT_3, "ConfigError: (rank .: )?the callback EMAWeightAveraging averages weights of which each group"),
+    "incremental": (SIZE_2 | INCREMENTAL, "ConfigError: .*'incremental'"),
     "in memory": (SIZE_2 | {"checkpoint": {"in_memory": {"every": 2}}}, "ConfigError: .*'in_memory'"),
     "unequal": ({}, r"ConfigError: sharding_groups: ranks have unequal \(size, sync_interval\): .*Give all the same"),
 }
@@ -324,7 +329,8 @@ def refuse_each() -> dict[str, str]:
         model = seeded(ClickModel, *OPTIMIZERS["SGD"])
         given = {"sharding_groups": {"size": 1 + rank % 2}} if name == "unequal" else copy.deepcopy(options)
         try:
-            make_trainer(given).fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
+            callbacks = [EMAWeightAveraging()] if name == "averages" else []
+            make_trainer(given, callbacks=callbacks).fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
         assert not model.losses

@@ -197,7 +197,7 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
             wanted, module, optimizers, trainer, precision, run.device, earlier, kept_for
         )
         warnings += [*more, *warn_of_replicas(run.groups)]
-        refuse_with_groups(run.groups, updates, wanted.options)
+        refuse_with_groups(run.groups, updates, wanted.options, trainer.callbacks)  # type: ignore[attr-defined]
         if own:
             _report_left_embeddings(module, tables)
     constraints = constraints_of(wanted, updates, run.device, run.group_layout)

@@ -1,6 +1,9 @@
 """What groups of ranks with a replica of the tables each change about a fit's set-up."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
@@ -8,6 +11,8 @@ from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.groups.options import ShardingGroupOptions
 from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.planning.table_options import TableOptions
+
+AVERAGES = (StochasticWeightAveraging, WeightAveraging)
 
 
 def why_kept(groups: ShardingGroups | ShardingGroupOptions) -> str:
@@ -27,9 +32,12 @@ def warn_of_replicas(groups: ShardingGroups) -> list[str]:
 
 
 def refuse_with_groups(
-    groups: ShardingGroups, updates: Mapping[str, TableUpdate], options: Mapping[str, TableOptions]
+    groups: ShardingGroups,
+    updates: Mapping[str, TableUpdate],
+    options: Mapping[str, TableOptions],
+    callbacks: Iterable[Callback],
 ) -> None:
-    """Raise ConfigError where a table's options do not go together with the groups."""
+    """Raise ConfigError where a table's options, or a callback, do not go together with the groups."""
     if groups.num_replicas == 1:
         return
     fused = [name for name, update in updates.items() if update.in_backward]
@@ -44,6 +52,13 @@ def refuse_with_groups(
         raise ConfigError(
             f"table '{gathered[0]}' has gathered_weight=True, but with sync_interval={groups.sync_interval} each group "
             "has other weights. Set sync_interval=1, or replicated=True for the table."
+        )
+    averages = [type(each).__name__ for each in callbacks if isinstance(each, AVERAGES)]
+    if averages and not groups.exchanges_gradients:
+        raise ConfigError(
+            f"the callback {averages[0]} averages weights of which each group has others at "
+            f"sync_interval={groups.sync_interval}, so that groups would have other averages. Set sync_interval=1, or "
+            "remove it."
         )
 
 
