@@ -13,14 +13,17 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import (
+    FEATURES,
     ClickModel,
     EvaluatedModel,
     SequenceModel,
+    _mean,
     join_batches,
     largest_difference,
     make_batch,
@@ -105,6 +108,19 @@ class Unfrozen(ClickModel):
         unfreeze(self, batch_idx)
 
 
+class UsedInPart(SequenceModel):
+    """Leaves one table out in the second group, as a branch by data may; `group` is set where there are no ranks."""
+
+    group: int | None = None
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        group = rank_and_num_ranks()[0] // 2 if self.group is None else self.group
+        rows = self.ebc(KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"]))
+        bags = [_mean(rows[name].values(), rows[name].lengths()) for name in FEATURES[: 4 - 2 * group]]
+        bags += [torch.zeros_like(bags[0])] * (4 - len(bags))
+        return self.mlp(self.first(torch.cat(bags, 1))).squeeze(-1)
+
+
 def unfreeze(model: Any, step: int) -> None:
     model.ebc.embedding_bags["wide"].weight.requires_grad_(step in (3, 4))
 
@@ -130,6 +146,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "unequal, not prefetched": call(ClickModel, "SGD", EVERY_TYPE | AT_ONCE, {}, unequal=True),
     "clipped": call(ClickModel, "SGD", EVERY_TYPE, {}, gradient_clip_val=LIMIT),
     "dense layers sharded": call(ClickModel, "SGD", EVERY_TYPE | {"dense": "fsdp"}, {}),
+    "used in part": call(UsedInPart, "Adam", {}, {}),
     "gathered": call(ClickModel, "Adagrad", {"tables": {"wide": {"gathered_weight": True}}}, {}),
     "by hand": call(ByHand, "SGD", EVERY_TYPE, {}),
     "accumulated": call(ClickModel, "SGD", EVERY_TYPE, {}, accumulate_grad_batches=2),
@@ -139,6 +156,7 @@ AVERAGED: dict[str, tuple[Any, ...]] = {
     "Adam": call(ClickModel, "Adam", EVERY_TYPE, {"sync_interval": 3}),
     "RowWiseAdagrad": call(ClickModel, "RowWiseAdagrad", BY_ROWS, {"sync_interval": 3}),
     "clipped": call(ClickModel, "SGD", EVERY_TYPE, {"sync_interval": 3}, gradient_clip_val=LIMIT),
+    "used in part": call(UsedInPart, "Adam", {}, {"sync_interval": 3}),
     "unfrozen": call(Unfrozen, "Adam", EVERY_TYPE, {"sync_interval": 3}),
     "validated": call(EvaluatedModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}, val_check_interval=4),
 }
@@ -171,7 +189,10 @@ def train_plain(run: str) -> State:
         return model.state_dict()
     every = options.get("accumulate_grad_batches", 1)
     for step in range(STEPS):
-        (loss_of(model, joined(step, unequal=options.get("unequal", False))) / every).backward()
+        for group, ranks in enumerate(GROUPS) if kind is UsedInPart else [(0, range(4))]:
+            model.group = group
+            share = (2 if kind is UsedInPart else 1) * every
+            (loss_of(model, joined(step, ranks, options.get("unequal", False))) / share).backward()
         if (step + 1) % every and step + 1 < STEPS:
             continue
         if "gradient_clip_val" in options:
@@ -204,6 +225,8 @@ def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tupl
     _, (kind, name, *_), options = RUNS[run]
     models = [seeded(kind, *OPTIMIZERS[name]) for _ in GROUPS]
     optimizers = [model.configure_optimizers() for model in models]
+    for group, model in enumerate(models):
+        model.group = group
     score = 0.0
     for step in range(STEPS):
         for model, optimizer, ranks in zip(models, optimizers, GROUPS, strict=True):
@@ -211,7 +234,7 @@ def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tupl
             if kind is Unfrozen:
                 unfreeze(model, step)
             loss_of(model, joined(step, ranks)).backward()
-        for one, other in zip(*(model.mlp.parameters() for model in models), strict=True):
+        for one, other in zip(*([p for n, p in m.named_parameters() if "ebc" not in n] for m in models), strict=True):
             one.grad = other.grad = (one.grad + other.grad) / 2
         if "gradient_clip_val" in options:
             clip_by_one_norm(models)
@@ -237,8 +260,11 @@ def average(models: list[ClickModel], optimizers: list[Any]) -> None:
     """Replace tables and their optimizer state by their mean."""
     for pair in zip(*(model.ebc.parameters() for model in models), strict=True):
         states = [optimizer.state[each] for optimizer, each in zip(optimizers, pair, strict=True)]
-        for tensors in [pair, *(tuple(state[key] for state in states) for key in states[0] if key != "step")]:
-            mean = (tensors[0] + tensors[1]) / 2
+        for state, other in (states, states[::-1]):  # one may have none yet
+            for key in other:
+                state.setdefault(key, torch.zeros_like(other[key]))
+        for tensors in [pair, *(tuple(state[key] for state in states) for key in states[0])]:
+            mean = torch.maximum(*tensors) if tensors[0].dim() == 0 else (tensors[0] + tensors[1]) / 2
             for tensor in tensors:
                 tensor.copy_(mean)
 
