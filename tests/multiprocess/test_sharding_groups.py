@@ -332,8 +332,38 @@ def test_the_plan_estimates_what_groups_send_to_each_other(interval: int) -> Non
         assert estimated == pytest.approx(sent, rel=0.25)
 
 
+def fit_again() -> tuple[State, list[float]]:
+    """Fit one module in groups, without them, in others, and evaluate it; return what rank 0 has, and the scores."""
+    rank = rank_and_num_ranks()[0]
+    model = seeded(EvaluatedModel, *OPTIMIZERS["SGD"])
+    batches, last = [batch_of(step, rank) for step in range(STEPS)], [batch_of(STEPS, rank)]
+    for size in (2, None, 1):
+        make_trainer({"sharding_groups": {"size": size}}).fit(model, DataLoader(batches, batch_size=None))
+    loader = DataLoader(last, batch_size=None)
+    scores = [
+        make_trainer({"sharding_groups": {"size": size}}).test(model, loader, verbose=False)[0]["val_loss"]
+        for size in (1, 2, None)
+    ]
+    return model.final_state, scores
+
+
+@pytest.mark.slow
+def test_a_module_goes_from_groups_to_one_and_to_others() -> None:
+    model = seeded(ClickModel, *OPTIMIZERS["SGD"])
+    optimizer = model.configure_optimizers()
+    for step in 3 * list(range(STEPS)):
+        optimizer.zero_grad()
+        loss_of(model, joined(step)).backward()
+        optimizer.step()
+    of_ranks = run_on_warm_ranks(fit_again, 4)
+    assert max(largest_difference(of_ranks[0][0], model.state_dict()).values()) <= limit_of("SGD")
+    for _, scores in of_ranks:
+        assert scores == pytest.approx([float(loss_of(model, joined(STEPS)))] * 3, abs=1e-5)
+
+
 SIZE_2 = {"sharding_groups": {"size": 2}}
 AT_3 = {"sharding_groups": {"size": 2, "sync_interval": 3}}
+INCREMENTAL = {"checkpoint": {"incremental": {"every": 2, "full_every": 4}}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divisor": ({"sharding_groups": {"size": 3}}, "ConfigError: sharding_groups: size=3 does not divide the 4 ranks"),
     "fused": (SIZE_2 | {"embedding_update": "fused"}, "ConfigError: (rank .: )?table 'ebc.wide' is updated inside of"),

@@ -41,7 +41,7 @@ def plan_tables(
     """
 
     def make() -> ShardingPlan:
-        old = None if earlier is None else plan_of(earlier, run)
+        old = None if earlier is None or earlier.groups.size != run.groups.size else plan_of(earlier, run)
         resumes_from = resumed_path(run.trainer) if run.fits else None
         planning = follow_checkpoint(run.settings.planning, resumes_from, os.environ)
         return plan_or_follow(decisions, old, replace(run.settings, planning=planning), facts)
