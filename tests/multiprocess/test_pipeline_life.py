@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_distrec import PipelineParallelStrategy, StageSchedule, Throughput, TunedDDPStrategy
 from tests.support.chain_models import Drawing, Sequence, Transformer, Unchanged
+from tests.support.parameters import slow_except
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -141,6 +142,36 @@ def test_all_ranks_draw_the_same_and_a_resumed_run_draws_what_one_that_never_sto
         assert of_rank["resumed"] == of_rank["straight"]
         assert len(set(of_rank["straight"])) > 10
         assert of_rank["alike"] == pytest.approx([0.0] * 12, abs=1e-10)
+
+
+class OnMeta(Sequence):
+    """Builds equal blocks without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model = torch.nn.Sequential(*(torch.nn.Linear(12, 12) for _ in range(4)), torch.nn.Linear(12, 1))
+
+
+def _on_meta() -> dict[str, Tensor]:
+    pl.seed_everything(5)
+    trainer = _trainer(PipelineParallelStrategy(stages=2), max_steps=1, max_epochs=-1)
+    trainer.fit(OnMeta())
+    whole = trainer.strategy.unshard()  # type: ignore[attr-defined]
+    return dict(whole.state_dict())
+
+
+@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 4]))
+def test_stages_on_the_meta_device_draw_weights_of_their_own(num_ranks: int) -> None:
+    first, *others = run_on_warm_ranks(_on_meta, num_ranks)
+    weights = [first[f"model.{number}.weight"] for number in range(4)]
+    assert len({float(weight.sum()) for weight in weights}) == 4
+    assert all(0 < float(weight.abs().max()) < 1 for weight in weights)
+    for other in others:
+        _close(other, first, 0.0)
 
 
 def _drawn(path: str, options: dict[str, Any]) -> tuple[float, float, float]:

@@ -16,12 +16,14 @@ FRAGMENTS = sorted((ROOT / "recipes" / "strategies").glob("*.yaml"))
 CLASSES = {
     "ddp_tuned": "TunedDDPStrategy",
     "fsdp_tuned": "TunedFSDPStrategy",
+    "pipeline_parallel": "PipelineParallelStrategy",
     "torchrec_sharded": "TorchRecShardedStrategy",
 }
 
 BY_NAME = ROOT / "recipes" / "next_character" / "cpu.yaml"
 OPTIONS = {
     "TunedDDPStrategy": {"comm_dtype": "bf16", "timeout_seconds": 60.0},
+    "PipelineParallelStrategy": {"schedule": "1f1b", "split": ["blocks.1"], "timeout_seconds": 60.0},
     "TunedFSDPStrategy": {"min_num_parameters": 1000, "timeout_seconds": 60.0},
     "TorchRecShardedStrategy": {"min_rows": 50, "timeout_seconds": 60.0},
 }

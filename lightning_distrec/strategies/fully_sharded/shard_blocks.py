@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states, is_view
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.fully_sharded.deep_copy import allow_deepcopy
 from lightning_distrec.strategies.fully_sharded.dtypes import Dtypes
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.run.meta_weights import materialize
 
 modules_in_step: "WeakSet[nn.Module]" = WeakSet()
 """Fully sharded modules of which the strategy runs a step now."""
@@ -62,7 +62,7 @@ class Sharding:
         reshard_after_forward: bool,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        _materialize(module, self.device)
+        materialize(module, self.device)
         apply_to_tensors(module, partial(_to_device, self.device))
         broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
         module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
@@ -154,19 +154,3 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for key in [key for key in state if key.startswith(prefix)]:
         state[key] = materialized_as(state[key], parameters.get(key[len(prefix) :]))
-
-
-def _materialize(module: nn.Module, device: torch.device) -> None:
-    """Give what is on the meta device memory, and the initial weights that its own `reset_parameters` draws."""
-    for path, submodule in module.named_modules():
-        own = [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
-            continue
-        reset = getattr(submodule, "reset_parameters", None) or getattr(submodule, "_reset_parameters", None)
-        if reset is None:
-            raise ConfigError(
-                f"'{path or type(module).__name__}' ({type(submodule).__name__}) is on the meta device and has no "
-                "reset_parameters() to draw its initial weights. Give it one, or build it on the host."
-            )
-        submodule.to_empty(device=device, recurse=False)
-        reset()

@@ -38,7 +38,7 @@ class StepDraws:
             self._is_first = False
             state = self._messages.all_gather(state)[0]
             torch.set_rng_state(state)
-        self.seed = crc32(state.numpy(), crc32(repr(number).encode()))
+        self.seed = crc32(state.numpy().tobytes(), crc32(repr(number).encode()))
 
     @contextmanager
     def of(self, part: int) -> Iterator[None]:

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
+from lightning_distrec.strategies.run.meta_weights import materialize
 from lightning_distrec.strategies.stages.absent import AbsentTensor, absent_parameter
 from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
@@ -28,7 +30,8 @@ def split_module(
 ) -> StageLayout:
     """Collective. Keep the weights of this rank's stages on `device`, and drop the others, unless an earlier run has.
 
-    All ranks begin with rank 0's weights. Raises ConfigError, UnsupportedError on every rank: see `split_chain`.
+    All ranks begin with rank 0's weights; a
+    stage on the meta device draws its own. Raises ConfigError, UnsupportedError on every rank: see `split_chain`.
     """
     if module in _split_as:
         before, layout = _split_as[module]
@@ -39,9 +42,14 @@ def split_module(
             )
     else:
         layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages))
-        module.to(device)
-        broadcast_module_states(module, [])
-        _drop_others(module, {name for name, stage in layout.stage_of.items() if stage not in ranks.stages})
+        others = {name for name, stage in layout.stage_of.items() if stage not in ranks.stages}
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        on_meta = {name for name, tensor in tensors if tensor.is_meta}
+        apply_to_tensors(module, partial(_to_device, device))
+        broadcast_module_states(module, list(on_meta))
+        _drop_others(module, others)
+        consensus.all_or_none("setup", partial(_draw_weights, module, on_meta - others, ranks, device))
+        _send_to_replicas(module, on_meta - others, ranks)
         _split_as[module] = options, layout
     AbsentTensor.shown_device = device
     apply_to_tensors(module, partial(_to_device, device))
@@ -59,7 +67,21 @@ def is_split(module: nn.Module) -> bool:
 
 
 def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, AbsentTensor) else tensor.to(device)
+    return tensor if tensor.is_meta else tensor.to(device)
+
+
+def _draw_weights(module: nn.Module, names: set[str], ranks: PipelineRanks, device: torch.device) -> None:
+    """Give this rank's tensors on the meta device values. Equal seeds would draw the same ones for all stages."""
+    with torch.random.fork_rng():
+        torch.manual_seed(torch.initial_seed() + ranks.rank)
+        materialize(module, device, lambda name, _: name in names)
+
+
+def _send_to_replicas(module: nn.Module, names: set[str], ranks: PipelineRanks) -> None:
+    """Collective among the replicas of a stage. Let all have the first one's values."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in names:
+            dist.broadcast(tensor.detach(), ranks.rank, group=ranks.same_stage)
 
 
 def _drop_others(module: nn.Module, names: set[str]) -> None:
@@ -114,7 +136,8 @@ def unsplit(module: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 
 def _restore_buffers(module: nn.Module, full: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            if name in full:
-                buffer.copy_(full[name])
+    for path, submodule in module.named_modules():
+        for name, _ in list(submodule.named_buffers(recurse=False)):
+            key = f"{path}.{name}" if path else name
+            if key in full:
+                setattr(submodule, name, full[key])
