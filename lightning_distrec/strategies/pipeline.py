@@ -24,6 +24,7 @@ from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_ove
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.stages.block_times import measure_blocks
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks, pipeline_ranks
 from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule
 from lightning_distrec.strategies.stages.placement import (
@@ -71,8 +72,9 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         stages_per_rank: stages that each rank computes, with "interleaved_1f1b".
         chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order. "auto": the one with
             the most parameters.
-        split: where stages begin. "parameters": so that the largest stage has as few parameters as possible; or a list
-            of the paths of blocks, of all stages but the first.
+        split: where stages begin. "parameters": so that the largest stage has as few parameters as possible; "time": so
+            that the slowest stage is as fast as possible, by forwards of the first batch on rank 0; or a list of the
+            paths of blocks, of all stages but the first.
         first_stage: paths outside of the chain whose parameters the first stage has, apart from those that are
             registered before the chain.
         last_stage: the same for the last stage, apart from those that are registered after the chain.
@@ -157,7 +159,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         refuse_sharded(module, self.strategy_name)
         refuse_run(trainer, module)
         self.precision_plugin.convert_module(module)
-        layout = split_module(module, self._stage_options, ranks, self.root_device, consensus)
+        times = partial(measure_blocks, trainer, module, self._stage_options.chain, self.root_device, consensus)
+        layout = split_module(module, self._stage_options, ranks, self.root_device, consensus, times)
         set_device_and_mesh(module, self.root_device, None)
         context = self.precision_plugin.forward_context
         run.pipelined = PipelinedModule(

@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_distrec import PipelineParallelStrategy
 from tests.support.chain_models import CHAINS
 from tests.support.dense_models import whole_batches
-from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -29,7 +28,7 @@ def _fit(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcom
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    return DEFAULTS | {"max_epochs": 2, "check_val_every_n_epoch": 1, "limit_val_batches": 2} | settings
+    return DEFAULTS | {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 2} | settings
 
 
 def _alone(kind: str, settings: dict[str, Any], num_replicas: int) -> Outcome:
@@ -42,16 +41,20 @@ def _alone(kind: str, settings: dict[str, Any], num_replicas: int) -> Outcome:
 
 CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
 CASES: dict[str, tuple[Any, ...]] = {
-    "sequence": (_fit, "Sequence", {}, {}),
     "clipped and accumulated": (_fit, "Sequence", {"microbatches": 2}, CLIPPED),
-    "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
     "transformer": (_fit, "Transformer", {}, CLIPPED),
-    "arguments of examples": (_fit, "PerExample", {"microbatches": 2}, {}),
     "1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, CLIPPED),
-    "interleaved": (_fit, "Transformer", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, CLIPPED),
+    "metrics of micro-batches": (_fit, "Measured", {"schedule": "1f1b"}, {}),
+    "interleaved": (_fit, "Transformer", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, {}),
+    "arguments of examples, by time": (_fit, "PerExample", {"microbatches": 2, "split": "time"}, {}),
 }
-
-
+MORE: dict[str, tuple[Any, ...]] = {
+    "sequence": (_fit, "Sequence", {}, {}),
+    "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
+    "batches that three do not divide": (_fit, "Sequence", {"microbatches": 3, "schedule": "1f1b"}, {}),
+    "metrics": (_fit, "Measured", {}, {}),
+    "64 bits": (_fit, "Sequence", {"schedule": "1f1b"}, {"precision": "64-true"}),
+}
 OF_FOUR: dict[str, tuple[Any, ...]] = {
     "four stages": (_fit, "Transformer", {}, CLIPPED),
     "four stages, 1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, {}),
@@ -60,9 +63,15 @@ OF_FOUR: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 4]))
-def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
-    cases = CASES if num_ranks == 2 else OF_FOUR
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        pytest.param(2, CASES, id="two ranks"),
+        pytest.param(2, MORE, id="two ranks, more", marks=pytest.mark.slow),
+        pytest.param(4, OF_FOUR, id="four ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_weights_are_those_of_one_process(num_ranks: int, cases: dict[str, tuple[Any, ...]]) -> None:
     of_ranks = run_each_on_ranks(cases, num_ranks)
     for case, (_, kind, options, settings) in cases.items():
         num_replicas = num_ranks // options.get("stages", num_ranks)

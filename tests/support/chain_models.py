@@ -6,6 +6,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics import MaxMetric, MeanSquaredError
 
 from tests.support.dense_models import WIDTH, Recording, loader
 
@@ -83,6 +84,32 @@ class Transformer(Logging):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
+class Measured(Sequence):
+    """Logs metrics that are objects, and a value of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error, self.largest = MeanSquaredError(), MaxMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Any]:  # type: ignore[override]
+        outputs = self(batch[0])
+        self.error(outputs.detach(), batch[1])
+        loss = functional.mse_loss(outputs, batch[1])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.log_dict({"loss": loss, "rate": 0.5}, on_step=True, on_epoch=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.largest.update(self(batch[0]))
+        self.log("largest", self.largest)
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["largest"]))
+
+    def on_train_epoch_end(self) -> None:
+        self.validated += [float(self.trainer.callback_metrics[name]) for name in ("error", "loss_epoch", "rate_epoch")]
+
+
 class PerExample(Logging):
     """Passes its blocks a tensor with a row for each example, one for all, and computes with the batch before them."""
 
@@ -110,7 +137,7 @@ class Shifted(nn.Module):
         return self.layer(inputs) * scale.mean() + shift
 
 
-CHAINS: dict[str, type[Logging]] = {"Sequence": Sequence, "Transformer": Transformer, "PerExample": PerExample}
+CHAINS: dict[str, type[Logging]] = {kind.__name__: kind for kind in (Sequence, Transformer, PerExample, Measured)}
 
 
 class Drawing(Logging):

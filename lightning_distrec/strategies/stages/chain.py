@@ -47,8 +47,10 @@ class StageLayout:
         return range(self.begins[stage], ends[stage])
 
 
-def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> StageLayout:
-    """Return where the chain of a module is split into `num_stages`.
+def split_chain(
+    module: nn.Module, options: StageOptions, num_stages: int, times: list[int] | None = None
+) -> StageLayout:
+    """Return where the chain of a module is split into `num_stages`. times: of each block; None: parameters count.
 
     Raises ConfigError: there is no such chain, or it has too few blocks; UnsupportedError: see `_refuse`.
     """
@@ -56,7 +58,9 @@ def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> St
     chain = find_chain(module, options.chain)
     _refuse(module, chain)
     outside = _outside_of_chain(module, chain, options)
-    if isinstance(options.split, str):
+    if times is not None:
+        begins = balanced(times, num_stages)
+    elif isinstance(options.split, str):
         costs = [sum(p.numel() for p in block.parameters()) for block in chain.blocks]
         parameters = dict(module.named_parameters())
         of_ends = [sum(parameters[name].numel() for name, is_last in outside.items() if is_last == i) for i in (0, 1)]

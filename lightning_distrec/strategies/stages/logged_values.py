@@ -1,6 +1,8 @@
 """What a step logs on the last stage, so that all ranks log it: loggers, callbacks and schedulers read it on theirs."""
 
+import copy
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +26,9 @@ class LoggedValues:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._signature = inspect.signature(type(module).log)
-        self._calls: list[Call] = []
+        if any(isinstance(submodule, Metric) for submodule in module.modules()):
+            # The last stage alone updates them; the others add states without any update, as they should.
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before", UserWarning)
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
@@ -42,6 +46,17 @@ class LoggedValues:
             yield calls
         finally:
             del self._module.log
+
+    @contextmanager
+    def metrics_unchanged(self) -> Iterator[None]:
+        """Set the module's Metrics back after the context, in which a step runs once more."""
+        metrics = [submodule for submodule in self._module.modules() if isinstance(submodule, Metric)]
+        states = [{k: copy.deepcopy(v) for k, v in vars(metric).items() if not callable(v)} for metric in metrics]
+        try:
+            yield
+        finally:
+            for metric, state in zip(metrics, states, strict=True):
+                vars(metric).update(state)
 
     def to_send(self, of_parts: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]:
         """Return the calls of a step as plain values: the mean of the parts' values, each weighted by its examples.
@@ -82,4 +97,5 @@ class LoggedValues:
             return {**{k: v for k, v in first.items() if k != "value"}, METRIC: paths[id(value)]}
         values = torch.stack([torch.as_tensor(call["value"]).detach().cpu().double() for call in calls])
         mean = (values * weights.view(-1, *[1] * (values.dim() - 1))).sum(0)
-        return {**first, "value": mean.to(torch.float32)}
+        dtype = torch.as_tensor(value).dtype
+        return {**first, "value": mean.to(dtype if dtype.is_floating_point else torch.float32)}

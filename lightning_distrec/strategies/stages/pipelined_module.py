@@ -54,6 +54,7 @@ class PipelinedModule:
         self._draws = StepDraws(ranks.messages)
         self._is_last = ranks.num_stages - 1 in ranks.stages
         self._entered: set[str] = set()
+        self._device = device
         self._syncs = True
         self._evaluated = 0
 
@@ -75,7 +76,7 @@ class PipelinedModule:
         if message["loss"] is None:
             aside.restore()
             return None
-        loss = aside.loss_with_gradients(message["loss"])
+        loss = aside.loss_with_gradients(message["loss"].to(self._device))
         return {**result, "loss": loss} if isinstance(result, dict) else loss
 
     def _by_batch(self, step: Step, batch: Any, others: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
@@ -160,7 +161,7 @@ class PipelinedModule:
         """
         found = _Found()
         self._draws.has_drawn = False
-        with torch.no_grad():
+        with torch.no_grad(), self._log.metrics_unchanged():
             of_batch = self._leave(run, 0, output, found)
         has_drawn, self._draws.has_drawn = self._draws.has_drawn, None
         if (
@@ -245,9 +246,9 @@ class PipelinedModule:
         """Collective among the ranks of a pipeline. Return what the last stage has found."""
         mine: dict[str, Any] = {"seed": self._draws.seed}
         if self._is_last:
-            loss = torch.stack(found.losses).double() @ weights.to(found.losses[0].device) if found.losses else None
+            loss = (torch.stack(found.losses).cpu().double() * weights).sum() if found.losses else None
             mine |= {
-                "loss": None if loss is None else loss.to(found.losses[0].dtype).cpu(),
+                "loss": None if loss is None else loss.to(found.losses[0].dtype),
                 "calls": self._log.to_send(found.calls, weights),
                 "result": apply_to_collection(found.result, Tensor, lambda t: t.detach().cpu())
                 if with_result

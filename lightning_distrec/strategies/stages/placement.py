@@ -1,6 +1,6 @@
 """Which rank has which weights of a module that is split into stages, and how they are put back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,12 +21,19 @@ from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 
+Times = Callable[[], list[int] | None]
+"""Collective. Returns the nanoseconds that each block takes."""
 _split_as: "WeakKeyDictionary[nn.Module, tuple[StageOptions, StageLayout]]" = WeakKeyDictionary()
 """Module -> the options with which it is layout, and where."""
 
 
 def split_module(
-    module: LightningModule, options: StageOptions, ranks: PipelineRanks, device: torch.device, consensus: Consensus
+    module: LightningModule,
+    options: StageOptions,
+    ranks: PipelineRanks,
+    device: torch.device,
+    consensus: Consensus,
+    times: Times,
 ) -> StageLayout:
     """Collective. Keep the weights of this rank's stages on `device`, and drop the others, unless an earlier run has.
 
@@ -41,7 +48,8 @@ def split_module(
                 "it is. Give the strategy the same options, or call trainer.strategy.unshard() after that run."
             )
     else:
-        layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages))
+        of_blocks = times() if options.split == "time" else None
+        layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages, of_blocks))
         others = {name for name, stage in layout.stage_of.items() if stage not in ranks.stages}
         tensors = [*module.named_parameters(), *module.named_buffers()]
         on_meta = {name for name, tensor in tensors if tensor.is_meta}

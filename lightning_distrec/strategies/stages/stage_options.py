@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from lightning_distrec.errors import ConfigError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
-Split = Literal["parameters"] | list[str]
+Split = Literal["parameters", "time"] | list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class StageOptions:
     """Path of the nn.Sequential or nn.ModuleList that is layout. "auto": the one with the most parameters."""
 
     split: Split = "parameters"
-    """Where it is layout. "parameters": so that the largest stage has as few as possible; or a list of the paths of the
+    """Where it is layout. "parameters": so that the largest stage has as few as possible; "time": so that
+    the slowest is as fast as possible, by a forward of the first batch; or a list of the paths of the
     blocks with which stages begin, all but the first."""
 
     first_stage: tuple[str, ...] = ()
@@ -54,8 +55,8 @@ class StageOptions:
                 f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank computes several "
                 "stages with schedule='interleaved_1f1b', and one with the others. Set both, or neither."
             )
-        if isinstance(self.split, str) and self.split != "parameters":
-            raise ConfigError(f"split={self.split!r} is not known. Use 'parameters', or a list of paths of blocks.")
+        if isinstance(self.split, str) and self.split not in ("parameters", "time"):
+            raise ConfigError(f"split={self.split!r} is not known. Use 'parameters', 'time', or paths of blocks.")
         if self.stages is not None and (self.stages < 2 or self.stages % self.stages_per_rank):
             raise ConfigError(
                 f"stages={self.stages}: must be at least 2, and a multiple of stages_per_rank={self.stages_per_rank}."

@@ -1,23 +1,21 @@
 """What a training step keeps for its backward, measured with one batch before tables are planned, without a trace."""
 
 import copy
-from contextlib import closing
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec._compat.lightning import train_dataloaders
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
+from lightning_distrec.pipeline.peek import unchanged
 from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.meta_copy import without_trainer
 from lightning_distrec.strategies.estimates.step_profile import profile_step
+from lightning_distrec.strategies.run.first_batch import first_batch, moved
 
 
 def sample_step(
@@ -48,38 +46,13 @@ def _prepared(
 ) -> tuple[LightningModule, Any] | str:
     """Return a copy of the module and a batch, on the device; or the reason why there are none, never empty."""
     try:
-        batch, why = _first_batch(trainer)
+        batch, why = first_batch(trainer)
         if why:
             return why
         there = _with_small_tables(module, tables).to(device).train()
-        return there, _moved(trainer, there, batch, device)
+        return there, moved(trainer, there, batch, device)
     except Exception as error:  # of the user's loader or module; training meets it again, where it stops all ranks
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _first_batch(trainer: Trainer) -> tuple[Any, str]:
-    why = "there are no batches to train on"
-    for loader in loaders_in(train_dataloaders(trainer)):
-        if reason := why_not(loader):
-            why = reason
-            continue
-        with closing(first_batches(loader, 1)) as batches:
-            for batch in batches:
-                return batch, ""
-    return None, why
-
-
-def _moved(trainer: Trainer, module: LightningModule, batch: Any, device: torch.device) -> Any:
-    """Return the batch on the device, passed through the user's hooks as the Trainer does."""
-    data = getattr(trainer, "datamodule", None)
-    for hook, more in (
-        ("on_before_batch_transfer", ()),
-        ("transfer_batch_to_device", (device,)),
-        ("on_after_batch_transfer", ()),
-    ):
-        holder = data if data is not None and is_overridden(hook, data) else module
-        batch = getattr(holder, hook)(batch, *more, 0)
-    return batch
 
 
 def _with_small_tables(module: LightningModule, tables: list[Table]) -> LightningModule:
