@@ -90,6 +90,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     """
 
     strategy_name = "pipeline_parallel"
+    leaves_weights_absent = True
 
     def __init__(
         self,
@@ -246,6 +247,10 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
         unsplit(self.module, full)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_ranks": None}
 
     @property
     @override

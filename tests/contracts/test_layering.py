@@ -15,7 +15,7 @@ MAX_LINES = 310
 
 ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"late_weights", "namespaces", "own_operations", "unpicklable"}
+GROUND |= {"late_weights", "namespaces", "own_operations", "unpicklable", "absent_tensors"}
 PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
 SHARDING = {
     "sharding",
@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "unpicklable": {"errors"},
     "namespaces": {"errors"},
     "atomic_files": set(),
+    "absent_tensors": {"errors", "_compat"},
     "own_operations": set(),
     "late_weights": set(),
     "_compat": {"errors", "versions"},
@@ -88,7 +89,8 @@ MAY_IMPORT = {
     "strategies/activations": BELOW_STRATEGIES,
     "strategies/data_parallel": BELOW_STRATEGIES | {"strategies/run"},
     "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/run", "strategies/activations"},
-    "strategies/stages": BELOW_STRATEGIES | {"strategies/run", "strategies/checkpoints"},
+    "strategies/stages": BELOW_STRATEGIES
+    | {"strategies/run", "strategies/checkpoints", "strategies/fully_sharded", "strategies/estimates"},
     "strategies/estimates": BELOW_STRATEGIES | {"strategies/run", "strategies/activations", "strategies/fully_sharded"},
     "strategies/tables/replicas": BELOW_STRATEGIES,
     "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates", "strategies/tables/replicas"},

@@ -81,6 +81,24 @@ class Differs(Sequence):
         return loader(rank_and_num_ranks()[0], 2)
 
 
+class Draws(Sequence):
+    """Draws its batches."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def _afterwards(strategy: Any) -> str:
+    model = Sequence()
+    for chosen in (PipelineParallelStrategy(), strategy):
+        try:
+            options = DEFAULTS | {"max_steps": 1}
+            pl.Trainer(strategy=chosen, devices=rank_and_num_ranks()[1], **options).fit(model, loader())
+        except DistRecError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def _refused(kind: type[pl.LightningModule], options: dict[str, Any], settings: dict[str, Any]) -> str:
     if settings == AVERAGED:
         settings = {"callbacks": [EMAWeightAveraging()]}
@@ -113,6 +131,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "stale": ((_refused, Stale, {}, {}), "OptimizerError: configure_optimizers gave SGD, param group 0, a parameter"),
     "clips": ((_refused, Clips, {}, {}), "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients"),
     "batches": ((_refused, Differs, {}, {}), "DataError: training_step: the ranks of a pipeline have different"),
+    "iterators": ((_refused, Draws, {}, {}), "UnsupportedError: training_step(dataloader_iter): a rank runs it more"),
+    "ddp_tuned afterwards": ((_afterwards, "ddp_tuned"), "ConfigError: TunedDDPStrategy: 'model."),
+    "fsdp_tuned afterwards": ((_afterwards, "fsdp_tuned"), "ConfigError: TunedFSDPStrategy: 'model."),
     "stages": ((_refused, Sequence, {"stages": 3}, {}), "ConfigError: pipeline_parallel: 2 ranks cannot be pipelines"),
     "a sum of the batch": ((_refused, Summed, {}, {}), "nothing"),
     "moved to the first stage": ((_refused, AfterTheChain, {"first_stage": ["late"]}, {}), "nothing"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_distrec.absent_tensors import absent_parameter, is_absent
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.strategies.stages.absent import absent_parameter, is_absent
 from lightning_distrec.strategies.stages.chain import balanced, find_chain, split_chain
 from lightning_distrec.strategies.stages.microbatches import num_parts, parts_of
 from lightning_distrec.strategies.stages.stage_options import StageOptions

@@ -24,7 +24,7 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.strategies.fully_sharded.deep_copy import allow_deepcopy
 from lightning_distrec.strategies.fully_sharded.dtypes import Dtypes
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.run.meta_weights import materialize
+from lightning_distrec.strategies.fully_sharded.meta_weights import materialize
 
 modules_in_step: "WeakSet[nn.Module]" = WeakSet()
 """Fully sharded modules of which the strategy runs a step now."""

@@ -16,6 +16,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
 from lightning_distrec._compat.lightning_hooks import call_overridden_hooks
 from lightning_distrec._compat.lightning_resuming import resume_from
+from lightning_distrec.absent_tensors import refuse_absent
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.cluster.environment import local_world_size, publish_ranks
 from lightning_distrec.cluster.launched import Launched
@@ -53,6 +54,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     takes_launched_ranks = True
     """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
+    leaves_weights_absent = False
     cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
     num_local_ranks = 1
     """Ranks on this node, once the ranks have met."""
@@ -181,6 +183,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         session, module = self.session, trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
+        if not self.leaves_weights_absent:
+            refuse_absent(module, type(self).__name__)
         job = self.resuming.job if self.resuming else JobFit(".", "")
         session.checkpoints.start_run(module, job)
         consensus, checkpoints = session.step_consensus, session.checkpoints

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.peek import unchanged
-from lightning_distrec.strategies.run.first_batch import first_batch, moved
+from lightning_distrec.strategies.estimates.first_batch import first_batch, moved
 from lightning_distrec.strategies.stages.chain import find_chain
 from lightning_distrec.strategies.stages.logged_values import LoggedValues
 

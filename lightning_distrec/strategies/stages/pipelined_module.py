@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_distrec.absent_tensors import WAY_OUT, is_absent
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
-from lightning_distrec.strategies.stages.absent import WAY_OUT, is_absent
 from lightning_distrec.strategies.stages.chain import StageLayout
 from lightning_distrec.strategies.stages.divided_arguments import DividedArguments
 from lightning_distrec.strategies.stages.draws import StepDraws

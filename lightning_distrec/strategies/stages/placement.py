@@ -11,12 +11,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states
+from lightning_distrec.absent_tensors import AbsentTensor, absent_parameter
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
-from lightning_distrec.strategies.run.meta_weights import materialize
-from lightning_distrec.strategies.stages.absent import AbsentTensor, absent_parameter
+from lightning_distrec.strategies.fully_sharded.meta_weights import materialize
 from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
 from lightning_distrec.strategies.stages.stage_options import StageOptions

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,11 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
         raise UnsupportedError(
             "automatic_optimization=False: stages run backward in the order of their schedule, within training_step. "
             "Return the loss from training_step, or use strategy='fsdp_tuned'."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise UnsupportedError(
+            "training_step(dataloader_iter): a rank runs it more than once for a batch, and would draw others. Take a "
+            "batch: training_step(self, batch, batch_idx)."
         )
     if str(trainer.precision) not in PRECISIONS:
         raise UnsupportedError(

@@ -13,9 +13,9 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.pipeline.peek import unchanged
 from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.strategies.estimates.first_batch import first_batch, moved
 from lightning_distrec.strategies.estimates.meta_copy import without_trainer
 from lightning_distrec.strategies.estimates.step_profile import profile_step
-from lightning_distrec.strategies.run.first_batch import first_batch, moved
 
 
 def sample_step(

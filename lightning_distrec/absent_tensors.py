@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_distrec._compat.torch import without_torch_function
-from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.errors import ConfigError, UnsupportedError
 
 OF_ITSELF = ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook")
 """Of a tensor itself rather than of its values: `requires_grad`, `grad`, `shape`."""
@@ -86,6 +86,16 @@ def absent_parameter(like: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the same shape and type without values."""
     tensor = torch.empty_like(like, device="meta").as_subclass(AbsentTensor)
     return nn.Parameter(tensor, like.requires_grad)
+
+
+def refuse_absent(module: nn.Module, strategy: str) -> None:
+    """Raise ConfigError: an earlier run has left the weights of other stages without values."""
+    found = next((name for name, parameter in module.named_parameters() if isinstance(parameter, AbsentTensor)), None)
+    if found is not None:
+        raise ConfigError(
+            f"{strategy}: '{found}' has no values on this rank, because an earlier run under pipeline_parallel kept "
+            "those of its stage. Call trainer.strategy.unshard() of that run first, or build a new module."
+        )
 
 
 def is_absent(value: Any) -> bool:
