@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from lightning_distrec._compat.torch import share_hooks
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.sharding.calls.plain_calls import FEATURE, bags_call, rows_call
+from lightning_distrec.sharding.mapping.state import HoldsMappings
 from lightning_distrec.sharding.weights.shard_of import refusal
 from lightning_distrec.sharding.weights.shard_weight import ShardWeight
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
@@ -52,7 +53,7 @@ class PrefetchedLookups(Protocol):
         """Collective. Return what a call of the proxy of `path` looks up, or None: it was not prefetched."""
 
 
-class ShardedProxy(nn.Module):
+class ShardedProxy(HoldsMappings):
     """What all kinds have in common: attributes of the original, weights of the shards, no weight to read."""
 
     path: str
@@ -82,7 +83,7 @@ class ShardedProxy(nn.Module):
         # Only the bound method of torchrec's module is kept: the module itself would become a child, and its
         # parameters would be found by optimizers and DDP.
         self.path, self.keys, self.load, self.sharded_state_dict = path, keys, load, sharded.state_dict
-        self.prefetched = None
+        self.prefetched, self.mappings = None, {}
 
     def features(self, *args: Any) -> Any:
         """Return the KeyedJaggedTensor that a call with these arguments looks up."""
@@ -113,6 +114,7 @@ class ShardedProxy(nn.Module):
             value = state[name]  # of a data-parallel table, a plain tensor with all of it
             is_full = not isinstance(value, ShardedTensor)
             destination[f"{prefix}{key}"] = value if is_full else refuse_pickling(value, f"{self.path}.{key}")
+        self.put_mappings(destination, prefix)
         return destination
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -132,6 +134,7 @@ class ShardedProxy(nn.Module):
                 missing.append(f"{prefix}{key}")
             elif problem := self.load(name, state_dict[f"{prefix}{key}"]):
                 errors.append(f"{prefix}{key}: {problem}")
+        self.load_mappings(state_dict, prefix, missing, errors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return _WithoutRows()

@@ -28,6 +28,7 @@ from lightning_distrec.sharding.initial_weights import (
     redistribute,
     table_shards,
 )
+from lightning_distrec.sharding.mapped_tables import hold_mappings
 from lightning_distrec.sharding.proxies import ShardedProxy, make_proxy
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
@@ -55,6 +56,7 @@ def shard_tables(
     comms: QuantizedComms,
     gathered: Set[str],
     groups: ShardingGroups,
+    earlier: ShardedTables | None = None,
 ) -> ShardedTables:
     """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
 
@@ -63,6 +65,7 @@ def shard_tables(
     would, or get new ones by `seed` where they were built on meta.
     comms: the types in which rows and gradients are sent. gathered: tables whose full weight user code may read.
     groups: the ranks among which tables are sharded; `plan` counts ranks within a group.
+    earlier: the sharding whose mappings of ids go on.
     """
     skip_idle_record_functions()
     env = groups.environment()
@@ -85,6 +88,7 @@ def shard_tables(
         for shard in result.shards[name]:
             if not shard.replicated:
                 refuse_pickling(shard.weight, name)
+    hold_mappings(result, earlier)
     for module in sharded.values():
         free_unsharded_tables(module)
     for table in tables:

@@ -21,6 +21,7 @@ from lightning_distrec.sharding.initial_weights import (
     sharded_weights,
     table_shards,
 )
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.proxies import ShardedProxy
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.sharders import ShardingByTable
@@ -52,6 +53,12 @@ class ShardedTables:
         """Full name of a table -> this rank's shards of it; one empty shard where it has none."""
         self.kernels: list[tuple[Any, list[LocalShard]]] = []
         """FBGEMM's kernels on this rank, each with the shards in its memory."""
+        self.mappings: dict[str, IdMapping] = {}
+        """Full name of a table -> this rank's part of the mapping of its ids; none where ids are numbers of rows."""
+        self.initial_rows: dict[str, Tensor] = {}
+        """Full name of a table with a mapping -> the rows that an id's row starts from when it was another's."""
+        self.collisions: dict[nn.Module, nn.Module] = {}
+        """torchrec's ManagedCollisionCollection -> what stands for it in the module tree."""
         self.known_keys: dict[str, list[str]] = {}
         """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
         self.loss_weight = 1.0
@@ -199,7 +206,8 @@ class ShardedTables:
             table.parameter.requires_grad_(self.learns(table.full_name))
         for original in self._originals().values():
             original.__dict__.pop("forward", None)  # see `put_proxies_back`
-        _replace(self._module(), {self.proxies[path]: original for path, original in self._originals().items()})
+        back = {new: original for original, new in self.collisions.items()}
+        _replace(self._module(), back | {self.proxies[path]: original for path, original in self._originals().items()})
 
     def put_proxies_back(self) -> None:
         """Undo `put_originals_back`."""
@@ -207,7 +215,8 @@ class ShardedTables:
             # User code that kept a reference to the original would look up rows that it does not hold: its forward is
             # hidden by one that raises, on this object only.
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
-        _replace(self._module(), {original: self.proxies[path] for path, original in self._originals().items()})
+        proxies = {original: self.proxies[path] for path, original in self._originals().items()}
+        _replace(self._module(), proxies | self.collisions)
 
     @contextmanager
     def removed(self) -> Iterator[None]:

@@ -12,9 +12,15 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollection,
     get_embedding_names_by_table,
 )
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 from lightning_distrec._compat.torch import has_gradient_hooks
+from lightning_distrec._compat.torchrec import EMBEDDINGS, collisions_of, embeddings_of, modules_of
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.proxies import ShardedProxy
 
@@ -27,6 +33,8 @@ _FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
 """Those that update tables of their own inside of backward."""
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
+
+MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
 
 SMALL_ROWS = 2**31
 """Ids are sent as 32-bit numbers where no table of the collection has more rows."""
@@ -42,6 +50,10 @@ class Table:
     module: Collection
     plain: nn.Embedding | nn.EmbeddingBag | None = None
     """The user's own module where it is no collection; `module` then is a collection around its weight."""
+    mapping: MappingSpec | None = None
+    """How ids get rows; None: an id is the number of its row."""
+    collisions: nn.Module | None = None
+    """torchrec's ManagedCollisionCollection that maps the ids while the table is unsharded."""
 
     @property
     def original(self) -> nn.Module:
@@ -57,6 +69,11 @@ class Table:
     def full_name(self) -> str:
         """Collection and name, or the path of a plain embedding; unique within the LightningModule."""
         return f"{self.collection}.{self.name}" if self.plain is None else self.collection
+
+    @property
+    def num_ids(self) -> int:
+        """Ids are below it."""
+        return self.config.num_embeddings if self.mapping is None else self.mapping.limit
 
     @property
     def pooled(self) -> bool:
@@ -110,6 +127,13 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
             continue
         if isinstance(child, ShardedProxy):
             skipped.append(f"{path}.")
+        elif type(child) in MANAGED:
+            skipped.append(f"{path}." if path else "")
+            managed = _managed_tables(path, child)
+            if isinstance(managed, str):
+                left_alone[path] = managed
+            else:
+                tables += managed
         elif isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             taken = plain.take(path, child)
             if isinstance(taken, str):
@@ -136,6 +160,28 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     _refuse_shared_weights(tables, of_odd_dims)
     _check(tables)
     return FoundTables(tables, left_alone, of_odd_dims)
+
+
+def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
+    """Return the tables of a managed collision collection, none where they are sharded; or why they stay unsharded."""
+    inner = embeddings_of(managed)
+    if isinstance(inner, ShardedProxy):
+        return []
+    if type(inner) not in (EmbeddingBagCollection, EmbeddingCollection):
+        return f"its {type(inner).__name__} may compute something else"
+    specs = specs_of(managed)
+    if isinstance(specs, str):
+        return specs
+    if odd := odd_dim(_configs(inner)):
+        return odd
+    inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
+    collisions = collisions_of(managed)
+    return [Table(inner_path, of, inner, mapping=specs[of.name], collisions=collisions) for of in _configs(inner)]
+
+
+def managed_module(table: Table) -> nn.Module | None:
+    """Return torchrec's module that maps the ids of `table` while it is unsharded."""
+    return None if table.collisions is None else modules_of(table.collisions)[table.name]
 
 
 def odd_dim(configs: Iterable[BaseEmbeddingConfig]) -> str | None:
@@ -214,6 +260,6 @@ def smallest_tables(tables: list[Table]) -> dict[str, Table]:
     found: dict[str, Table] = {}
     for table in tables:
         for feature in table.config.feature_names:
-            if feature not in found or table.config.num_embeddings < found[feature].config.num_embeddings:
+            if feature not in found or table.num_ids < found[feature].num_ids:
                 found[feature] = table
     return found

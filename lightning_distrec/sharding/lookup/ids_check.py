@@ -39,6 +39,7 @@ class IdsCheck:
         self.ranks = ranks
         self._warned = False
         self._table_of_feature = smallest_tables(tables)
+        self._limits = {feature: table.num_ids for feature, table in self._table_of_feature.items()}
 
     def check(
         self, features: KeyedJaggedTensor, smallest: int, largest: int
@@ -64,7 +65,7 @@ class IdsCheck:
         """Return which ids, (num_ids,), are out of range; None where none is."""
         values = features.values()
         keys = features.keys()
-        limits = [self._table_of_feature[key].config.num_embeddings for key in keys]
+        limits = [self._limits[key] for key in keys]
         if smallest >= 0 and largest < min(limits):
             return None
         counts = torch.tensor(features.length_per_key(), device=values.device)
@@ -77,9 +78,10 @@ class IdsCheck:
         ends = torch.tensor(features.length_per_key()).cumsum(0)
         feature = features.keys()[int((ends > first).nonzero()[0])]
         table = self._table_of_feature[feature]
+        has = "has rows" if table.mapping is None else "maps the ids"
         return (
             f"feature '{feature}' of table '{table.full_name}' has the id {int(features.values()[first])}, but the "
-            f"table has rows 0 to {table.config.num_embeddings - 1} ({int(bad.sum())} such ids in this batch on rank "
+            f"table {has} 0 to {table.num_ids - 1} ({int(bad.sum())} such ids in this batch on rank "
             f"{self.ranks.rank}). Give the table more rows, map the ids into its range, or set check_ids='warn' or "
             "'ignore'."
         )

@@ -44,7 +44,7 @@ class LookupInputs:
         """Whether the collection is weighted."""
         self._keeps_weights = self.is_weighted or (tables[0].plain is not None and tables[0].pooled)
         self._known_keys = known_keys
-        self._limits = {feature: table.config.num_embeddings for feature, table in smallest_tables(tables).items()}
+        self._limits = {feature: table.num_ids for feature, table in smallest_tables(tables).items()}
 
     def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, int, int, torch.Tensor | None]:
         """Return the features with the weights that count, in the order that torchrec knows, and the extreme ids.

@@ -34,6 +34,7 @@ from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, Laz
 from lightning_distrec.sharding.lookup.lookup_consensus import NO_FORM, LookupConsensus, form_of
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
+from lightning_distrec.sharding.lookup.mapped_ids import MappedIds
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.second_gradients import SecondGradients
 from lightning_distrec.sharding.lookup.short_path import can_go_short, short_path_of
@@ -74,6 +75,7 @@ class ShardedLookup:
     note_used_tables: called before a lookup of an EmbeddingCollection with the set that its backward fills with the
     names of the tables that get gradients.
     groups: the ranks among which ids are exchanged; they are agreed on among all. None: all ranks.
+    mapped: maps ids to rows, where a table has no fixed range of ids.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ShardedLookup:
         compare_examples: Callable[[int, int, int], None] | None = None,
         note_used_tables: Callable[[set[str] | None], None] | None = None,
         groups: ShardingGroups | None = None,
+        mapped: MappedIds | None = None,
     ) -> None:
         self.sharded = sharded
         self.path = tables[0].collection
@@ -96,9 +99,11 @@ class ShardedLookup:
         """Called when the rows of a lookup have arrived; the sparse pipeline sets it for the time of its run."""
         self.update_watch: UpdateWatch | None = None
         """Watches steps of tables that are updated inside of backward, under manual optimization."""
+        self.mapped = mapped
+        """Maps ids to rows; None: ids are numbers of rows."""
         self.counts_ids = isinstance(tables[0].plain, torch.nn.Embedding)
         """Whether a call does not show its number of examples, so that ids are counted."""
-        self.has_small_ids = all(table.config.num_embeddings <= SMALL_ROWS for table in tables)
+        self.has_small_ids = all(table.num_ids <= SMALL_ROWS for table in tables)
         """Whether ids are sent as 32-bit numbers."""
         self._pooled = tables[0].pooled
         self._weights = {name: use.weight for name, use in uses.items()}
@@ -126,7 +131,9 @@ class ShardedLookup:
         if self._pooled:
             disable_mean_pooling_divisor(sharded)
         calls = [KernelCall(kernel) for kernel in self._kernels]
-        self._short_path = short_path_of(sharded, calls, self.has_small_ids, check_ids.ranks.num_ranks, device)
+        self._short_path = None
+        if mapped is None:
+            self._short_path = short_path_of(sharded, calls, self.has_small_ids, check_ids.ranks.num_ranks, device)
         self.has_short_path = self._short_path is not None
         """Whether lookups that are prefetched may go the short path; alike on all ranks."""
 
@@ -201,6 +208,8 @@ class ShardedLookup:
         learns = late is not None and late.requires_grad and torch.is_grad_enabled()
         frozen = set() if learns else self._frozen()  # what is frozen passes a gradient to weights that learn
         used: set[str] = set()
+        if self.mapped is not None:
+            self.mapped.map(request.ids)
         with self._gradients(frozen):
             if self._note_used_tables is not None:
                 self._note_used_tables(used)
@@ -233,6 +242,8 @@ class ShardedLookup:
     def forget_gradients(self) -> None:
         """Note that an optimizer has used the gradients that have come so far."""
         self._second_gradients.forget()
+        if self.mapped is not None:
+            self.mapped.optimizer_stepped()
 
     def begin_step(self) -> None:
         """Forget the step before; an exchange of rows that nobody accessed must not outlive it."""

@@ -118,7 +118,7 @@ def _described(
             weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
             pooling_factors=tuple(by_name[table.name].pooling_factors),
             distinct_share=ids.distinct_share,
-            deduplicated=_exchanges_rows(plan, table) and ids.repeat_enough,
+            deduplicated=_exchanges_rows(plan, table) and ids.repeat_enough and table.mapping is None,
             update=wanted.update,
             optimizer=wanted.optimizer,
             update_milliseconds=option.milliseconds_by_part[option.which, TIME_PARTS.index("update")],

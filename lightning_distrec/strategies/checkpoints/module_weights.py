@@ -26,19 +26,21 @@ def load_weights(
     Raises CheckpointError: the state does not fit the module.
     """
     keys = {} if shards is None else _load_tables(shards, state, grow)
+    mapped = set() if shards is None else _load_mappings(module, state)
     sharded = {
         name: parameter
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    rest = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in keys}
+    done = keys.keys() | mapped
+    rest = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in done}
     try:
         missing, unexpected = module.load_state_dict(rest, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the module: {error}") from None
     # A table with several shards on this rank has a parameter for each, with a suffix.
     more_shards = tuple(f"{key}_" for key in keys)
-    missing = [key for key in missing if key not in keys and not key.startswith(more_shards)]
+    missing = [key for key in missing if key not in done and not key.startswith(more_shards)]
     # A module that has two names is saved under both, and one of them is enough.
     loaded = {full_name for key, full_name in keys.items() if key in state}
     missing += [key for key, full_name in keys.items() if full_name not in loaded]
@@ -61,6 +63,16 @@ def _load_tables(shards: ShardedTables, state: Mapping[str, Any], grow: bool) ->
     shapes = {t.full_name: (t.config.num_embeddings, t.config.embedding_dim) for t in shards.tables}
     for key in (key for key in state if key in keys):
         _load_table(shards, key, keys[key], shapes[keys[key]], state[key], grow)
+    return keys
+
+
+def _load_mappings(module: LightningModule, state: Mapping[str, Any]) -> set[str]:
+    """Load the mappings of ids that are in `state`; return their keys."""
+    from lightning_distrec.sharding.mapping.state import load_mappings  # it loads torchrec
+
+    keys, errors = load_mappings(module, state)
+    if errors:
+        raise CheckpointError(f"the checkpoint does not fit the module: {errors[0]}")
     return keys
 
 

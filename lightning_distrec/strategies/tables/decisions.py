@@ -34,6 +34,7 @@ from lightning_distrec.sharding.planning.table_options import (
     replicated_collections,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.strategies.tables.mapped_tables import refuse_unsharded_mappings, with_mapping
 from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_groups, warn_of_replicas, why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.strategies.tables.weight_reads import weight_reads
@@ -183,6 +184,8 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
     trainer, module = run.trainer, run.module
     wanted = wanted_tables(module, run.settings)
     tables = wanted.tables
+    if run.fits:
+        refuse_unsharded_mappings(module, wanted.left_alone, run.layout.num_ranks)
     _refuse_dense_on_meta(module, tables, wanted.left_alone | dict.fromkeys(wanted.replicated, "replicated=True"))
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
@@ -272,6 +275,7 @@ def _constraints(
     table: Table, options: TableOptions, update: TableUpdate, device: torch.device, layout: NodeLayout
 ) -> TableConstraints:
     check_storage(table, options, device.type)
+    options = with_mapping(table, options, layout.num_ranks)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"], compute_kernels=None)
     optimizer = type(update.param_group.optimizer).__name__ if update.param_group else ""

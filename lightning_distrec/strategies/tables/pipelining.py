@@ -76,7 +76,8 @@ class PrefetchableTable:
         self._param_groups = list({group.label: group for group in groups}.values())
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
         self.exchanges_counts = lookup.has_short_path
-        self.early = all(tables.updates[name].kind != "fused_lazy" for name in names)
+        # Ids are mapped in the order of the calls, once.
+        self.early = lookup.mapped is None and all(tables.updates[name].kind != "fused_lazy" for name in names)
 
     def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""

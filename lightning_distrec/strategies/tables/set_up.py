@@ -38,6 +38,7 @@ from lightning_distrec.strategies.tables.batch_size import with_batch_size
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
 from lightning_distrec.strategies.tables.decisions import Decisions, decide, tables_to_shard
+from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
 from lightning_distrec.strategies.tables.plan import plan_of, plan_tables, save_with_logs
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
@@ -121,7 +122,7 @@ def _plan_and_shard(run: SetUpInputs, decisions: Decisions, earlier: ShardedTabl
     if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum
         run.trainer.strategy.optimizers, run.trainer.strategy.lr_scheduler_configs = [], []
         gc.collect()
-    shards = _shard(run, decisions, plan.for_torchrec(facts.devices, run.groups.first_rank), rows)
+    shards = _shard(run, decisions, plan.for_torchrec(facts.devices, run.groups.first_rank), rows, earlier)
     setup = _look_up(run, shards, plan, decisions.updates)
     _connect(run, setup, decisions)
     if run.fits and setup.saves_plan:
@@ -130,7 +131,11 @@ def _plan_and_shard(run: SetUpInputs, decisions: Decisions, earlier: ShardedTabl
 
 
 def _shard(
-    run: SetUpInputs, decisions: Decisions, plan: ShardingByTable, rows: dict[str, list[TableShard]]
+    run: SetUpInputs,
+    decisions: Decisions,
+    plan: ShardingByTable,
+    rows: dict[str, list[TableShard]],
+    earlier: ShardedTables | None,
 ) -> ShardedTables:
     """Collective. Shard the tables, and let the optimizers' param groups hold the shards."""
     updates = decisions.updates
@@ -145,7 +150,7 @@ def _shard(
     seed = run.consensus.all_gather(torch.initial_seed())[0]
     comms, gathered = run.settings.comms, decisions.gathered
     shards = shard_tables(
-        run.module, decisions.tables, plan, fused, run.device, rows, seed, comms, gathered, run.groups
+        run.module, decisions.tables, plan, fused, run.device, rows, seed, comms, gathered, run.groups, earlier
     )
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     kept = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
@@ -224,6 +229,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
             compare,
             partial(shards.note_used_tables, path),
             shards.groups,
+            mapped_ids(shards, path, updates),
         )
         shards.proxies[path].lookup = lookup
         setup.lookups.append(lookup)

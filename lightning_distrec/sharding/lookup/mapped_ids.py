@@ -1,0 +1,97 @@
+"""Maps the ids of a lookup to rows, on the rank that owns the rows, between the input dist and the kernel.
+
+Ids are sent ahead of their step, and mapped in it: in the order of the steps, after the updates of those before.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
+from lightning_distrec.sharding.lookup.jagged import with_ids
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.row_gradients import LocalShard
+from lightning_distrec.sharding.weights.shard_of import without_guards
+
+States = Callable[[], list[tuple[Tensor, float]]]
+"""Returns what optimizers keep of a shard by row, each with the value that it starts from."""
+
+
+class RowReset:
+    """Resets rows of one shard, which another id gets.
+
+    initial_rows: (num, columns); an id's row starts as one of them, chosen by the id, on whichever rank.
+    """
+
+    def __init__(self, shard: LocalShard, initial_rows: Tensor, states: States) -> None:
+        self._shard, self._initial_rows, self._states = shard, initial_rows, states
+
+    @without_guards
+    def __call__(self, rows: Tensor, ids: Tensor) -> None:
+        """Reset `rows`, which now belong to `ids`; (num_rows,) each."""
+        # By .data: lookups of this step may have saved the weight for their backward, and use none of these rows.
+        weight = self._shard.weight.data
+        weight[rows] = self._initial_rows[ids % len(self._initial_rows)].to(weight.dtype)
+        for state, value in self._states():
+            state.data[rows] = value
+
+
+class MappedIds:
+    """The mappings of one collection.
+
+    sharded: torchrec's module, not called yet. mappings: name of a table -> its mapping; other row-wise tables have the
+    number of an id's row. num_rows: of every table of the collection, by name. resets: by name.
+    is_training: whether new ids get rows.
+    """
+
+    def __init__(
+        self,
+        sharded: Any,
+        mappings: Mapping[str, IdMapping],
+        num_rows: Mapping[str, int],
+        resets: Mapping[str, RowReset],
+        is_training: Callable[[], bool],
+        is_sequence: bool,
+    ) -> None:
+        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        self._mappings, self._resets, self._is_training = mappings, resets, is_training
+        self._place, sharding = row_wise_sharding(sharded)
+        tables = [(table.name, len(table.feature_names)) for table in sharding.embedding_tables()]
+        self._tables = tables
+        self._first_rows = {name: rank * -(-num_rows[name] // num_ranks) for name, _ in tables}
+        buckets = {
+            name: (mappings[name].spec.num_ids, mappings[name].spec.num_buckets)
+            if name in mappings
+            else (num_rows[name], num_ranks)
+            for name, _ in tables
+        }
+        route_by_bucket(sharding, buckets, is_sequence)
+
+    @torch.no_grad()
+    def map(self, arrived: Any) -> None:
+        """Replace the ids that have arrived for row-wise tables, in torchrec's KJTList, by this rank's rows."""
+        features = arrived[self._place]
+        counts = features.length_per_key()
+        parts, feature, first = [], 0, 0
+        for name, num_features in self._tables:
+            end = first + sum(counts[feature : feature + num_features])
+            ids = features.values()[first:end].long()
+            parts.append(self._rows_of(name, ids) if name in self._mappings else ids - self._first_rows[name])
+            feature, first = feature + num_features, end
+        arrived[self._place] = with_ids(features, torch.cat(parts))
+
+    def optimizer_stepped(self) -> None:
+        """Rows that were looked up so far may be evicted from now on."""
+        for mapping in self._mappings.values():
+            mapping.optimizer_stepped()
+
+    def _rows_of(self, name: str, ids: Tensor) -> Tensor:
+        mapping = self._mappings[name]
+        if self._is_training():
+            evicted = mapping.learn(ids)
+            if evicted.numel():
+                self._resets[name](evicted, mapping.ids.view(-1)[evicted])
+        return mapping.find(ids)

@@ -1,0 +1,79 @@
+"""Gives tables their mappings of ids to rows when they are sharded, and puts these into the module tree."""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_distrec._compat.torchrec import MODULES, hash_zch_state, set_hash_zch_state
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.mapping.state import ShardedCollisions
+from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.tables import Table, managed_module
+
+NUM_INITIAL_ROWS = 1024
+
+
+def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
+    """Collective. Give every table with a mapping this rank's part of it, and rows for ids that get another's.
+
+    earlier: the sharding whose mappings go on; other tables begin with those of their unsharded modules.
+    """
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    for table in result.tables:
+        name, spec = table.full_name, table.mapping
+        if spec is None:
+            continue
+        known = None if earlier is None else earlier.mappings.get(name)
+        if known is not None and known.spec == spec:
+            assert earlier is not None
+            result.mappings[name], result.initial_rows[name] = known, earlier.initial_rows[name]
+        else:
+            per_rank = spec.num_buckets // num_ranks
+            shard = result.shards[name][0]
+            mapping = IdMapping(spec, rank * per_rank, per_rank, shard.weight.device)
+            assert shard.row == mapping.first_row
+            _begin(mapping, table)
+            result.mappings[name] = mapping
+            result.initial_rows[name] = _initial_rows(result, table).to(shard.weight.device)
+    for path, proxy in result.proxies.items():
+        of_tables = [table for table in result.tables_of(path) if table.mapping is not None]
+        proxy.mappings = {
+            table.key.removeprefix(f"{path}.").removesuffix("weight"): result.mappings[table.full_name]
+            for table in of_tables
+            if table.collisions is None
+        }
+        managed = {table.collisions: table for table in of_tables if table.collisions is not None}
+        for collisions in managed:
+            result.collisions[collisions] = ShardedCollisions({
+                f"{MODULES}.{table.name}.": result.mappings[table.full_name] for table in of_tables
+            })
+
+
+def _begin(mapping: IdMapping, table: Table) -> None:
+    """Take this rank's part of the mapping of torchrec's module, and free that."""
+    module = managed_module(table)
+    if module is None:
+        return
+    identities, used = hash_zch_state(module)
+    rows = slice(mapping.first_row, mapping.first_row + mapping.num_rows)
+    if len(identities):
+        mapping.ids.copy_(identities[rows])
+        if used is not None:
+            mapping.used.copy_(used[rows])
+        set_hash_zch_state(module, identities.new_empty(0, 1), None if used is None else used.new_empty(0, 1))
+
+
+def _initial_rows(result: ShardedTables, table: Table) -> Tensor:
+    """Collective for plain embeddings, of which the rows with which the run starts are taken."""
+    num_rows = min(NUM_INITIAL_ROWS, table.config.num_embeddings)
+    if table.plain is not None:
+        return result.full_weight(table.full_name, 0, num_rows)
+    # As torchrec does, by the table's init function; with a seed of the table's own, alike on all ranks and restarts.
+    rows = torch.empty(num_rows, table.config.embedding_dim)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(zlib.crc32(table.full_name.encode()))
+        assert table.config.init_fn is not None
+        table.config.init_fn(rows)
+    return rows

@@ -1,0 +1,117 @@
+"""Which ids a table without a fixed range of ids gives rows: its buckets, how it probes, and what it evicts.
+
+An id belongs to a bucket, a bucket owns a block of rows, and a rank owns whole buckets. The number of buckets does not
+depend on the number of ranks, and ids compete for rows within their bucket only: the mapping is that of one process.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_modules import ManagedCollisionCollection
+
+from lightning_distrec._compat.torchrec import (
+    collisions_of,
+    hash_zch_settings,
+    modules_of,
+    returns_remapped_features,
+    why_hash_zch_differs,
+)
+
+Policy = Literal["none", "lru", "lfu", "ttl", "ttl_lru"]
+
+ANY_ID = 2**63 - 1
+"""Ids are below it; -1 marks a row that no id has."""
+
+
+@dataclass(frozen=True)
+class MappingSpec:
+    """How one table maps ids to rows."""
+
+    num_rows: int
+    num_buckets: int
+    num_ids: int = 0
+    """Ids are below it, and a bucket has a block of them; 0: any ids, and an id's bucket is its remainder."""
+    max_probe: int = 128
+    """How many rows of its bucket an id may have."""
+    num_reserved: int = 0
+    """The last rows of a bucket, which ids without a row of their own share. 0: they share the others' rows."""
+    policy: Policy = "none"
+    """lru, lfu: the least recently, or least often, used row goes to a new id. ttl: a row that was not used for
+    `ttl_hours`, the first in probing order; ttl_lru: the one that was used longest ago."""
+    ttl_hours: int = 0
+    min_sights: int = 1
+    """How often an id is looked up in training until it gets a row of its own."""
+    managed: bool = False
+    """Whether it is that of a ManagedCollisionCollection, whose names its state has."""
+
+    @property
+    def bucket_rows(self) -> int:
+        """Rows of one bucket."""
+        return self.num_rows // self.num_buckets
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of one bucket that an id can have for itself."""
+        return self.bucket_rows - self.num_reserved
+
+    @property
+    def counts_hours(self) -> bool:
+        """Whether rows expire by the clock."""
+        return self.policy in ("ttl", "ttl_lru")
+
+    @property
+    def limit(self) -> int:
+        """Ids are below it."""
+        return self.num_ids or ANY_ID
+
+    def why_not_on(self, num_ranks: int) -> str:
+        """Return why this number of ranks cannot own whole buckets; "" if they can."""
+        if self.num_buckets % num_ranks == 0:
+            return ""
+        option = "total_num_buckets of its HashZchManagedCollisionModule" if self.managed else "buckets"
+        return (
+            f"its ids have {self.num_buckets} buckets, which {num_ranks} ranks cannot share evenly. Set {option} to a "
+            f"multiple of {num_ranks}; the mapping depends on it, so that it must stay as it is from then on"
+        )
+
+
+def spec_of(module: Any, name: str) -> MappingSpec | str:
+    """Return the spec of one of torchrec's managed collision modules, or why it is not sharded. name: its table's."""
+    if type(module) is not HashZchManagedCollisionModule:
+        return f"{type(module).__name__} is not sharded; of TorchRec's, HashZchManagedCollisionModule is"
+    if reason := why_hash_zch_differs(module, name):
+        return f"HashZchManagedCollisionModule with {reason} is not sharded"
+    rows, buckets, settings = module.output_size(), module.buckets(), hash_zch_settings(module)
+    policies: dict[str, Policy] = {"": "none", "LRU_EVICTION": "ttl_lru", "SINGLE_TTL_EVICTION": "ttl"}
+    return MappingSpec(
+        num_rows=rows,
+        num_buckets=buckets,
+        num_ids=module.input_size(),
+        max_probe=module.max_probe,
+        num_reserved=math.floor(rows * settings["percent_reserved"] / 100 / buckets),
+        policy=policies[settings["policy"]],
+        ttl_hours=settings["ttl_hours"],
+        managed=True,
+    )
+
+
+def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:
+    """Return the spec of each table of a managed collision collection of torchrec, by name, or why it stays unsharded.
+
+    managed: a ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection.
+    """
+    if returns_remapped_features(managed):
+        return "return_remapped_features=True asks for rows' numbers, which the ranks that look up do not have"
+    collisions = collisions_of(managed)
+    if type(collisions) is not ManagedCollisionCollection:
+        return f"{type(collisions).__name__} may map ids in another way"
+    found: dict[str, MappingSpec] = {}
+    for name, module in modules_of(collisions).items():
+        spec = spec_of(module, name)
+        if isinstance(spec, str):
+            return f"table '{name}': {spec}"
+        found[name] = spec
+    return found

@@ -1,0 +1,125 @@
+"""The mapping of ids to rows in a module's state_dict: by rows, as the table itself, and readable by torchrec's own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_distrec._compat.torchrec import BUCKETS, IDENTITIES, METADATA
+from lightning_distrec.chunks import Chunk, ChunkedTensor
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+
+MADE_FOR = "ids_made_for"
+"""Name of three numbers: lookups in training so far, buckets, and reserved rows of each."""
+_OF_TORCHREC = {"ids": IDENTITIES, "used": METADATA}
+
+
+def state_of(mapping: IdMapping) -> dict[str, ChunkedTensor | Tensor]:
+    """Return what is saved of this rank's part, by name; the tensors share its memory."""
+    spec = mapping.spec
+    state: dict[str, ChunkedTensor | Tensor] = {
+        _name(mapping, name): ChunkedTensor((spec.num_rows, 1), rows.dtype, [Chunk((mapping.first_row, 0), rows)])
+        for name, rows in mapping.tensors.items()
+    }
+    if spec.managed:
+        return state | {BUCKETS: torch.tensor([[spec.num_buckets]])}
+    return state | {MADE_FOR: torch.tensor([mapping.now, spec.num_buckets, spec.num_reserved])}
+
+
+@torch.no_grad()
+def load_into(mapping: IdMapping, name: str, value: Any) -> str:
+    """Load this rank's part of one entry of the state, and return what is wrong, or "".
+
+    value: the full tensor, or one in a file, or what `state_of` returned.
+    """
+    spec = mapping.spec
+    if name in (BUCKETS, MADE_FOR):
+        numbers = (value if isinstance(value, Tensor) else value.read()).flatten().tolist()
+        found, wanted = numbers[-1 if spec.managed else 1 :], [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
+        if found != wanted:
+            return f"the ids were mapped for {found} buckets and reserved rows of each, and here they are {wanted}."
+        if not spec.managed:
+            mapping.now = int(numbers[0])
+            mapping.optimizer_stepped()
+        return ""
+    rows = next(rows for own, rows in mapping.tensors.items() if _name(mapping, own) == name)
+    if tuple(value.shape) != (spec.num_rows, 1):
+        return f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} to load."
+    if isinstance(value, Tensor):
+        rows.copy_(value[mapping.first_row : mapping.first_row + mapping.num_rows])
+    else:
+        value.read_into([Chunk((mapping.first_row, 0), rows)])
+    return ""
+
+
+def _name(mapping: IdMapping, name: str) -> str:
+    return _OF_TORCHREC[name] if mapping.spec.managed else f"ids_{name}".replace("ids_ids", "ids")
+
+
+class HoldsMappings(nn.Module):
+    """A module with mappings in its state_dict."""
+
+    mappings: Mapping[str, IdMapping]
+    """Prefix of their names in the module's state_dict -> the mapping."""
+
+    def put_mappings(self, destination: dict[str, Any], prefix: str) -> None:
+        """Add the state of the mappings to a state_dict."""
+        for of_table, mapping in self.mappings.items():
+            destination |= {f"{prefix}{of_table}{name}": value for name, value in state_of(mapping).items()}
+
+    def load_mappings(self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
+        """Load the mappings from a state_dict; note what it lacks, and what does not fit."""
+        for of_table, mapping in self.mappings.items():
+            for name in state_of(mapping):
+                key = f"{prefix}{of_table}{name}"
+                if key not in state:
+                    missing.append(key)
+                elif problem := load_into(mapping, name, state[key]):
+                    errors.append(f"{key}: {problem}")
+
+
+def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], list[str]]:
+    """Load the mappings of all modules below `root` that are in a state_dict. Return their keys, and what is wrong."""
+    found: set[str] = set()
+    errors: list[str] = []
+    for path, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, HoldsMappings):
+            missing: list[str] = []
+            module.load_mappings(state, f"{path}.", missing, errors)
+            keys = {f"{path}.{of_table}{name}" for of_table, of in module.mappings.items() for name in state_of(of)}
+            found |= keys - set(missing)
+    return found, errors
+
+
+class ShardedCollisions(HoldsMappings):
+    """What stands in the module tree for torchrec's ManagedCollisionCollection while its tables are sharded.
+
+    Ids leave it as they came: they are mapped on the ranks that own the rows.
+    """
+
+    def __init__(self, mappings: Mapping[str, IdMapping]) -> None:
+        super().__init__()
+        self.mappings = mappings
+
+    def forward(self, features: Any, mutate_miss_lengths: bool = True) -> Any:
+        """Return `features`."""
+        return features
+
+    def evict(self) -> dict[str, Tensor | None]:
+        """Return no rows: the ranks that own them have reset those that were evicted."""
+        return {}
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return the mappings under the names that they have unsharded."""
+        destination = {} if destination is None else destination
+        self.put_mappings(destination, prefix)
+        return destination
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+    ) -> None:
+        self.load_mappings(state_dict, prefix, missing, others[-1])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCollisions":
+        return ShardedCollisions({})

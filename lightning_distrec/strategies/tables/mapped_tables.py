@@ -1,0 +1,81 @@
+"""Tables that map ids to rows: what the planner may do with them, what resets a row, and what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_distrec.errors import PlanError, ShardingError
+from lightning_distrec.optimizers.translation import TableUpdate
+from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.row_gradients import LocalShard
+from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.tables import MANAGED, Table
+
+
+def with_mapping(table: Table, options: TableOptions, num_ranks: int) -> TableOptions:
+    """Return what the planner may do with a table, where it maps ids: rows are where the ids' buckets are.
+
+    Raises PlanError: the user's options, the table's rows or the number of ranks do not allow it.
+    """
+    if table.mapping is None:
+        return options
+    of_table = f"table '{table.full_name}' maps ids to rows"
+    if "row_wise" not in (options.sharding_types or ["row_wise"]):
+        raise PlanError(f"{of_table}: sharding_types={options.sharding_types}: it can only be row_wise. Allow that.")
+    if "fused" not in (options.compute_kernels or ["fused"]):
+        raise PlanError(f"{of_table}: compute_kernels={options.compute_kernels}: it needs fused. Allow that.")
+    if options.gathered_weight:
+        raise PlanError(f"{of_table}: gathered_weight=True: the rows of its weight have no fixed ids. Leave it out.")
+    if reason := table.mapping.why_not_on(num_ranks):
+        raise PlanError(f"{of_table}: {reason}.")
+    return replace(options, sharding_types=["row_wise"], compute_kernels=["fused"])
+
+
+def refuse_unsharded_mappings(module: nn.Module, left_alone: Mapping[str, str], num_ranks: int) -> None:
+    """Raise ShardingError: ranks would map the same ids to different rows of tables whose gradients are averaged."""
+    for path, reason in left_alone.items():
+        if num_ranks > 1 and type(module.get_submodule(path)) in MANAGED:
+            raise ShardingError(
+                f"'{path}' cannot be sharded: {reason}. Unsharded, each of {num_ranks} ranks would map ids to rows of "
+                "its own. Use one rank, or a HashZchManagedCollisionModule; docs/how_to/dynamic_ids.md says which."
+            )
+
+
+def mapped_ids(shards: ShardedTables, path: str, updates: Mapping[str, TableUpdate]) -> MappedIds | None:
+    """Return what maps the ids of the collection at `path`; None where ids are numbers of rows."""
+    tables = shards.tables_of(path)
+    mappings = {t.name: shards.mappings[t.full_name] for t in tables if t.full_name in shards.mappings}
+    if not mappings:
+        return None
+    resets = {
+        table.name: RowReset(shard, shards.initial_rows[name], partial(_states, shards, shard, updates[name]))
+        for table in tables
+        if table.name in mappings
+        for name in [table.full_name]
+        for shard in [shards.shards[name][0]]
+    }
+    proxy = shards.proxies[path]
+    num_rows = {table.name: table.config.num_embeddings for table in tables}
+    return MappedIds(
+        shards.sharded[path], mappings, num_rows, resets, lambda: proxy.training, is_sequence=not tables[0].pooled
+    )
+
+
+def _states(shards: ShardedTables, shard: LocalShard, update: TableUpdate) -> list[tuple[Tensor, float]]:
+    """Return what optimizers keep for each row of a shard, with the value that it starts from."""
+    if update.in_backward:
+        return [(state, update.initial_state) for state in shards.fused_state()[id(shard)]]
+    if update.param_group is None:
+        return []
+    kept: dict[str, Any] = update.param_group.optimizer.state.get(shard.weight, {})
+    start = float(update.param_group.group.get("initial_accumulator_value", 0.0))
+    rows = len(shard.weight)
+    return [
+        (value, start if key == "sum" else 0.0)
+        for key, value in kept.items()
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows
+    ]

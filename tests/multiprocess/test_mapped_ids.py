@@ -1,0 +1,166 @@
+"""Tables whose ids have no fixed range, on 2 and 3 ranks: with the rows, and the ids of rows, of one process."""
+
+import zlib
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from lightning_distrec.sharding.mapping import id_mapping
+from lightning_distrec.sharding.mapping.spec import specs_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from tests.support.click_model import seeded
+from tests.support.embedding_models import too_far, whole_state
+from tests.support.mapped_models import FEATURES, ManagedModel, ManagedSequences, joined, loader, make_batch
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import make_trainer
+
+STEPS = 6
+OF = 6
+"""Each step has the batches of so many ranks, whatever the number of ranks is."""
+
+
+class Clock:
+    """Hours go by with the lookups of the one mapping that asks."""
+
+    def __init__(self, hour: int = 0) -> None:
+        self.calls = 2 * hour  # two tables
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return 1000 + (self.calls - 1) // 2
+
+
+def _train(
+    kind: type[ManagedModel],
+    options: dict[str, Any],
+    steps: tuple[int, int] = (0, STEPS),
+    saves: str = "",
+    resumes: str = "",
+    **strategy: Any,
+) -> dict[str, Any]:
+    """Train in the steps from one to another; save a checkpoint, or resume from one that was saved before them."""
+    rank, num_ranks = rank_and_num_ranks()
+    model = seeded(kind, **options)
+    trainer = make_trainer(strategy, max_epochs=2 if resumes else 1)
+    with patch.object(id_mapping, "current_hour", Clock(steps[0])):
+        trainer.fit(model, loader(*steps, rank, num_ranks, OF), ckpt_path=resumes or None)
+    if saves:
+        trainer.save_checkpoint(saves)
+    tables = sharded_tables_of(model)
+    assert tables is not None
+    counts = [mapping.counts for mapping in tables.mappings.values()]
+    return {
+        "state": whole_state(model),
+        "evicted": sum(of.evicted for of in counts),
+        "shared": sum(of.shared for of in counts),
+    }
+
+
+def _of_torchrec(kind: type[ManagedModel], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Train TorchRec's unsharded module by a plain loop. Its kernel for a CPU only finds rows: it begins with the ids.
+
+    Without eviction an id has one row, from the step on in which it is first looked up.
+    """
+    model = seeded(kind)
+    model.load_state_dict({key: value for key, value in state.items() if "hash_zch" in key}, strict=False)
+    optimizer = model.configure_optimizers()
+    model.mc._managed_collision_collection.eval()
+    for step in range(STEPS):
+        loss = model.training_step(joined([make_batch(100 * step + rank) for rank in range(OF)]), 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_managed_collisions_train_as_torchrec_does_in_one_process(num_ranks: int) -> None:
+    kinds = {kind.__name__: kind for kind in (ManagedModel, ManagedSequences)}
+    found = run_each_on_ranks({name: (_train, kind, {}) for name, kind in kinds.items()}, num_ranks)
+    for name, kind in kinds.items():
+        state = found[0][name]["state"]
+        wanted = _of_torchrec(kind, state)
+        assert state.keys() == wanted.keys()
+        assert too_far(state, wanted, 1e-5) == {}, name
+        identities = [value for key, value in state.items() if key.endswith("identities")]
+        assert sum(int((rows >= 0).sum()) for rows in identities) > 30
+        assert sum(of_rank[name]["shared"] for of_rank in found) > 0
+
+
+def _by_hand(options: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    """Train plain tables of rows by a plain loop, and reset the rows that ids are evicted from."""
+    model = seeded(ManagedModel, **options)
+    bags = model.mc._embedding_module
+    optimizer = model.configure_optimizers()
+    tables = {
+        config.name: (
+            id_mapping.IdMapping(spec, 0, spec.num_buckets, torch.device("cpu")),
+            bags.embedding_bags[config.name].weight,
+            _first_rows(config),
+            [FEATURES.index(feature) for feature in config.feature_names],
+        )
+        for config in bags.embedding_bag_configs()
+        for spec in [specs_of(model.mc)[config.name]]  # type: ignore[index]
+    }
+    with patch.object(id_mapping, "current_hour", Clock()):
+        for step in range(steps):
+            batch = joined([make_batch(100 * step + rank) for rank in range(OF)])
+            by_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
+            for mapping, weight, first_rows, features in tables.values():
+                ids = torch.cat([by_feature[feature] for feature in features])
+                evicted = mapping.learn(ids)
+                with torch.no_grad():
+                    weight[evicted] = first_rows[mapping.ids.view(-1)[evicted] % len(first_rows)]
+                    for state in optimizer.state[weight].values():
+                        if state.dim():
+                            state[evicted] = 0.0
+                for feature in features:
+                    by_feature[feature] = mapping.find(by_feature[feature])
+            features = KeyedJaggedTensor(FEATURES, torch.cat(by_feature), lengths=batch["lengths"])
+            scores = model.over(bags(features).values()).squeeze(-1)
+            optimizer.zero_grad()
+            torch.nn.functional.binary_cross_entropy_with_logits(scores, batch["label"]).backward()
+            optimizer.step()
+            for mapping, *_ in tables.values():
+                mapping.optimizer_stepped()
+    return {key: value.detach() for key, value in model.state_dict().items() if "collision" not in key}
+
+
+def _first_rows(config: Any) -> Tensor:
+    torch.manual_seed(zlib.crc32(f"mc._embedding_module.{config.name}".encode()))
+    return config.init_fn(torch.empty(config.num_embeddings, config.embedding_dim))  # type: ignore[no-any-return]
+
+
+EVICTING: dict[str, dict[str, Any]] = {
+    "fused": {"evicts": True},
+    "dense": {"evicts": True, "optimizer": "Adam"},
+}
+
+
+def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    path, twice = str(tmp_path), (0, 2 * STEPS)
+    one = run_each_on_ranks({name: (_train, ManagedModel, options, twice) for name, options in EVICTING.items()}, 1)[0]
+    two = run_each_on_ranks(
+        {
+            f"{when} {name}": (_train, ManagedModel, options, steps, saves)
+            for name, options in EVICTING.items()
+            for when, steps, saves in (("all", twice, ""), ("half", (0, STEPS), f"{path}/{name}.ckpt"))
+        },
+        2,
+    )
+    later = (STEPS, 2 * STEPS)
+    resumes = {name: (_train, ManagedModel, of, later, "", f"{path}/{name}.ckpt") for name, of in EVICTING.items()}
+    resumed = {num_ranks: run_each_on_ranks(resumes, num_ranks)[0] for num_ranks in (1, 3)}
+    for name in EVICTING:
+        wanted = one[name]["state"]
+        assert one[name]["evicted"] == sum(of_rank[f"all {name}"]["evicted"] for of_rank in two) > 10
+        assert too_far(two[0][f"all {name}"]["state"], wanted, 1e-5) == {}, name
+        by_hand = _by_hand(EVICTING[name], 2 * STEPS)
+        assert too_far({key: wanted[key] for key in by_hand}, by_hand, 1e-5) == {}, name
+        for num_ranks, found in resumed.items():
+            assert too_far(found[name]["state"], wanted, 1e-5) == {}, (name, num_ranks)

@@ -1,0 +1,110 @@
+"""A click model whose ids have no fixed range, and its batches."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import ManagedCollisionCollection
+
+FEATURES = ["user", "item", "shop"]
+BUCKETS = 6
+ROWS = {"users": 24, "goods": 36}
+TTL_HOURS = 1
+
+
+def hash_zch(name: str, evicts: bool = False, **options: Any) -> HashZchManagedCollisionModule:
+    """Return TorchRec's module for one table."""
+    eviction = {
+        "eviction_policy_name": HashZchEvictionPolicyName.LRU_EVICTION,
+        "eviction_config": HashZchEvictionConfig(features=[], single_ttl=TTL_HOURS),
+    }
+    own = {"zch_size": ROWS[name], "total_num_buckets": BUCKETS, "name": name, "max_probe": 3}
+    own |= (eviction if evicts else {}) | options
+    return HashZchManagedCollisionModule(device=torch.device("cpu"), **own)
+
+
+class ManagedModel(pl.LightningModule):
+    """Bags of two tables, of which one is looked up by two features."""
+
+    pooled = True
+
+    def __init__(self, evicts: bool = False, optimizer: str = "Adagrad", **options: Any) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        kind = EmbeddingBagConfig if self.pooled else EmbeddingConfig
+        configs = [
+            kind(name="users", embedding_dim=8, num_embeddings=ROWS["users"], feature_names=["user"]),
+            kind(name="goods", embedding_dim=8, num_embeddings=ROWS["goods"], feature_names=["item", "shop"]),
+        ]
+        modules = {config.name: hash_zch(config.name, evicts, **options) for config in configs}
+        collisions = ManagedCollisionCollection(modules, configs)
+        if self.pooled:
+            self.mc = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=configs), collisions)
+        else:
+            self.mc = ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=configs), collisions)
+        self.over = nn.Linear(24, 1, bias=False)
+        self.losses: list[float] = []
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        found, _ = self.mc(features)
+        if self.pooled:
+            return self.over(found.values()).squeeze(-1)
+        bags = [torch.segment_reduce(found[f].values(), "sum", lengths=found[f].lengths()) for f in FEATURES]
+        return self.over(torch.cat(bags, 1)).squeeze(-1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss = nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.losses.append(float(nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])))
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
+
+
+class ManagedSequences(ManagedModel):
+    """The same over an EmbeddingCollection."""
+
+    pooled = False
+
+
+def make_batch(seed: int, size: int = 4, kinds: int = 60) -> dict[str, Tensor]:
+    """Return examples whose ids are large; `kinds` different ones for each feature, the first ones more often."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(FEATURES) * size,), generator=draw)
+    numbers = (torch.rand(int(lengths.sum()), generator=draw) ** 2 * kinds).long()
+    label = torch.randint(0, 2, (size,), generator=draw).float()
+    return {"ids": numbers * 1_000_000_007 + 5, "lengths": lengths, "label": label}
+
+
+def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the global batch of the ranks' batches."""
+    parts: list[Tensor] = []
+    lengths: list[Tensor] = []
+    for feature in range(len(FEATURES)):
+        for batch in batches:
+            size = len(batch["label"])
+            bags = batch["ids"].split(batch["lengths"].tolist())
+            parts += bags[feature * size : (feature + 1) * size]
+            lengths.append(batch["lengths"][feature * size : (feature + 1) * size])
+    label = torch.cat([batch["label"] for batch in batches])
+    return {"ids": torch.cat(parts), "lengths": torch.cat(lengths), "label": label}
+
+
+def loader(first: int, last: int, rank: int, num_ranks: int, of: int) -> DataLoader[Any]:
+    """Return the batches of a rank in steps `first` to `last`: those of `of` ranks, shared by `num_ranks`."""
+    mine = range(rank * of // num_ranks, (rank + 1) * of // num_ranks)
+    steps = [[make_batch(100 * step + r) for r in mine] for step in range(first, last)]
+    return DataLoader([joined(batches) for batches in steps], batch_size=None)
