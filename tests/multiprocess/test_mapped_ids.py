@@ -15,7 +15,7 @@ from lightning_distrec.sharding.mapping.spec import specs_of
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
-from tests.support.mapped_models import FEATURES, ManagedModel, ManagedSequences, joined, loader, make_batch
+from tests.support.mapped_models import FEATURES, DynamicModel, ManagedModel, ManagedSequences, joined, loader, make_batch
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
 
@@ -41,7 +41,7 @@ def _train(
     steps: tuple[int, int] = (0, STEPS),
     saves: str = "",
     resumes: str = "",
-    **strategy: Any,
+    strategy: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train in the steps from one to another; save a checkpoint, or resume from one that was saved before them."""
     rank, num_ranks = rank_and_num_ranks()
@@ -140,6 +140,37 @@ EVICTING: dict[str, dict[str, Any]] = {
     "fused": {"evicts": True},
     "dense": {"evicts": True, "optimizer": "Adam"},
 }
+
+
+DYNAMIC = {
+    "convert_embeddings": "all",
+    "tables": {
+        "users": {"ids": "dynamic", "rows": 20, "buckets": 6, "evict": "lfu"},
+        "goods": {"ids": "dynamic", "rows": 60, "buckets": 12, "min_sights": 2},
+        "first": {"ids": "dynamic", "rows": 32, "buckets": 6, "embedding_update": "dense"},
+    },
+}
+
+
+def test_ordinary_tables_get_ids_of_any_range(tmp_path: Path) -> None:
+    path, twice, later = f"{tmp_path}/half.ckpt", (0, 2 * STEPS), (STEPS, 2 * STEPS)
+
+    def runs(*wanted: str) -> dict[str, tuple[Any, ...]]:
+        calls = {"all": (twice, "", ""), "half": ((0, STEPS), path, ""), "resumed": (later, "", path)}
+        return {name: (_train, DynamicModel, {}, *calls[name], DYNAMIC) for name in wanted}
+
+    one = run_each_on_ranks(runs("all"), 1)[0]["all"]
+    wanted = one["state"]
+    assert one["evicted"] > 10
+    assert one["shared"] > 10
+    assert wanted["mc.bags.embedding_bags.users.weight"].shape == (24, 8)
+    assert wanted["first.ids"].shape == (36, 1)
+    two = run_each_on_ranks(runs("all", "half", "resumed"), 2)[0]
+    found = {2: two["all"], 1: run_each_on_ranks(runs("resumed"), 1)[0]["resumed"]}
+    found[3] = run_each_on_ranks(runs("resumed"), 3)[0]["resumed"]
+    for num_ranks, run in (*found.items(), (2, two["resumed"])):
+        assert run["state"].keys() == wanted.keys()
+        assert too_far(run["state"], wanted, 1e-5) == {}, num_ranks
 
 
 def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:

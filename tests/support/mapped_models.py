@@ -86,7 +86,8 @@ def make_batch(seed: int, size: int = 4, kinds: int = 60) -> dict[str, Tensor]:
     lengths = torch.randint(0, 4, (len(FEATURES) * size,), generator=draw)
     numbers = (torch.rand(int(lengths.sum()), generator=draw) ** 2 * kinds).long()
     label = torch.randint(0, 2, (size,), generator=draw).float()
-    return {"ids": numbers * 1_000_000_007 + 5, "lengths": lengths, "label": label}
+    first = torch.randint(0, kinds, (size,), generator=draw) * 2**40
+    return {"ids": numbers * 1_000_000_007 + 5, "lengths": lengths, "label": label, "first": first}
 
 
 def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -99,8 +100,8 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             bags = batch["ids"].split(batch["lengths"].tolist())
             parts += bags[feature * size : (feature + 1) * size]
             lengths.append(batch["lengths"][feature * size : (feature + 1) * size])
-    label = torch.cat([batch["label"] for batch in batches])
-    return {"ids": torch.cat(parts), "lengths": torch.cat(lengths), "label": label}
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("label", "first")}
+    return {"ids": torch.cat(parts), "lengths": torch.cat(lengths), **whole}
 
 
 def loader(first: int, last: int, rank: int, num_ranks: int, of: int) -> DataLoader[Any]:
@@ -108,3 +109,26 @@ def loader(first: int, last: int, rank: int, num_ranks: int, of: int) -> DataLoa
     mine = range(rank * of // num_ranks, (rank + 1) * of // num_ranks)
     steps = [[make_batch(100 * step + r) for r in mine] for step in range(first, last)]
     return DataLoader([joined(batches) for batches in steps], batch_size=None)
+
+
+class Bags(nn.Module):
+    """Returns what a managed collection returns, of an ordinary one."""
+
+    def __init__(self, bags: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.bags = bags
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        return self.bags(features), None
+
+
+class DynamicModel(ManagedModel):
+    """The same with an ordinary collection, and an nn.Embedding of the first id of each example."""
+
+    def __init__(self, optimizer: str = "Adagrad") -> None:
+        super().__init__(optimizer=optimizer)
+        self.mc = Bags(self.mc._embedding_module)
+        self.first = nn.Embedding(20, 8)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + self.first(batch["first"]).sum(1)

@@ -78,6 +78,27 @@ class MappingSpec:
         )
 
 
+_BUCKETS = (20_160, 5_040, 720, 120, 12)
+"""Numbers that many numbers of ranks divide."""
+_MIN_BUCKET_ROWS = 128
+_RESERVED = 64
+"""One of so many rows of a bucket is shared by ids without a row of their own, and at least one."""
+
+
+def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int) -> MappingSpec:
+    """Return the spec of a table of at least `rows` rows. buckets: None chooses a number that depends on `rows` only."""
+    if buckets is None:
+        buckets = next((number for number in _BUCKETS if rows >= number * _MIN_BUCKET_ROWS), min(12, -(-rows // 2)))
+    bucket_rows = max(2, -(-rows // buckets))
+    return MappingSpec(
+        num_rows=bucket_rows * buckets,
+        num_buckets=buckets,
+        num_reserved=max(1, bucket_rows // _RESERVED),
+        policy=policy,
+        min_sights=min_sights,
+    )
+
+
 def spec_of(module: Any, name: str) -> MappingSpec | str:
     """Return the spec of one of torchrec's managed collision modules, or why it is not sharded. name: its table's."""
     if type(module) is not HashZchManagedCollisionModule:

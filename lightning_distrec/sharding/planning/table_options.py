@@ -59,6 +59,22 @@ class TableOptions:
     """Gather the full weight from all ranks where the module reads it, for tied output weights for example; every rank
     then holds all of it, and of its gradient, for the time of a step."""
 
+    ids: Literal["dynamic"] | None = None
+    """Let ids be any numbers from 0 on, and give each one a row when it is first looked up in training."""
+
+    rows: int | None = None
+    """Rows of a table with ids: dynamic, rounded up to a multiple of `buckets`; None takes the module's number."""
+
+    buckets: int | None = None
+    """Blocks of rows of a table with ids: dynamic, which the number of ranks must divide; None chooses by the rows."""
+
+    evict: Literal["lru", "lfu", "never"] | None = None
+    """Whose row a new id gets where none is free: the least recently used ("lru"; None is the same), the least
+    frequently used, or none: it shares a row."""
+
+    min_sights: int | None = None
+    """How often an id is looked up in training until it gets a row of its own; None: once."""
+
     def __post_init__(self) -> None:
         if self.embedding_update is not None:
             check_embedding_update(self.embedding_update)
@@ -81,6 +97,7 @@ class TableOptions:
                 f"would change nothing. Leave {'it' if len(others) == 1 else 'them'} out, or set replicated=False."
             )
 
+        self._check_ids()
         if self.gathered_weight and self.embedding_update not in (None, "auto", "dense"):
             raise ConfigError(
                 f"gathered_weight=True, embedding_update={self.embedding_update!r}: a weight that is read has a "
@@ -88,6 +105,18 @@ class TableOptions:
             )
         if self.gathered_weight and "data_parallel" in (self.sharding_types or []):
             raise ConfigError("gathered_weight=True: data_parallel tables are not gathered. Set replicated=True alone.")
+
+    def _check_ids(self) -> None:
+        _check_name("ids", self.ids, ("dynamic",))
+        _check_name("evict", self.evict, ("lru", "lfu", "never"))
+        for name in ("rows", "buckets", "min_sights"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1.")
+        if self.rows is not None and self.buckets is not None and self.rows < 2 * self.buckets:
+            raise ConfigError(f"rows={self.rows}, buckets={self.buckets}: a bucket needs at least 2 rows.")
+        of_ids = [name for name in ("rows", "buckets", "evict", "min_sights") if getattr(self, name) is not None]
+        if of_ids and self.ids is None:
+            raise ConfigError(f"{of_ids[0]}={getattr(self, of_ids[0])!r} is for a table with ids: dynamic. Set ids too.")
 
     def _check_cache(self) -> None:
         if self.cache_load_factor is None:

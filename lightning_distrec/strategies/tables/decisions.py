@@ -34,7 +34,7 @@ from lightning_distrec.sharding.planning.table_options import (
     replicated_collections,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.tables.mapped_tables import refuse_unsharded_mappings, with_mapping
+from lightning_distrec.strategies.tables.mapped_tables import refuse_unsharded_mappings, with_dynamic_ids, with_mapping
 from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_groups, warn_of_replicas, why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.strategies.tables.weight_reads import weight_reads
@@ -93,7 +93,11 @@ def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
     refuse_named_odd_dims(found.tables, found.of_odd_dims, found.left_alone, settings.by_table)
     options = options_by_table([*found.tables, *found.of_odd_dims], settings.everywhere, settings.by_table)
     replicated = replicated_collections(found.tables, settings.by_table)
-    tables = [table for table in found.tables if table.collection not in replicated]
+    tables = [
+        with_dynamic_ids(table, options[table.full_name])
+        for table in found.tables
+        if table.collection not in replicated
+    ]
     read = _read_tables(module, tables, options)
     if isinstance(settings.conversion.which, str):  # not asked for by name
         tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]

@@ -5,15 +5,52 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_distrec.errors import PlanError, ShardingError
+from lightning_distrec._compat.torchrec import fill_weight
+from lightning_distrec.errors import ConfigError, PlanError, ShardingError
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
+from lightning_distrec.sharding.mapping.spec import Policy, dynamic_spec
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import MANAGED, Table
+
+
+def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
+    """Return a table whose ids get rows, where its options say so; its module then has as many rows as are wanted.
+
+    Raises ConfigError: it maps ids already, or has an id that is no row.
+    """
+    if options.ids is None:
+        return table
+    if table.mapping is not None:
+        raise ConfigError(f"table '{table.full_name}': ids='dynamic', but its module maps ids itself. Leave ids out.")
+    if isinstance(table.plain, nn.Embedding) and table.plain.padding_idx is not None:
+        raise ConfigError(
+            f"table '{table.full_name}': ids='dynamic', but padding_idx={table.plain.padding_idx} is the number of a row "
+            "of zeros, and no id has a fixed row. Leave padding_idx out, and mask the looked up rows."
+        )
+    policies: dict[str, Policy] = {"never": "none", "lru": "lru", "lfu": "lfu"}
+    rows, policy = options.rows or table.config.num_embeddings, policies[options.evict or "lru"]
+    spec = dynamic_spec(rows, options.buckets, policy, options.min_sights or 1)
+    if spec.num_rows != table.config.num_embeddings:
+        _resize(table, spec.num_rows)
+    return replace(table, mapping=spec)
+
+
+def _resize(table: Table, rows: int) -> None:
+    """Give an unsharded table so many rows. They repeat those that it has, in which the user's own init stays."""
+    before = table.parameter
+    repeated = torch.arange(rows, device=before.device) % len(before)
+    weight = before.detach()[repeated] if not before.is_meta else before.new_empty(rows, before.shape[1])
+    fill_weight(table.module, table.local_key, weight, before.requires_grad)
+    table.module.get_submodule(table.local_key.removesuffix(".weight")).num_embeddings = rows  # type: ignore[assignment]
+    table.config.num_embeddings = rows
+    if table.plain is not None:
+        table.plain.weight, table.plain.num_embeddings = table.parameter, rows
 
 
 def with_mapping(table: Table, options: TableOptions, num_ranks: int) -> TableOptions:
