@@ -15,7 +15,15 @@ from lightning_distrec.sharding.mapping.spec import specs_of
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
-from tests.support.mapped_models import FEATURES, DynamicModel, ManagedModel, ManagedSequences, joined, loader, make_batch
+from tests.support.mapped_models import (
+    FEATURES,
+    DynamicModel,
+    ManagedModel,
+    ManagedSequences,
+    joined,
+    loader,
+    make_batch,
+)
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
 

@@ -279,7 +279,7 @@ def _constraints(
     table: Table, options: TableOptions, update: TableUpdate, device: torch.device, layout: NodeLayout
 ) -> TableConstraints:
     check_storage(table, options, device.type)
-    options = with_mapping(table, options, layout.num_ranks)
+    options = with_mapping(table, options, layout)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"], compute_kernels=None)
     optimizer = type(update.param_group.optimizer).__name__ if update.param_group else ""

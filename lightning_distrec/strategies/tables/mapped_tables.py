@@ -13,6 +13,7 @@ from lightning_distrec.errors import ConfigError, PlanError, ShardingError
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
 from lightning_distrec.sharding.mapping.spec import Policy, dynamic_spec
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
@@ -53,7 +54,7 @@ def _resize(table: Table, rows: int) -> None:
         table.plain.weight, table.plain.num_embeddings = table.parameter, rows
 
 
-def with_mapping(table: Table, options: TableOptions, num_ranks: int) -> TableOptions:
+def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> TableOptions:
     """Return what the planner may do with a table, where it maps ids: rows are where the ids' buckets are.
 
     Raises PlanError: the user's options, the table's rows or the number of ranks do not allow it.
@@ -67,7 +68,9 @@ def with_mapping(table: Table, options: TableOptions, num_ranks: int) -> TableOp
         raise PlanError(f"{of_table}: compute_kernels={options.compute_kernels}: it needs fused. Allow that.")
     if options.gathered_weight:
         raise PlanError(f"{of_table}: gathered_weight=True: the rows of its weight have no fixed ids. Leave it out.")
-    if reason := table.mapping.why_not_on(num_ranks):
+    if layout.num_replicas > 1:
+        raise PlanError(f"{of_table}: each of the sharding_groups would map ids by itself. Leave sharding_groups out.")
+    if reason := table.mapping.why_not_on(layout.num_ranks):
         raise PlanError(f"{of_table}: {reason}.")
     return replace(options, sharding_types=["row_wise"], compute_kernels=["fused"])
 
