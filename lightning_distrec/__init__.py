@@ -21,6 +21,7 @@ from lightning_distrec.namespaces import refuse_in_other_trainer, refuse_other_n
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
+    from lightning_distrec.callbacks.dynamic_ids import DynamicIds
     from lightning_distrec.callbacks.normalize_rows import NormalizeRows
     from lightning_distrec.callbacks.plan_logger import PlanLogger
     from lightning_distrec.callbacks.rank_monitor import RankMonitor
@@ -49,6 +50,7 @@ __all__ = [
     "Bandwidths",
     "CheckpointOptions",
     "Communication",
+    "DynamicIds",
     "FSDPOptions",
     "NormalizeRows",
     "PipelineOptions",
@@ -75,6 +77,7 @@ _HOMES = {
     "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.powersgd",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
+    "DynamicIds": "lightning_distrec.callbacks.dynamic_ids",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
     "NormalizeRows": "lightning_distrec.callbacks.normalize_rows",
     "PipelineOptions": "lightning_distrec.pipeline.options",

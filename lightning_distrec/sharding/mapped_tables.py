@@ -27,8 +27,7 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
             continue
         known = None if earlier is None else earlier.mappings.get(name)
         if known is not None and known.spec == spec:
-            assert earlier is not None
-            result.mappings[name], result.initial_rows[name] = known, earlier.initial_rows[name]
+            result.mappings[name] = known
         else:
             per_rank = spec.num_buckets // num_ranks
             shard = result.shards[name][0]
@@ -36,7 +35,7 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
             assert shard.row == mapping.first_row
             _begin(mapping, table)
             result.mappings[name] = mapping
-            result.initial_rows[name] = _initial_rows(result, table).to(shard.weight.device)
+            mapping.initial_rows = _initial_rows(result, table).to(shard.weight.device)
     for path, proxy in result.proxies.items():
         of_tables = [table for table in result.tables_of(path) if table.mapping is not None]
         proxy.mappings = {

@@ -55,8 +55,6 @@ class ShardedTables:
         """FBGEMM's kernels on this rank, each with the shards in its memory."""
         self.mappings: dict[str, IdMapping] = {}
         """Full name of a table -> this rank's part of the mapping of its ids; none where ids are numbers of rows."""
-        self.initial_rows: dict[str, Tensor] = {}
-        """Full name of a table with a mapping -> the rows that an id's row starts from when it was another's."""
         self.collisions: dict[nn.Module, nn.Module] = {}
         """torchrec's ManagedCollisionCollection -> what stands for it in the module tree."""
         self.known_keys: dict[str, list[str]] = {}

@@ -7,9 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from lightning_distrec import DynamicIds, TableOptions
+from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.spec import specs_of
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
@@ -20,16 +23,29 @@ from tests.support.mapped_models import (
     DynamicModel,
     ManagedModel,
     ManagedSequences,
+    Padded,
     joined,
     loader,
     make_batch,
 )
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 6
 OF = 6
 """Each step has the batches of so many ranks, whatever the number of ranks is."""
+
+
+class Logged(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:  # type: ignore[override]
+        if any(name.startswith("dynamic_ids") for name in metrics):
+            self.entries.append(dict(metrics))
 
 
 class Clock:
@@ -179,6 +195,70 @@ def test_ordinary_tables_get_ids_of_any_range(tmp_path: Path) -> None:
     for num_ranks, run in (*found.items(), (2, two["resumed"])):
         assert run["state"].keys() == wanted.keys()
         assert too_far(run["state"], wanted, 1e-5) == {}, num_ranks
+
+
+def _logged() -> tuple[list[dict[str, float]], int]:
+    rank, num_ranks = rank_and_num_ranks()
+    model, logged = seeded(DynamicModel), Logged()
+    trainer = make_trainer(DYNAMIC, logger=logged, callbacks=[DynamicIds(every_n_steps=2)])
+    trainer.fit(model, loader(0, STEPS, rank, num_ranks, OF))
+    ids = whole_state(model).get("first.ids", torch.empty(0))  # on rank 0
+    return logged.entries, int((ids >= 0).sum())
+
+
+def test_occupancy_collisions_and_evictions_are_logged() -> None:
+    (entries, taken), _ = run_on_warm_ranks(_logged, 2)
+    assert len(entries) == 3
+    assert set(entries[0]) == {
+        f"dynamic_ids/{table}/{what}"
+        for table in ("mc.bags.users", "mc.bags.goods", "first")
+        for what in ("occupancy", "collisions", "evictions")
+    }
+    assert entries[-1]["dynamic_ids/first/occupancy"] == taken / 36
+    assert entries[0]["dynamic_ids/mc.bags.goods/collisions"] > entries[-1]["dynamic_ids/mc.bags.goods/collisions"] > 0
+    assert entries[-1]["dynamic_ids/mc.bags.users/evictions"] > 0
+
+
+def test_options_that_a_table_with_dynamic_ids_cannot_have_are_refused() -> None:
+    for options, message in (
+        ({"rows": 10}, "rows=10 is for a table with ids: dynamic"),
+        ({"ids": "any"}, "ids='any' is not known"),
+        ({"ids": "dynamic", "evict": "fifo"}, "evict='fifo' is not known"),
+        ({"ids": "dynamic", "min_sights": 0}, "min_sights=0: must be at least 1"),
+        ({"ids": "dynamic", "rows": 10, "buckets": 6}, "a bucket needs at least 2 rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TableOptions(**options)  # type: ignore[arg-type]
+
+
+WITH_BUCKETS = {"ids": "dynamic", "buckets": 6}
+REFUSED: dict[str, tuple[type[ManagedModel], dict[str, Any], dict[str, Any], str]] = {
+    "padding": (Padded, {}, {"first": WITH_BUCKETS}, "padding_idx=0 is the number of a row of zeros"),
+    "type": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "sharding_types": ["table_wise"]}}, "can only be row_wise"),
+    "read": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "gathered_weight": True}}, "have no fixed ids"),
+    "kernel": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "compute_kernels": ["fused_uvm"]}}, "it needs fused"),
+    "ranks": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "buckets": 3}}, "3 buckets, which 2 ranks cannot share"),
+    "managed": (ManagedModel, {}, {"users": WITH_BUCKETS}, "its module maps ids itself"),
+    "torchrec's": (ManagedModel, {"total_num_buckets": 3}, {}, "have 3 buckets, which 2 ranks cannot share evenly"),
+    "unserved": (ManagedModel, {"disable_fallback": True}, {}, "disable_fallback=True, which leaves ids out, is not"),
+}
+
+
+def _refused(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str, Any]) -> str:
+    rank, num_ranks = rank_and_num_ranks()
+    try:
+        trainer = make_trainer({"convert_embeddings": "all", "tables": tables})
+        trainer.fit(kind(**options), loader(0, 1, rank, num_ranks, 2))
+    except DistRecError as error:
+        return str(error)
+    return ""
+
+
+def test_what_would_map_ids_otherwise_is_refused_before_training() -> None:
+    calls = {name: (_refused, kind, options, tables) for name, (kind, options, tables, _) in REFUSED.items()}
+    for of_rank in run_each_on_ranks(calls, 2):
+        for name, (*_, message) in REFUSED.items():
+            assert message in of_rank[name], name
 
 
 def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:

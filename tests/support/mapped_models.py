@@ -132,3 +132,11 @@ class DynamicModel(ManagedModel):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return super().forward(batch) + self.first(batch["first"]).sum(1)
+
+
+class Padded(DynamicModel):
+    """The same with a row of zeros for an id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(20, 8, padding_idx=0)

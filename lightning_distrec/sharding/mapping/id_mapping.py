@@ -43,6 +43,8 @@ class IdMapping:
         self.spec = spec
         self.first_row, self.num_rows = first_bucket * spec.bucket_rows, num_buckets * spec.bucket_rows
         self.counts = MappingCounts()
+        self.initial_rows = torch.empty(0, 0)
+        """What a row starts from when an id gets another's, alike on all ranks."""
         self.now = 0
         """Counts the lookups in training."""
         self.protected_from = 1

@@ -86,7 +86,7 @@ _RESERVED = 64
 
 
 def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int) -> MappingSpec:
-    """Return the spec of a table of at least `rows` rows. buckets: None chooses a number that depends on `rows` only."""
+    """Return the spec of a table of at least `rows` rows. buckets: None chooses a number by `rows` only."""
     if buckets is None:
         buckets = next((number for number in _BUCKETS if rows >= number * _MIN_BUCKET_ROWS), min(12, -(-rows // 2)))
     bucket_rows = max(2, -(-rows // buckets))

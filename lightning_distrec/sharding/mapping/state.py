@@ -12,6 +12,7 @@ from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 
 MADE_FOR = "ids_made_for"
 """Name of three numbers: lookups in training so far, buckets, and reserved rows of each."""
+INITIAL = "ids_initial_rows"
 _OF_TORCHREC = {"ids": IDENTITIES, "used": METADATA}
 
 
@@ -24,7 +25,8 @@ def state_of(mapping: IdMapping) -> dict[str, ChunkedTensor | Tensor]:
     }
     if spec.managed:
         return state | {BUCKETS: torch.tensor([[spec.num_buckets]])}
-    return state | {MADE_FOR: torch.tensor([mapping.now, spec.num_buckets, spec.num_reserved])}
+    made_for = torch.tensor([mapping.now, spec.num_buckets, spec.num_reserved])
+    return state | {MADE_FOR: made_for, INITIAL: mapping.initial_rows}
 
 
 @torch.no_grad()
@@ -42,6 +44,12 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
         if not spec.managed:
             mapping.now = int(numbers[0])
             mapping.optimizer_stepped()
+        return ""
+    if name == INITIAL:
+        initial = value if isinstance(value, Tensor) else value.read()
+        if initial.shape != mapping.initial_rows.shape:
+            return f"rows start from {tuple(mapping.initial_rows.shape)}, but there are {tuple(initial.shape)} to load."
+        mapping.initial_rows.copy_(initial)
         return ""
     rows = next(rows for own, rows in mapping.tensors.items() if _name(mapping, own) == name)
     if tuple(value.shape) != (spec.num_rows, 1):

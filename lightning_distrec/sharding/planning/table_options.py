@@ -116,7 +116,7 @@ class TableOptions:
             raise ConfigError(f"rows={self.rows}, buckets={self.buckets}: a bucket needs at least 2 rows.")
         of_ids = [name for name in ("rows", "buckets", "evict", "min_sights") if getattr(self, name) is not None]
         if of_ids and self.ids is None:
-            raise ConfigError(f"{of_ids[0]}={getattr(self, of_ids[0])!r} is for a table with ids: dynamic. Set ids too.")
+            raise ConfigError(f"{of_ids[0]}={getattr(self, of_ids[0])!r} is for a table with ids: dynamic. Set ids.")
 
     def _check_cache(self) -> None:
         if self.cache_load_factor is None:

@@ -17,6 +17,7 @@ from lightning_distrec.sharding.weights.row_caches import rewriting
 from lightning_distrec.sharding.weights.shard_of import without_guards
 from lightning_distrec.strategies.run.full_parameters import Rows, check_call, check_memory, rows_of
 from lightning_distrec.strategies.run.strategy import AnyRun, DistRecStrategy
+from lightning_distrec.strategies.tables.mapped_tables import mapping_counts
 from lightning_distrec.strategies.tables.run_tables import RunTables
 
 
@@ -51,6 +52,11 @@ class FullTables(DistRecStrategy[AnyRun]):
         on_before_optimizer_step. Raises OptimizerError: a table is updated inside of backward and has no gradient.
         """
         return gradient_norms(self.module, self.run_tables, float(norm_type), group_separator)
+
+    def dynamic_id_counts(self) -> dict[str, tuple[int, ...]]:
+        """Collective. Return the numbers of each table that maps ids to rows, over all ranks; see `mapping_counts`."""
+        tables = sharded_tables_of(self.module)
+        return {} if tables is None else mapping_counts(tables.mappings, self.session.consensus)
 
     def scale_rows(self, name: str, max_norm: float | None = None) -> bool:
         """Collective. Scale a table's rows to norm 1, or to `max_norm` where they are above it; see NormalizeRows.

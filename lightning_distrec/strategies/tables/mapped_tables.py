@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from lightning_distrec._compat.torchrec import fill_weight
 from lightning_distrec.errors import ConfigError, PlanError, ShardingError
 from lightning_distrec.optimizers.translation import TableUpdate
+from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.mapping.spec import Policy, dynamic_spec
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -31,8 +33,8 @@ def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
         raise ConfigError(f"table '{table.full_name}': ids='dynamic', but its module maps ids itself. Leave ids out.")
     if isinstance(table.plain, nn.Embedding) and table.plain.padding_idx is not None:
         raise ConfigError(
-            f"table '{table.full_name}': ids='dynamic', but padding_idx={table.plain.padding_idx} is the number of a row "
-            "of zeros, and no id has a fixed row. Leave padding_idx out, and mask the looked up rows."
+            f"table '{table.full_name}': ids='dynamic', but padding_idx={table.plain.padding_idx} is the number of a "
+            "row of zeros, and no id has a fixed row. Leave padding_idx out, and mask the looked up rows."
         )
     policies: dict[str, Policy] = {"never": "none", "lru": "lru", "lfu": "lfu"}
     rows, policy = options.rows or table.config.num_embeddings, policies[options.evict or "lru"]
@@ -92,7 +94,7 @@ def mapped_ids(shards: ShardedTables, path: str, updates: Mapping[str, TableUpda
     if not mappings:
         return None
     resets = {
-        table.name: RowReset(shard, shards.initial_rows[name], partial(_states, shards, shard, updates[name]))
+        table.name: RowReset(shard, shards.mappings[name].initial_rows, partial(_states, shards, shard, updates[name]))
         for table in tables
         if table.name in mappings
         for name in [table.full_name]
@@ -103,6 +105,19 @@ def mapped_ids(shards: ShardedTables, path: str, updates: Mapping[str, TableUpda
     return MappedIds(
         shards.sharded[path], mappings, num_rows, resets, lambda: proxy.training, is_sequence=not tables[0].pooled
     )
+
+
+def mapping_counts(mappings: Mapping[str, IdMapping], ranks: Ranks) -> dict[str, tuple[int, ...]]:
+    """Collective. Return, for each table, by full name, over all ranks: rows, rows that an id has; and since the start
+    distinct ids that were looked up, those of them that shared a row, rows that were taken from an id.
+    """
+    mine = {
+        name: (mapping.num_rows, int((mapping.ids >= 0).sum()), of.looked_up, of.shared, of.evicted)
+        for name, mapping in mappings.items()
+        for of in [mapping.counts]
+    }
+    gathered = ranks.all_gather(mine) if mine else [mine]
+    return {name: tuple(map(sum, zip(*(of_rank[name] for of_rank in gathered), strict=True))) for name in mine}
 
 
 def _states(shards: ShardedTables, shard: LocalShard, update: TableUpdate) -> list[tuple[Tensor, float]]:
