@@ -32,7 +32,7 @@ from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.batches import tensors_of
 from lightning_distrec.serving.program import Program, export_program, free_sizes, needed_packages
-from lightning_distrec.serving.tables import lookups_of, quantize_lookups
+from lightning_distrec.serving.tables import find_rows, lookups_of, quantize_lookups
 
 TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
 EXAMPLES, REQUEST = "examples.safetensors", "request.json"
@@ -111,6 +111,7 @@ def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> Li
         copy.load_state_dict(dense, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint is of another model: {error}") from error
+    find_rows(copy, state)
     return copy.eval().requires_grad_(False)
 
 

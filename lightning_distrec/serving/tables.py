@@ -1,12 +1,14 @@
 """The tables of an unsharded module: what reads a row of them, and the same with rows of 8 or 4 bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_distrec.checkpoint.incremental.packed_rows import dequantized, packed_width, usable_bits
+from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.errors import ConfigError
 
 
@@ -36,8 +38,28 @@ def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
         new = (
             QuantizedBag(inner, of_table) if isinstance(inner, nn.EmbeddingBag) else QuantizedEmbedding(inner, of_table)
         )
+        _find_rows_too(new, inner)
         module.get_submodule(parent).add_module(name, new)
     return found
+
+
+def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Let lookups of `module` take ids of any range, where a checkpoint's state has the rows of their ids."""
+    if not any(key.endswith(".ids_made_for") for key in state):
+        return
+    from lightning_distrec.sharding.mapping.unsharded import find_rows_by, finds_rows, lookups_with_mappings
+
+    for lookup, of_lookup in lookups_with_mappings(module, state):
+        if not finds_rows(lookup):
+            find_rows_by(lookup, {name: materialized(value) for name, value in of_lookup.items()})
+
+
+def _find_rows_too(new: nn.Module, original: nn.Module) -> None:
+    """Let what reads quantized rows take the ids that `original` takes."""
+    if hasattr(original, "ids_made_for"):
+        from lightning_distrec.sharding.mapping.unsharded import find_rows_by, mapping_state_of
+
+        find_rows_by(new, mapping_state_of(original))
 
 
 class _Quantized(nn.Module):

@@ -1,14 +1,24 @@
 """Gives tables their mappings of ids to rows when they are sharded, and puts these into the module tree."""
 
 import zlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_distrec._compat.torchrec import MODULES, hash_zch_state, set_hash_zch_state
+from lightning_distrec._compat.torchrec import (
+    COLLISIONS,
+    EMBEDDINGS,
+    IDENTITIES,
+    METADATA,
+    MODULES,
+    hash_zch_state,
+    set_hash_zch_state,
+)
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.mapping.state import ShardedCollisions
+from lightning_distrec.sharding.mapping.unsharded import find_rows_by, lookups_with_mappings
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import Table, managed_module
 
@@ -48,6 +58,25 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
             result.collisions[collisions] = ShardedCollisions({
                 f"{MODULES}.{table.name}.": result.mappings[table.full_name] for table in of_tables
             })
+
+
+def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
+    """Give the unsharded modules the mappings; full: state by key in the module's state_dict, none where it is dropped.
+
+    The modules find the rows of ids then; torchrec's own give new ids rows in training too, where they can.
+    """
+    for table in (table for table in tables.tables if table.mapping is not None):
+        module = managed_module(table)
+        if module is not None:
+            prefix = f"{table.collection.removesuffix(EMBEDDINGS)}{COLLISIONS}.{MODULES}.{table.name}."
+            if prefix + IDENTITIES in full:
+                set_hash_zch_state(module, full[prefix + IDENTITIES], full.get(prefix + METADATA))
+    root = nn.Module()
+    for path, original in {table.collection: table.original for table in tables.tables}.items():
+        state = {f"m.{key.removeprefix(path)[1:]}": value for key, value in full.items() if key.startswith(f"{path}.")}
+        root.m = original
+        for lookup, of_lookup in lookups_with_mappings(root, state):
+            find_rows_by(lookup, of_lookup)
 
 
 def _begin(mapping: IdMapping, table: Table) -> None:

@@ -21,6 +21,7 @@ from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec._compat.torchrec import EMBEDDINGS, collisions_of, embeddings_of, modules_of
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
+from lightning_distrec.sharding.mapping.unsharded import finds_rows
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.proxies import ShardedProxy
 
@@ -125,6 +126,11 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     for path, child in module.named_modules():
         if any(path.startswith(prefix) for prefix in skipped):
             continue
+        if finds_rows(child):
+            raise ShardingError(
+                f"'{path}' has ids: dynamic, and was made an ordinary module after a run: new ids would get no rows in it. "
+                "Load the run's checkpoint into a new module."
+            )
         if isinstance(child, ShardedProxy):
             skipped.append(f"{path}.")
         elif type(child) in MANAGED:

@@ -22,6 +22,7 @@ from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.sharding.groups.sharding_groups import make_groups
 from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.mapped_tables import unshard_mappings
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.weights.plain_shards import plain_shards
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
@@ -231,4 +232,5 @@ def unshard(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     """Replace all shards of a module by full weights. full: by key; those that are missing stay on meta."""
     if (tables := sharded_tables_of(module)) is not None:
         tables.unshard(full)
+        unshard_mappings(tables, full)
     unshard_module(module, full)

@@ -9,12 +9,15 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import DynamicIds, TableOptions
 from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.spec import specs_of
+from lightning_distrec.serving import answer
+from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
@@ -229,6 +232,36 @@ def test_options_that_a_table_with_dynamic_ids_cannot_have_are_refused() -> None
     ):
         with pytest.raises(ConfigError, match=message):
             TableOptions(**options)  # type: ignore[arg-type]
+
+
+def _served(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the answers of the sharded module, of the ordinary one that it becomes, of two servers, to new ids too."""
+    rank, num_ranks = rank_and_num_ranks()
+    model, batch = seeded(DynamicModel), joined([make_batch(100 * step, kinds=90) for step in range(3)])
+    trainer = make_trainer(DYNAMIC)
+    trainer.fit(model, loader(0, STEPS, rank, num_ranks, OF))
+    trainer.save_checkpoint(f"{folder}/trained.ckpt")
+    (sharded,) = trainer.predict(model, DataLoader([batch], batch_size=None))  # type: ignore[misc]
+    trainer.strategy.unshard()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        ordinary = model.eval()(batch)
+    if rank:
+        return sharded, ordinary, sharded, sharded
+    state = torch.load(f"{folder}/trained.ckpt", weights_only=True)["state_dict"]
+    answers = []
+    for bits, name in ((None, "float"), (8, "packed")):
+        export_for_serving(seeded(DynamicModel), batch, Path(folder, name), state=state, bits=bits)
+        server = answer.Server(Path(folder, name))
+        answers.append(answer.leaves(server.answer({key: batch[key] for key in server.about["inputs"]}))[0])
+    return sharded, ordinary, *answers  # type: ignore[return-value]
+
+
+def test_ids_find_their_rows_after_unshard_and_in_exports(tmp_path: Path) -> None:
+    for of_rank in run_on_warm_ranks(_served, 2, str(tmp_path)):
+        sharded, ordinary, served, packed = of_rank
+        torch.testing.assert_close(ordinary, sharded)
+        torch.testing.assert_close(served, sharded)
+        torch.testing.assert_close(packed, sharded, atol=0.02, rtol=0.0)
 
 
 WITH_BUCKETS = {"ids": "dynamic", "buckets": 6}

@@ -13,6 +13,8 @@ from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 MADE_FOR = "ids_made_for"
 """Name of three numbers: lookups in training so far, buckets, and reserved rows of each."""
 INITIAL = "ids_initial_rows"
+SAVED_NAMES = ("ids", "ids_used", "ids_sights", "ids_newcomers", MADE_FOR, INITIAL)
+"""All names, of a table whose option is ids: dynamic."""
 _OF_TORCHREC = {"ids": IDENTITIES, "used": METADATA}
 
 
