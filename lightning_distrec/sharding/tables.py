@@ -128,7 +128,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
             continue
         if finds_rows(child):
             raise ShardingError(
-                f"'{path}' has ids: dynamic, and was made an ordinary module after a run: new ids would get no rows in it. "
+                f"'{path}' has ids: dynamic, and was made an ordinary module after a run: new ids would get no rows. "
                 "Load the run's checkpoint into a new module."
             )
         if isinstance(child, ShardedProxy):

@@ -21,8 +21,8 @@ from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PipelineOptions
 from lightning_distrec.sharding.groups.sharding_groups import make_groups
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.mapped_tables import unshard_mappings
+from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.weights.plain_shards import plain_shards
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers

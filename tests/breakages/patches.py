@@ -497,6 +497,22 @@ BREAKAGES = (
         ("multiprocess/test_ids_check.py",),
     ),
     Breakage(
+        "evicts-waiting-rows",
+        "lightning_distrec/sharding/mapping",
+        r"key\.masked_fill_\(used >= before, ",
+        "key.masked_fill_(used < 0, ",
+        "Ids of one step take one another's rows, which then get the gradients of both.",
+        ("multiprocess/test_mapped_ids.py", "unit/test_id_mapping.py"),
+    ),
+    Breakage(
+        "keeps-evicted-rows",
+        "lightning_distrec/sharding/lookup",
+        r"self\._resets\[name\]\(evicted, ",
+        "(lambda *_: None)(evicted, ",
+        "An id goes on with the row, and the optimizer state, of the id that had it before.",
+        ("multiprocess/test_mapped_ids.py",),
+    ),
+    Breakage(
         "lengths-sum",
         "lightning_distrec/sharding",
         r"longest > values\.numel\(\) or sum\(numbers\) != values\.numel\(\)",

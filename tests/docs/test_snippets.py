@@ -42,7 +42,7 @@ def test_the_check_finds_what_does_not_run(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nx = 1\n```\n```python\nassert x == 2\n```\n"
-        "```yaml\nclass_path: lightning_distrec.TableOptions\ninit_args: {rows: 3}\n```\n"
+        "```yaml\nclass_path: lightning_distrec.TableOptions\ninit_args: {num_rows: 3}\n```\n"
         "```console\n$ lightning-distrec slurm --config a.yaml --nodes 2 --no-such-option 3\n```\n"
         "```console\n$ lightning-distrec checkpoint inspect --help\nusage: lightning-distrec\nno such line\n```\n"
         "```console\n$ make nothing\n```\n"
@@ -51,6 +51,6 @@ def test_the_check_finds_what_does_not_run(tmp_path):
     found = run_pages([page], tmp_path)[str(page)]
     assert len(found) == 5
     for message, wanted in zip(
-        found, ("AssertionError", "'rows'", "no-such-option", "no such line", "cannot be run here"), strict=True
+        found, ("AssertionError", "'num_rows'", "no-such-option", "no such line", "cannot be run here"), strict=True
     ):
         assert wanted in message

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import DynamicIds, TableOptions
-from lightning_distrec.errors import ConfigError, DistRecError
-from lightning_distrec.sharding.mapping import id_mapping
-from lightning_distrec.sharding.mapping.spec import specs_of
+from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
+from lightning_distrec.sharding.mapping import id_mapping
+from lightning_distrec.sharding.mapping.spec import specs_of
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
@@ -245,6 +245,8 @@ def _served(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     trainer.strategy.unshard()  # type: ignore[attr-defined]
     with torch.no_grad():
         ordinary = model.eval()(batch)
+    with pytest.raises(ShardingError, match="new ids would get no rows"):
+        make_trainer(DYNAMIC).fit(model, loader(0, 1, rank, num_ranks, OF))
     if rank:
         return sharded, ordinary, sharded, sharded
     state = torch.load(f"{folder}/trained.ckpt", weights_only=True)["state_dict"]

@@ -44,7 +44,7 @@ class MappedIds:
 
     sharded: torchrec's module, not called yet. mappings: name of a table -> its mapping; other row-wise tables have the
     number of an id's row. num_rows: of every table of the collection, by name. resets: by name.
-    is_training: whether new ids get rows.
+    learns: whether new ids of the table with this name get rows now.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class MappedIds:
         mappings: Mapping[str, IdMapping],
         num_rows: Mapping[str, int],
         resets: Mapping[str, RowReset],
-        is_training: Callable[[], bool],
+        learns: Callable[[str], bool],
         is_sequence: bool,
     ) -> None:
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
-        self._mappings, self._resets, self._is_training = mappings, resets, is_training
+        self._mappings, self._resets, self._learns = mappings, resets, learns
         self._place, sharding = row_wise_sharding(sharded)
         tables = [(table.name, len(table.feature_names)) for table in sharding.embedding_tables()]
         self._tables = tables
@@ -90,7 +90,7 @@ class MappedIds:
 
     def _rows_of(self, name: str, ids: Tensor) -> Tensor:
         mapping = self._mappings[name]
-        if self._is_training():
+        if self._learns(name):
             evicted = mapping.learn(ids)
             if evicted.numel():
                 self._resets[name](evicted, mapping.ids.view(-1)[evicted])

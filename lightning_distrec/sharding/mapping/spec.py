@@ -82,7 +82,7 @@ _BUCKETS = (20_160, 5_040, 720, 120, 12)
 """Numbers that many numbers of ranks divide."""
 _MIN_BUCKET_ROWS = 128
 _RESERVED = 64
-"""One of so many rows of a bucket is shared by ids without a row of their own, and at least one."""
+"""One of this number of rows of a bucket is shared by ids without a row of their own, and at least one."""
 
 
 def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int) -> MappingSpec:

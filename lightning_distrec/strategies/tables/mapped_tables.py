@@ -45,7 +45,7 @@ def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
 
 
 def _resize(table: Table, rows: int) -> None:
-    """Give an unsharded table so many rows. They repeat those that it has, in which the user's own init stays."""
+    """Give an unsharded table this number of rows. They repeat its own, which keeps the user's init."""
     before = table.parameter
     repeated = torch.arange(rows, device=before.device) % len(before)
     weight = before.detach()[repeated] if not before.is_meta else before.new_empty(rows, before.shape[1])
@@ -102,9 +102,12 @@ def mapped_ids(shards: ShardedTables, path: str, updates: Mapping[str, TableUpda
     }
     proxy = shards.proxies[path]
     num_rows = {table.name: table.config.num_embeddings for table in tables}
-    return MappedIds(
-        shards.sharded[path], mappings, num_rows, resets, lambda: proxy.training, is_sequence=not tables[0].pooled
-    )
+    full_names = {table.name: table.full_name for table in tables}
+
+    def learns(name: str) -> bool:
+        return proxy.training and shards.learns(full_names[name])
+
+    return MappedIds(shards.sharded[path], mappings, num_rows, resets, learns, is_sequence=not tables[0].pooled)
 
 
 def mapping_counts(mappings: Mapping[str, IdMapping], ranks: Ranks) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,105 @@
+"""Ids get rows as an id after the other would, whatever the number of ranks that share the buckets."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.mapping.spec import MappingSpec, dynamic_spec, spec_of, specs_of
+from tests.support.mapped_models import ManagedModel, hash_zch
+
+CPU = torch.device("cpu")
+BUCKETS = 6
+
+
+def _ids(step: int) -> Tensor:
+    draw = torch.Generator().manual_seed(step)
+    return (torch.rand(64, generator=draw) ** 3 * 1000).long() * 1_234_567 + 3
+
+
+def _run(spec: MappingSpec, num_ranks: int, steps: int = 15) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the rows of each step's ids, and those that were evicted."""
+    share = BUCKETS // num_ranks
+    parts = [IdMapping(spec, rank * share, share, CPU) for rank in range(num_ranks)]
+    rows, evicted = [], []
+    for step in range(steps):
+        ids, found, lost = _ids(step), torch.empty(64, dtype=torch.long), []
+        for rank, part in enumerate(parts):
+            mine = ids % BUCKETS // share == rank
+            lost.append(part.learn(ids[mine]) + part.first_row)
+            found[mine] = part.find(ids[mine]) + part.first_row
+            part.optimizer_stepped()
+        rows.append(found)
+        evicted.append(torch.cat(lost).sort().values)
+    return rows, evicted
+
+
+@pytest.mark.parametrize("policy", ["none", "lru", "lfu"])
+@pytest.mark.parametrize(("min_sights", "num_reserved"), [(1, 0), (3, 2)])
+def test_rows_do_not_depend_on_the_number_of_ranks(policy: Any, min_sights: int, num_reserved: int) -> None:
+    spec = MappingSpec(96, BUCKETS, max_probe=9, policy=policy, min_sights=min_sights, num_reserved=num_reserved)
+    rows, evicted = _run(spec, 1)
+    for num_ranks in (2, 3):
+        torch.testing.assert_close(_run(spec, num_ranks), (rows, evicted))
+    assert (sum(map(len, evicted)) > 50) == (policy != "none")
+
+
+def test_a_row_belongs_to_one_id_and_those_that_wait_for_the_optimizer_stay() -> None:
+    mapping = IdMapping(MappingSpec(8, 1, policy="lru", num_reserved=1), 0, 1, CPU)
+    first, second = torch.arange(100, 107), torch.arange(200, 204)
+    assert mapping.learn(first).numel() == 0
+    own = mapping.find(first)
+    assert sorted(own.tolist()) == list(range(7))
+    assert mapping.learn(second).numel() == 0
+    assert mapping.find(second).tolist() == [7] * 4, "the reserved row"
+    assert torch.equal(mapping.find(first), own)
+    mapping.optimizer_stepped()
+    mapping.learn(first[:2])
+    evicted = mapping.learn(second)
+    assert sorted(evicted.tolist()) == sorted(mapping.find(second).tolist())
+    assert torch.equal(mapping.find(first[:2]), own[:2])
+    assert not set(evicted.tolist()) & set(own[:2].tolist())
+    counts = mapping.counts
+    assert (counts.looked_up, counts.shared, counts.evicted) == (17, 4, 4)
+
+
+def test_the_least_recently_and_the_least_frequently_used_rows_go_first() -> None:
+    for policy, loser in (("lru", 1), ("lfu", 2)):
+        mapping = IdMapping(MappingSpec(4, 1, policy=policy, num_reserved=1), 0, 1, CPU)  # type: ignore[arg-type]
+        for ids in ([1, 1, 1], [2], [3, 3], [2, 3]):
+            if ids != [2, 3] or policy == "lru":
+                mapping.learn(torch.tensor(ids))
+            mapping.optimizer_stepped()
+        row = mapping.find(torch.tensor([loser]))
+        assert torch.equal(mapping.learn(torch.tensor([9])), row)
+        assert torch.equal(mapping.find(torch.tensor([9])), row)
+
+
+def test_an_id_gets_a_row_after_some_sights() -> None:
+    mapping = IdMapping(MappingSpec(64, 1, min_sights=3, num_reserved=1), 0, 1, CPU)
+    for wanted in (True, True, False, False):
+        mapping.learn(torch.tensor([12345]))
+        assert (mapping.find(torch.tensor([12345])).item() == 63) == wanted
+
+
+def test_buckets_depend_on_the_rows_alone_and_rows_fill_them() -> None:
+    found = {rows: dynamic_spec(rows, None, "lru", 1) for rows in (3, 100, 20_000, 10_000_000)}
+    assert {rows: (spec.num_buckets, spec.num_rows) for rows, spec in found.items()} == {
+        3: (2, 4),
+        100: (12, 108),
+        20_000: (120, 20_040),
+        10_000_000: (20_160, 10_019_520),
+    }
+    assert found[10_000_000].why_not_on(64) == ""
+    assert "set buckets" in found[100].why_not_on(5).lower()
+
+
+def test_what_torchrec_maps_in_another_way_says_so() -> None:
+    assert specs_of(ManagedModel().mc)["users"].num_buckets == BUCKETS  # type: ignore[index]
+    model = ManagedModel()
+    model.mc._return_remapped_features = True
+    assert "return_remapped_features=True" in str(specs_of(model.mc))
+    assert "Linear is not sharded" in str(spec_of(torch.nn.Linear(1, 1), "users"))
+    assert "makes it read-only" in str(spec_of(hash_zch("users"), "users_readonly"))
