@@ -2,23 +2,26 @@
 
 import contextlib
 import io
+import os
 import re
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from lightning_distrec import TorchRecShardedStrategy
 from tests.support.click_model import ClickModel, largest_difference, make_batch, rank_loader, seeded, train_unsharded
 from tests.support.embedding_models import train_unsharded as train_by_ranks
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
-from tests.support.trainers import make_trainer
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
+from tests.support.trainers import DEFAULTS, make_trainer
 from tests.support.weighted_models import (
     CallsDiffer,
     Evaluated,
@@ -103,6 +106,29 @@ def test_weights_of_features_with_unequal_batch_sizes_learn_too() -> None:
     for state in run_each_on_ranks(calls, 2)[0].values():
         assert max(largest_difference(state, wanted).values()) <= limit_of("SGD")
     assert min(float((wanted[key] - of).abs().max()) for key, of in learned_weights(start.state_dict()).items()) > 1e-4
+
+
+def _fit_on_nodes(cut: str, update: str) -> dict[str, Tensor]:
+    """Train on a rank of two nodes, as torchrun would tell it."""
+    rank, num_ranks = rank_and_num_ranks()
+    number, local = divmod(rank, 2)
+    os.environ.update(TORCHELASTIC_RUN_ID="none", LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(number))
+    os.environ.update(GROUP_WORLD_SIZE="2", WORLD_SIZE=str(num_ranks))
+    model = seeded(WeightsOfALayer, *OPTIMIZERS["SGD"])
+    options = ALL | {"sharding_types": [cut], "embedding_update": update, "tables": {"*": {"min_partition": 4}}}
+    strategy = TorchRecShardedStrategy(**options)
+    trainer = pl.Trainer(strategy=strategy, devices=2, num_nodes=2, **DEFAULTS)
+    trainer.fit(model, rank_loader(STEPS, rank))
+    return model.final_state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["table_row_wise", "table_column_wise"])
+def test_weights_learn_on_two_nodes(cut: str) -> None:
+    wanted = train_unsharded(seeded(WeightsOfALayer, *OPTIMIZERS["SGD"]), STEPS, 4).final_state
+    for update in ("fused", "sparse"):
+        state = run_on_ranks(_fit_on_nodes, 4, cut, update)[0]
+        assert max(largest_difference(state, wanted).values()) <= limit_of("SGD")
 
 
 def _freeze(update: str, after: int) -> tuple[str, dict[str, Tensor]]:

@@ -53,8 +53,8 @@ def test_ids_are_counted_wherever_a_batch_holds_them_and_once() -> None:
     tensor = torch.zeros(3, 5, dtype=torch.long)
     batch = [{"user": user}, (Batch(item, tensor), [user]), Pair(torch.zeros(2, 2).int(), torch.zeros(3))]
     counts = counted(batch)
-    assert counts.features == {"a": IdCount(6, 3), "b": IdCount(1, 3), "c": IdCount(12, 3)}
-    assert counts.tensors == {"item": IdCount(15 + 4, 3 + 2)}
+    assert counts.features == {"a": IdCount(6, 3, 6), "b": IdCount(1, 3, 1), "c": IdCount(12, 3, 12)}
+    assert counts.tensors == {"item": IdCount(15 + 4, 3 + 2, 1 + 1)}
 
 
 def test_jagged_tensors_count_under_their_names_and_features_of_unequal_batch_sizes_by_their_own() -> None:
@@ -65,7 +65,8 @@ def test_jagged_tensors_count_under_their_names_and_features_of_unequal_batch_si
         lengths=torch.tensor([1, 2, 3]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    assert counted({"d": jagged}, unequal).features == {"d": IdCount(7, 2), "a": IdCount(3, 2), "b": IdCount(3, 1)}
+    found = counted({"d": jagged}, unequal).features
+    assert found == {"d": IdCount(7, 2, 7), "a": IdCount(3, 2, 3), "b": IdCount(3, 1, 3)}
 
 
 def test_a_table_gets_a_factor_for_each_feature_over_all_batches_of_all_ranks() -> None:
