@@ -1000,4 +1000,28 @@ BREAKAGES = (
         "Tables whose repeated ids are sent once no longer learn.",
         ("multiprocess/test_distinct_ids.py",),
     ),
+    Breakage(
+        "stages-clip-alone",
+        "lightning_distrec/strategies/pipeline.py",
+        r"clip_over_all_ranks\(self\.precision_plugin, own, \{\}, num_replicas=ranks\.num_replicas\)",
+        "clip_over_all_ranks(self.precision_plugin, None, {})",
+        "A stage clips by the norm of its own gradients.",
+        ("multiprocess/test_pipeline_parallel.py",),
+    ),
+    Breakage(
+        "stages-draw-apart",
+        "lightning_distrec/strategies/stages",
+        r"seed = hash\(\(self\.seed, part\)\) % 2\*\*32",
+        "seed = random.randrange(2**32)",
+        "The last stage makes its labels of other random numbers than the first one its inputs.",
+        ("multiprocess/test_pipeline_life.py",),
+    ),
+    Breakage(
+        "stages-divide-no-masks",
+        "lightning_distrec/strategies/stages",
+        r"tensor\.chunk\(num\)\[index\] if next\(has_rows\) else tensor",
+        "tensor.chunk(num)[0] if next(has_rows) else tensor",
+        "Every micro-batch gets the first one's padding mask.",
+        ("multiprocess/test_pipeline_parallel.py",),
+    ),
 )
