@@ -62,7 +62,7 @@ def _resumed(path: str, strategy: str, options: dict[str, Any]) -> list[float]:
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 
 
-def test_a_run_of_two_stages_goes_on_in_one_process_and_in_any_stages(tmp_path: Path) -> None:
+def test_a_run_of_two_stages_goes_on_in_others(tmp_path: Path) -> None:
     straight, *_ = run_on_warm_ranks(_saved, 2, str(tmp_path))
     file, folder = f"{tmp_path}/file/step=14.ckpt", f"{tmp_path}/folder/step=14.ckpt"
     assert Path(file).is_file()
@@ -75,8 +75,6 @@ def test_a_run_of_two_stages_goes_on_in_one_process_and_in_any_stages(tmp_path: 
     for of_rank in run_each_on_ranks(calls, 2):
         for name, losses in of_rank.items():
             assert losses == pytest.approx(straight[14:], abs=1e-5), name
-    alone, *_ = run_on_warm_ranks(_resumed, 1, folder, "one process", {})
-    assert alone == pytest.approx(straight[14:], abs=1e-5)
 
 
 def _killed() -> None:
@@ -118,13 +116,31 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_four_stages_and_from_one_process(tmp_path: Path) -> None:
+def test_a_run_goes_on_in_four_stages_and_in_and_from_one_process(tmp_path: Path) -> None:
     straight, *_ = run_on_warm_ranks(_saved, 2, str(tmp_path))
     four = run_on_warm_ranks(_resumed, 4, f"{tmp_path}/folder/step=14.ckpt", "stages", {})
+    alone = run_on_warm_ranks(_resumed, 1, f"{tmp_path}/folder/step=14.ckpt", "one process", {})
     run_on_warm_ranks(_straight, 1, f"{tmp_path}/alone", TunedDDPStrategy())
     from_one = run_on_warm_ranks(_resumed, 2, f"{tmp_path}/alone/step=14.ckpt", "stages", {})
-    for losses in [*four, *from_one]:
+    for losses in [*four, *alone, *from_one]:
         assert losses == pytest.approx(straight[14:], abs=1e-5)
+
+
+def _replicas_of(path: str) -> dict[str, Tensor]:
+    """The weights of this rank's stage after a resumed run in two replicas."""
+    model = Transformer()
+    _trainer(PipelineParallelStrategy(stages=2)).fit(model, ckpt_path=path)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+
+
+@pytest.mark.slow
+def test_replicas_that_resume_have_the_same_optimizer_state(tmp_path: Path) -> None:
+    run_on_warm_ranks(_saved, 2, str(tmp_path))
+    for kind in ("file", "folder"):
+        of_ranks = run_on_warm_ranks(_replicas_of, 4, f"{tmp_path}/{kind}/step=14.ckpt")
+        for rank in (0, 1):
+            _close(of_ranks[rank], of_ranks[rank + 2], 0.0)
+        assert of_ranks[0].keys().isdisjoint(of_ranks[1])
 
 
 def _drawing(folder: str) -> dict[str, list[float]]:

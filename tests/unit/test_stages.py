@@ -10,6 +10,7 @@ from lightning_distrec.absent_tensors import absent_parameter, is_absent
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.stages.chain import balanced, find_chain, split_chain
 from lightning_distrec.strategies.stages.microbatches import num_parts, parts_of
+from lightning_distrec.strategies.stages.placement import in_words
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 from lightning_distrec.strategies.stages.step_over_chain import StepOverChain
 from tests.support.chain_models import Sequence, Transformer
@@ -38,6 +39,15 @@ def test_weights_before_the_chain_are_the_first_stage_s_and_those_after_it_the_l
     assert layout.stage_of["blocks.2.linear1.weight"] == 2
     moved = split_chain(Transformer(), StageOptions(last_stage=("places",), first_stage=("head",)), 2)
     assert (moved.stage_of["places"], moved.stage_of["head.bias"], moved.stage_of["norm.bias"]) == (1, 0, 1)
+
+
+def test_the_log_says_what_each_stage_has() -> None:
+    options = StageOptions(microbatches=2)
+    model = Sequence()
+    assert in_words(split_chain(model, options, 2), model, options) == (
+        "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to 3, weights of 2.4 KiB; "
+        "stage 1 has blocks 4 to 6, weights of 836 B."
+    )
 
 
 def test_split_points_are_paths_of_blocks() -> None:

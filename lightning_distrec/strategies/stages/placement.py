@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states
@@ -20,6 +21,7 @@ from lightning_distrec.strategies.fully_sharded.meta_weights import materialize
 from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
 from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.units import format_bytes
 
 Times = Callable[[], list[int] | None]
 """Collective. Returns the nanoseconds that each block takes."""
@@ -53,6 +55,7 @@ def split_module(
         others = {name for name, stage in layout.stage_of.items() if stage not in ranks.stages}
         tensors = [*module.named_parameters(), *module.named_buffers()]
         on_meta = {name for name, tensor in tensors if tensor.is_meta}
+        rank_zero_info(in_words(layout, module, options))
         apply_to_tensors(module, partial(_to_device, device))
         broadcast_module_states(module, list(on_meta))
         _drop_others(module, others)
@@ -62,6 +65,22 @@ def split_module(
     AbsentTensor.shown_device = device
     apply_to_tensors(module, partial(_to_device, device))
     return layout
+
+
+def in_words(layout: StageLayout, module: nn.Module, options: StageOptions) -> str:
+    """Return what each stage has, for the log."""
+    sizes = [0] * layout.num_stages
+    for name, parameter in module.named_parameters():
+        sizes[layout.stage_of[name]] += parameter.numel() * parameter.itemsize
+    stages = []
+    for stage, size in enumerate(sizes):
+        blocks = layout.blocks_of(stage)
+        numbers = str(blocks[0]) if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
+        stages.append(f"stage {stage} has blocks {numbers}, weights of {format_bytes(size)}")
+    return (
+        f"pipeline_parallel: '{layout.chain.path}' in {layout.num_stages} stages, {options.schedule}, "
+        f"{options.microbatches} micro-batches: {'; '.join(stages)}."
+    )
 
 
 def layout_of(module: nn.Module) -> StageLayout | None:
