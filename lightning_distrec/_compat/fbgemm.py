@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -41,12 +42,71 @@ def set_fbgemm_iterations(kernel: Any, num_steps: int) -> None:
 
 
 class KernelCall:
-    """Calls a kernel as torchrec's lookups do. ids: (num_ids,). offsets: (num_features * num_bags + 1,)."""
+    """Calls a kernel as torchrec's lookups do, without the kernel's Python where it decides nothing.
+
+    A kernel's forward gathers 40 arguments for one operator. They stay the same from call to call but for ids and
+    offsets, so that those of one call are kept, until the kernel gets other tensors or hooks. Bounds are not checked
+    again: ids are in range when they are sent.
+    Source: SplitTableBatchedEmbeddingBagsCodegen.forward and its lookup_*.invoke. Optimizers that count iterations,
+    and caches, go through that forward.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
+        name = _OPERATORS.get(kernel.optimizer.value)
+        # Sums of the numbers of rows are computed in the ids' type on a GPU.
+        self._takes_small = sum(rows for rows, *_ in kernel.embedding_specs) < 2**31
+        is_plain = not any(spec[2].name == "MANAGED_CACHING" for spec in kernel.embedding_specs)
+        counts = kernel._used_rowwise_adagrad_with_counter or kernel._used_rowwise_adagrad_with_global_weight_decay
+        self._name = name if is_plain and not counts else None
+        self._kept: tuple[Any, list[Any], int, int] | None = None
+        self._state: list[int] = []
 
     def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Return the bags, (num_bags, sum of widths)."""
-        rows: Tensor = self._kernel(indices=ids.long(), offsets=offsets.long())
+        """Return the bags, (num_bags, sum of widths). ids: (num_ids,). offsets: (num_features * num_bags + 1,)."""
+        kernel = self._kernel
+        if self._name is None or kernel._forward_hooks or kernel._forward_pre_hooks:
+            self._kept = None
+            rows: Tensor = kernel(indices=ids.long(), offsets=offsets.long())
+            return rows
+        if not self._takes_small:
+            ids, offsets = ids.long(), offsets.long()
+        others = (kernel.learning_rate_tensor, kernel.optimizer_args)
+        state = list(map(id, (*kernel._buffers.values(), *kernel._parameters.values(), *others)))
+        if self._kept is None or state != self._state:
+            self._state = state
+            return self._keep(ids, offsets)
+        operator, arguments, at_ids, at_offsets = self._kept
+        arguments[at_ids], arguments[at_offsets] = ids, offsets
+        rows = operator(*arguments)
+        arguments[at_ids] = arguments[at_offsets] = None  # they would keep memory until the next call
         return rows
+
+    def _keep(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Call the kernel, and keep what it gives its operator."""
+        operators, given = torch.ops.fbgemm, {}
+        packet = getattr(operators, self._name or "")
+
+        def watched(**options: Any) -> Any:
+            given.update(options)
+            return packet(**options)
+
+        # The namespace caches operators as attributes, from which the kernel's module takes them at each call.
+        setattr(operators, self._name or "", watched)
+        try:
+            rows: Tensor = self._kernel(indices=ids, offsets=offsets)
+        finally:
+            setattr(operators, self._name or "", packet)
+        schema = packet.default._schema.arguments
+        names = [argument.name for argument in schema]
+        arguments = [given.get(argument.name, argument.default_value) for argument in schema]
+        self._kept = packet.default, arguments, names.index("indices"), names.index("offsets")
+        return rows
+
+
+_OPERATORS = {
+    "exact_sgd": "split_embedding_codegen_lookup_sgd_function_pt2",
+    "exact_adagrad": "split_embedding_codegen_lookup_adagrad_function_pt2",
+    "exact_row_wise_adagrad": "split_embedding_codegen_lookup_rowwise_adagrad_function_pt2",
+}
+"""Optimizer -> the operator of its lookups."""

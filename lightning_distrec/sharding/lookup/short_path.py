@@ -1,7 +1,7 @@
 """The short path of a lookup: what most lookups are, at a part of the host's time and in fewer exchanges.
 
 It serves unweighted bags of one collection whose tables are all table-wise or all row-wise, with equal batch sizes on
-all ranks. The control message of an earlier step tells how many ids each rank gets, so that no exchange of sizes
+all ranks. The control message of an earlier step has how many ids each rank gets, so that no exchange of sizes
 is left; lengths and ids are sent together, as 32-bit numbers; rows and their gradients are exchanged by torch's own
 collectives. Ids, their order, and all arithmetic are those of torchrec's modules, and so are the bits.
 """

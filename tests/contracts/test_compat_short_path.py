@@ -1,0 +1,106 @@
+"""The same contracts, of what the short path uses of FBGEMM's kernels and of torchrec's sharded collections."""
+
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+
+from lightning_distrec._compat import fbgemm as _fbgemm
+from lightning_distrec._compat import torchrec_ids as _torchrec_ids
+from tests.support.click_model import ClickModel, seeded, train_sharded
+from tests.support.ranks import run_on_ranks
+
+IDS, OFFSETS = torch.tensor([1, 2, 9, 1, 0, 4, 4]), torch.tensor([0, 2, 3, 6, 7])
+
+
+def kernel_of(optimizer: EmbOptimType) -> Any:
+    """Return a kernel with two tables, always with the same rows."""
+    torch.manual_seed(1)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, 8, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in (10, 6)],
+        optimizer=optimizer,
+        learning_rate=0.1,
+    )
+    kernel.init_embedding_weights_uniform(-1, 1)
+    return kernel
+
+
+def learn(kernel: Any, look_up: Any, ids: Tensor, offsets: Tensor) -> Tensor:
+    """Look up and update twice, with two learning rates."""
+    found = []
+    for rate in (0.1, 0.3):
+        kernel.set_learning_rate(rate)
+        rows = look_up(ids, offsets)
+        (rows * torch.arange(16)).sum().backward()
+        found.append(rows.detach())
+    return torch.cat([*found, *kernel.split_embedding_weights()[0].view(-1, 16)[None]])
+
+
+@pytest.mark.parametrize(
+    "optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD]
+)
+def test_kernel_call_leaves_the_bits_of_the_kernel_and_runs_its_python_once(optimizer: EmbOptimType) -> None:
+    kernel, other = kernel_of(optimizer), kernel_of(optimizer)
+    call, calls = _fbgemm.KernelCall(kernel), []
+    forward = kernel.forward
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **options)
+
+    kernel.forward = counted
+    small = (IDS.int(), OFFSETS.int())
+    assert torch.equal(learn(kernel, call, *small), learn(other, other, IDS, OFFSETS))
+    assert len(calls) == 1
+    assert torch.equal(learn(kernel, call, *small), learn(other, other, IDS, OFFSETS))
+    assert len(calls) == 1
+    # Other memory, and hooks, are seen.
+    kernel.weights_host = torch.nn.Parameter(kernel.weights_host.detach().clone())
+    call(*small)
+    assert len(calls) == 2
+    given: list[Any] = []
+    with torch.no_grad():
+        handle = kernel.register_forward_hook(lambda *_: given.append(_[2]), with_kwargs=True)
+        call(*small)
+        handle.remove()
+        call(*small)
+    assert given[0]["indices"].dtype == torch.int64
+    assert len(calls) == 4
+
+
+def _sharding(sharding_type: str) -> list[Any]:
+    model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
+    seen: list[Any] = []
+
+    def look() -> None:
+        sharded: Any = model.trainer.strategy.run_tables.shards.sharded["ebc"]
+        found = _torchrec_ids.pooled_sharding(sharded)
+        if found is None:
+            return
+        blocks = getattr(sharded._input_dists[0], "_feature_block_sizes_tensor", None)
+        names = sharded._embedding_shardings[0].feature_names()
+        of_ranks = [name for of_rank in found.features for name in of_rank]
+        widths = [width for of_rank in found.widths for width in of_rank]
+        seen.append((
+            of_ranks == (names if blocks is None else names * 2),
+            found.names == sharded._embedding_names,
+            found.num_rows is None or [-(-rows // 2) for rows in found.num_rows] == blocks.tolist(),
+            widths[: len(found.names)] == sharded._embedding_dims,
+            found.group.size(),
+            found.divisor,
+        ))
+
+    model.on_train_end = look  # type: ignore[method-assign]
+    few = {name: {"min_partition": 4} for name in ("narrow", "shared")}
+    train_sharded(model, 2, {"sharding_types": [sharding_type], "tables": few})
+    return seen
+
+
+@pytest.mark.parametrize(("sharding_type", "number"), [("table_wise", 1), ("row_wise", 1), ("column_wise", 0)])
+def test_pooled_sharding_is_how_torchrec_has_sharded_a_collection(sharding_type: str, number: int) -> None:
+    for seen in run_on_ranks(_sharding, 2, sharding_type):
+        assert seen == [(True, True, True, True, 2, 2)] * number
