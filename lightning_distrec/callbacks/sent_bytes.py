@@ -30,7 +30,7 @@ HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algori
 """The modules that exchange DDP's gradients in Python."""
 
 
-_OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_rows")
+_OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path.rows")
 """Modules that send rows and their gradients by other collectives too."""
 
 

@@ -709,7 +709,7 @@ BREAKAGES = (
     ),
     Breakage(
         "unfrozen-tables",
-        "lightning_distrec/strategies/tables",
+        "lightning_distrec/strategies/tables/unfreezing.py",
         r'= \[name for name, update in updates\.items\(\) if update\.kind == "frozen"\]',
         "= []",
         "A table that is unfrozen while training gets a gradient that its optimizer cannot take.",

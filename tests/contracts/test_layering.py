@@ -24,6 +24,7 @@ SHARDING = {
     "sharding/mapping",
     "sharding/weights",
     "sharding/lookup",
+    "sharding/lookup/short_path",
     "sharding/plan",
     "sharding/planning",
     "sharding/planning/costs",
@@ -79,8 +80,10 @@ MAY_IMPORT = {
     "sharding/mapping": GROUND,
     "sharding/weights": GROUND,
     "sharding": GROUND | {"sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"},
+    "sharding/lookup/short_path": GROUND,
     "sharding/lookup": GROUND
-    | {"sharding", "sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"},
+    | {"sharding", "sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"}
+    | {"sharding/lookup/short_path"},
     "sharding/plan": GROUND | {"sharding"},
     "sharding/planning/costs": GROUND | {"sharding", "sharding/plan"},
     "sharding/planning": GROUND | {"sharding", "sharding/plan", "sharding/planning/costs"},

@@ -45,8 +45,8 @@ def test_the_log_says_what_each_stage_has() -> None:
     options = StageOptions(microbatches=2)
     model = Sequence()
     assert in_words(split_chain(model, options, 2), model, options) == (
-        "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to 3, weights of 2.4 KiB; "
-        "stage 1 has blocks 4 to 6, weights of 836 B."
+        "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to 3, weights of "
+        "2.4 KiB; stage 1 has blocks 4 to 6, weights of 836 B."
     )
 
 

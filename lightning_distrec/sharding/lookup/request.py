@@ -13,7 +13,7 @@ from lightning_distrec.sharding.lookup.jagged import Padding
 
 if TYPE_CHECKING:
     from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
-    from lightning_distrec.sharding.lookup.short_path import ShortIds
+    from lightning_distrec.sharding.lookup.short_path.ids import ShortIds
 
 
 class LookupRequest:

@@ -37,8 +37,8 @@ from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, Pool
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.second_gradients import SecondGradients
-from lightning_distrec.sharding.lookup.short_path import can_go_short, short_path_of
-from lightning_distrec.sharding.lookup.short_rows import RowsExchange
+from lightning_distrec.sharding.lookup.short_path.ids import can_go_short, short_path_of
+from lightning_distrec.sharding.lookup.short_path.rows import RowsExchange
 from lightning_distrec.sharding.lookup.weights_exchange import WeightsExchange
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import SMALL_ROWS, Table

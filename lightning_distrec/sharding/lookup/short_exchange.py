@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_distrec import spans
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
-from lightning_distrec.sharding.lookup.short_path import ShortIds
+from lightning_distrec.sharding.lookup.short_path.ids import ShortIds
 
 
 def start_exchange(

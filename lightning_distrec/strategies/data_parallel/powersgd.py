@@ -135,7 +135,7 @@ class PowerSGD:
                 self._take_apart()
         self._begins = bucket.is_last()
         if self._state.iter >= self._state.start_powerSGD_iter:
-            self._put_together(bucket)
+            self._give_state(bucket)
         averaged = powerSGD_hook(self._state, bucket)
         if dist.get_backend() == "gloo":
             # Its second and third all-reduce start where the one before ends, in threads of gloo, which would order
@@ -143,7 +143,7 @@ class PowerSGD:
             averaged.wait()
         return averaged
 
-    def _put_together(self, bucket: dist.GradBucket) -> None:
+    def _give_state(self, bucket: dist.GradBucket) -> None:
         """Give torch's state what belongs to the parameters of a bucket."""
         index, parameters = bucket.index(), bucket.parameters()
         known = self._buckets.get(index)
