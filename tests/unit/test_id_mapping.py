@@ -1,13 +1,18 @@
 """Ids get rows as an id after the other would, whatever the number of ranks that share the buckets."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed
 from lightning_distrec.sharding.mapping.spec import MappingSpec, dynamic_spec, spec_of, specs_of
+from lightning_distrec.sharding.tables import find_tables
+from lightning_distrec.strategies.tables.mapped_tables import refuse_shared_features
 from tests.support.mapped_models import ManagedModel, hash_zch
 
 CPU = torch.device("cpu")
@@ -103,3 +108,23 @@ def test_what_torchrec_maps_in_another_way_says_so() -> None:
     assert "return_remapped_features=True" in str(specs_of(model.mc))
     assert "Linear is not sharded" in str(spec_of(torch.nn.Linear(1, 1), "users"))
     assert "makes it read-only" in str(spec_of(hash_zch("users"), "users_readonly"))
+
+
+def test_ids_with_structure_are_spread_evenly_and_stay_different() -> None:
+    numbers = torch.arange(36_000)
+    for ids in (numbers, numbers * 2**40, numbers * 720, numbers + 2**63 - 36_000):
+        found = mixed(ids)
+        assert found.unique().numel() == 36_000
+        assert int(found.min()) >= 0
+        counts = torch.bincount(found % 720, minlength=720)
+        assert int(counts.min()) > 15
+        assert int(counts.max()) < 100
+
+
+def test_a_feature_of_two_tables_is_mapped_for_both_or_for_none() -> None:
+    configs = [EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=24, feature_names=["f"]) for name in "ab"]
+    one, other = find_tables(torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs)})).tables
+    mapped = replace(one, mapping=dynamic_spec(24, 6, "lru", 1))
+    refuse_shared_features([one, other])
+    with pytest.raises(ConfigError, match="feature 'f' is looked up in tables 'ebc.a' and 'ebc.b', of which one"):
+        refuse_shared_features([mapped, other])

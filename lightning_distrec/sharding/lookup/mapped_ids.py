@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
 from lightning_distrec.sharding.lookup.jagged import with_ids
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.weights.shard_of import without_guards
 
@@ -69,6 +70,18 @@ class MappedIds:
             for name, _ in tables
         }
         route_by_bucket(sharding, buckets, is_sequence)
+        own = [name for name, mapping in mappings.items() if not mapping.spec.managed]
+        self._to_mix = {f for table in sharding.embedding_tables() if table.name in own for f in table.feature_names}
+
+    def mix(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return features whose ids are spread evenly over the buckets, before they are sent."""
+        if not self._to_mix:
+            return features
+        keys, ids = features.keys(), features.values().long()
+        if self._to_mix.issuperset(keys):
+            return with_ids(features, mixed(ids))
+        parts = zip(keys, ids.split(features.length_per_key()), strict=True)
+        return with_ids(features, torch.cat([mixed(part) if key in self._to_mix else part for key, part in parts]))
 
     @torch.no_grad()
     def map(self, arrived: Any) -> None:

@@ -172,6 +172,8 @@ class ShardedLookup:
         except IdsError as problem:
             return LookupRequest(self, self._inputs.nothing(self._device), problem, NO_FORM)
         features, problem_of_ids = self._check_ids.check(features, smallest, largest)
+        if self.mapped is not None:
+            features = self.mapped.mix(features)
         request = LookupRequest(self, features, problem_of_ids, form_of(features, learned is not None), learned)
         if self._deduplicated and not features.variable_stride_per_key():
             request.distinct = DistinctIds(features, self._deduplicated)

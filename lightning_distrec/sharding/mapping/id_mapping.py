@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_distrec.sharding.mapping.spec import MappingSpec
 
 FREE = -1
+_63_BITS = 2**63 - 1
 _PROBED_AT_ONCE = 16
 _EVICTION_ROUNDS = 8
 """How often ids that want the same row may choose again in a step; then they share one until a later step."""
@@ -207,6 +208,17 @@ class IdMapping:
         if self.sights.numel():
             self.sights.view(-1)[rows] = num_sights[places]
         return places
+
+
+def mixed(ids: Tensor) -> Tensor:
+    """Return other numbers for ids from 0 to 2^63 - 1, each for one: their remainders are even, whatever the ids are.
+
+    Ids often have structure, such as a kind in their upper bits, by which a few buckets would get them all. The steps
+    are those of splitmix64 (Steele et al. 2014), on 63 bits.
+    """
+    ids = (ids ^ (ids >> 30)) * -0x40A7B892E31B1A47 & _63_BITS
+    ids = (ids ^ (ids >> 27)) * -0x6B2FB644ECCEEE15 & _63_BITS
+    return ids ^ (ids >> 31)
 
 
 def current_hour() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_distrec.sharding.mapping.id_mapping import mixed
 from lightning_distrec.sharding.mapping.spec import MappingSpec
 from lightning_distrec.sharding.mapping.state import MADE_FOR, SAVED_NAMES
 
@@ -47,7 +48,7 @@ def _find(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     spec: MappingSpec = getattr(lookup, _ATTRIBUTE)
     given: Tensor = arguments[0] if arguments else options["input"]
-    ids = given.flatten().long()
+    ids = mixed(given.flatten().long())
     rows, _ = torch.ops.fbgemm.zero_collision_hash(
         input=ids,
         identities=lookup.ids,

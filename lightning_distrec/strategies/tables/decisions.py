@@ -93,11 +93,8 @@ def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
     refuse_named_odd_dims(found.tables, found.of_odd_dims, found.left_alone, settings.by_table)
     options = options_by_table([*found.tables, *found.of_odd_dims], settings.everywhere, settings.by_table)
     replicated = replicated_collections(found.tables, settings.by_table)
-    tables = [
-        with_dynamic_ids(table, options[table.full_name])
-        for table in found.tables
-        if table.collection not in replicated
-    ]
+    tables = [table for table in found.tables if table.collection not in replicated]
+    tables = with_dynamic_ids(tables, options)
     read = _read_tables(module, tables, options)
     if isinstance(settings.conversion.which, str):  # not asked for by name
         tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]

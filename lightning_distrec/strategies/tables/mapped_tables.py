@@ -22,11 +22,17 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import MANAGED, Table
 
 
-def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
-    """Return a table whose ids get rows, where its options say so; its module then has as many rows as are wanted.
+def with_dynamic_ids(tables: list[Table], options: Mapping[str, TableOptions]) -> list[Table]:
+    """Return the tables, with mappings where their options, by full name, say so; their modules get the wanted rows.
 
-    Raises ConfigError: it maps ids already, or has an id that is no row.
+    Raises ConfigError: a table maps ids already, has an id that is no row, or shares a feature with one that has none.
     """
+    tables = [_with_dynamic_ids(table, options[table.full_name]) for table in tables]
+    refuse_shared_features(tables)
+    return tables
+
+
+def _with_dynamic_ids(table: Table, options: TableOptions) -> Table:
     if options.ids is None:
         return table
     if table.mapping is not None:
@@ -42,6 +48,19 @@ def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
     if spec.num_rows != table.config.num_embeddings:
         _resize(table, spec.num_rows)
     return replace(table, mapping=spec)
+
+
+def refuse_shared_features(tables: list[Table]) -> None:
+    """Raise ConfigError: a feature is looked up in a table that maps ids, and in one whose ids are numbers of rows."""
+    kinds: dict[tuple[str, str], Table] = {}
+    for table in tables:
+        for feature in table.config.feature_names:
+            other = kinds.setdefault((table.collection, feature), table)
+            if (other.mapping is None) != (table.mapping is None):
+                raise ConfigError(
+                    f"feature '{feature}' is looked up in tables '{other.full_name}' and '{table.full_name}', of which "
+                    "one has ids='dynamic'. Set it for both, or give one of them a feature of its own."
+                )
 
 
 def _resize(table: Table, rows: int) -> None:
