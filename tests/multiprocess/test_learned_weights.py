@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from lightning_distrec import TorchRecShardedStrategy
-from tests.support.click_model import ClickModel, largest_difference, make_batch, rank_loader, seeded, train_unsharded
+from tests.support.click_model import (
+    ClickModel,
+    join_batches,
+    largest_difference,
+    make_batch,
+    rank_loader,
+    seeded,
+    train_unsharded,
+)
 from tests.support.embedding_models import train_unsharded as train_by_ranks
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
@@ -192,35 +200,42 @@ def test_what_would_be_other_numbers_is_refused_on_every_rank() -> None:
             assert re.match(message, found[name], re.DOTALL), found[name]
 
 
-class Resumes(PositionWeighted):
-    """Is resumed by name."""
-
-
-def _save_and_resume(folder: str) -> dict[str, dict[str, Tensor]]:
-    """Return what is trained without a stop, after a stop, and what `load_from_checkpoint` loads."""
-    rank, _ = rank_and_num_ranks()
-    found: dict[str, dict[str, Tensor]] = {}
-    path = f"{folder}/first.ckpt"
-    model = seeded(Resumes, *OPTIMIZERS["Adagrad"])
+def _save(path: str) -> dict[str, Tensor]:
+    """Train an epoch and save it; returns the trained state."""
+    model = seeded(PositionWeighted, *OPTIMIZERS["Adagrad"])
     trainer = make_trainer()
-    trainer.fit(model, rank_loader(STEPS, rank))
-    found["stopped"] = model.final_state
+    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     trainer.save_checkpoint(path)
-    resumed = seeded(Resumes, *OPTIMIZERS["Adagrad"])
+    return model.final_state
+
+
+def _resume(path: str) -> dict[str, Tensor]:
+    """Train another epoch; returns the trained state."""
+    model = seeded(PositionWeighted, *OPTIMIZERS["Adagrad"])
     with torch.no_grad():
-        resumed.ebc._feature_processors.position_weights["a"].fill_(7.0)
-    make_trainer(max_epochs=2).fit(resumed, rank_loader(STEPS, rank), ckpt_path=path)
-    found["resumed"] = resumed.final_state
-    return found
+        model.ebc._feature_processors.position_weights["a"].fill_(7.0)
+    make_trainer(max_epochs=2).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]), ckpt_path=path)
+    return model.final_state
 
 
-def test_a_feature_processor_is_resumed_with_its_tables(tmp_path: Path) -> None:
-    found = run_on_warm_ranks(_save_and_resume, 2, str(tmp_path))[0]
-    wanted = train_plain(seeded(Resumes, *OPTIMIZERS["Adagrad"]), global_batches(STEPS) * 2)
-    assert max(largest_difference(found["resumed"], wanted).values()) <= limit_of("Adagrad")
-    file = torch.load(tmp_path / "first.ckpt", weights_only=True)["state_dict"]
-    assert file.keys() == wanted.keys()
-    assert all(torch.equal(file[key], found["stopped"][key]) for key in wanted)
+def test_a_feature_processor_is_resumed_with_its_tables_on_more_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "first.ckpt")
+    saved = run_on_warm_ranks(_save, 2, path)[0]
+    model = seeded(PositionWeighted, *OPTIMIZERS["Adagrad"])
+    first = train_plain(model, global_batches(STEPS))
+    file = torch.load(path, weights_only=True)["state_dict"]
+    assert file.keys() == first.keys()
+    assert all(torch.equal(file[key], saved[key]) for key in first)
+    for num_ranks in (2, 3):
+        resumed = run_on_warm_ranks(_resume, num_ranks, path)[0]
+        wanted = _train_two_epochs(num_ranks)
+        assert max(largest_difference(resumed, wanted).values()) <= limit_of("Adagrad"), num_ranks
+
+
+def _train_two_epochs(num_ranks: int) -> dict[str, Tensor]:
+    """Train an epoch of the batches of two ranks, and one of those of `num_ranks`."""
+    later = [join_batches([make_batch(1000 * step + rank) for rank in range(num_ranks)]) for step in range(STEPS)]
+    return train_plain(seeded(PositionWeighted, *OPTIMIZERS["Adagrad"]), [*global_batches(STEPS), *later])
 
 
 def _fit_ahead(depth: int) -> tuple[dict[str, Tensor], list[Any]]:
