@@ -116,7 +116,7 @@ def _sent(case: str, counted: list[dict[str, Any]]) -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES | BY_TABLE)
 def test_a_rank_sends_what_is_estimated(case: str, counted: list[dict[str, Any]]) -> None:
     kind, optimizer, strategy, options = (CASES | BY_TABLE)[case]
-    # What ranks agree on, some hundred bytes a step, is not estimated, nor that the first lookup sends 64-bit numbers.
+    # What ranks agree on, some hundred bytes a step, is not estimated.
     assert _row(_advice(kind, optimizer, options), strategy).sent_total == pytest.approx(
         sum(_sent(case, counted).values()), rel=0.1, abs=600
     )
