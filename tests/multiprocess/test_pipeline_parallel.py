@@ -40,18 +40,20 @@ def _alone(kind: str, settings: dict[str, Any], num_replicas: int) -> Outcome:
 
 
 CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 CASES: dict[str, tuple[Any, ...]] = {
     "clipped and accumulated": (_fit, "Sequence", {"microbatches": 2}, CLIPPED),
     "transformer": (_fit, "Transformer", {}, CLIPPED),
     "1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, CLIPPED),
     "metrics of micro-batches": (_fit, "Measured", {"schedule": "1f1b"}, {}),
-    "interleaved": (_fit, "Transformer", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, {}),
+    "interleaved": (_fit, "Transformer", INTERLEAVED, {}),
     "arguments of examples, by time": (_fit, "PerExample", {"microbatches": 2, "split": "time"}, {}),
 }
 MORE: dict[str, tuple[Any, ...]] = {
     "sequence": (_fit, "Sequence", {}, {}),
     "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
     "batches that three do not divide": (_fit, "Sequence", {"microbatches": 3, "schedule": "1f1b"}, {}),
+    "interleaved, three parts asked for": (_fit, "Sequence", INTERLEAVED | {"microbatches": 3}, {}),
     "metrics": (_fit, "Measured", {}, {}),
     "64 bits": (_fit, "Sequence", {"schedule": "1f1b"}, {"precision": "64-true"}),
 }
@@ -84,7 +86,8 @@ def test_losses_and_weights_are_those_of_one_process(num_ranks: int, cases: dict
             assert all(of_rank[case][:2] == of_pipeline[0][case][:2] for of_rank in of_pipeline)
         for found, wanted in enumerate((losses, validated)):
             means = [sum(values) / num_replicas for values in zip(*(p[0][case][found] for p in pipelines), strict=True)]
-            assert means == pytest.approx(wanted, abs=1e-5)
+            most = 1e-12 if settings.get("precision") == "64-true" else 1e-5
+            assert means == pytest.approx(wanted, abs=most)
         whole = of_ranks[0][case][2]
         assert list(whole) == list(weights)
         for name, value in weights.items():

@@ -127,6 +127,7 @@ def test_what_is_computed_from_absent_weights_is_absent_and_cannot_be_read() -> 
 
 def test_a_batch_is_divided_into_equal_parts() -> None:
     assert [num_parts(size, 4) for size in (8, 6, 7, 2, 1)] == [4, 3, 1, 2, 1]
+    assert [num_parts(size, 8, lambda num: num % max(1, num // 2) == 0) for size in (8, 10, 7, 5)] == [8, 2, 1, 1]
     parts = parts_of({"x": torch.arange(4), "names": 3}, 2, 4)
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     with pytest.raises(UnsupportedError, match=r"a tensor of shape \(3,\) next to 4 examples"):

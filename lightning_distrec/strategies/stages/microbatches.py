@@ -1,6 +1,6 @@
 """Parts of a batch that are in the stages at the same time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_distrec.errors import UnsupportedError
 
 
-def num_parts(batch_size: int, wanted: int) -> int:
-    """Return the largest number of equal parts, up to `wanted`, of a batch."""
-    return max(n for n in range(1, min(wanted, batch_size) + 1) if batch_size % n == 0)
+def num_parts(batch_size: int, wanted: int, fits: Callable[[int], bool] = lambda _: True) -> int:
+    """Return the largest number of equal parts, up to `wanted`, of a batch. fits: whether a schedule takes a number."""
+    return max(n for n in range(1, min(wanted, batch_size) + 1) if batch_size % n == 0 and (n == 1 or fits(n)))
 
 
 def parts_of(value: Any, num: int, batch_size: int) -> list[Any]:

@@ -83,7 +83,7 @@ class PipelinedModule:
         """Compute the loss of the whole batch, once all of its micro-batches have been through the chain."""
         run = partial(step, batch, *others)
         entry = self._enter("training_step", [run])[0]
-        num = num_parts(len(entry.value), self._options.microbatches)
+        num = num_parts(len(entry.value), self._options.microbatches, self._chain.fits)
         outputs: list[Tensor] = []
         of_parts, found = PartGradients(), _Found()
 
@@ -104,7 +104,7 @@ class PipelinedModule:
     def _by_microbatch(self, step: Step, batch: Any, others: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         """Compute the loss of each micro-batch as soon as it has been through the chain."""
         size = size_of(batch)
-        num = num_parts(size, self._options.microbatches)
+        num = num_parts(size, self._options.microbatches, self._chain.fits)
         runs = [partial(step, part, *others) for part in parts_of(batch, num, size)]
         is_first = "training_step" not in self._entered
         entries = self._enter("training_step", runs)
@@ -183,7 +183,7 @@ class PipelinedModule:
         self._begin(name, batch, *others)
         run = partial(step, batch, *others)
         entry = self._enter(name, [run])[0]
-        num = num_parts(len(entry.value), self._options.microbatches)
+        num = num_parts(len(entry.value), self._options.microbatches, self._chain.fits)
         arguments = self._split(entry, num, step, batch, others)
         with self._draws.of(-1 - self._ranks.rank):
             outputs = self._chain.compute(entry.value, arguments, None)

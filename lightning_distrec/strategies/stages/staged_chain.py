@@ -72,6 +72,10 @@ class StagedChain:
         self._loss_of: LossOf | None = None
         self._infers = False
 
+    def fits(self, num: int) -> bool:
+        """Whether the schedule takes this number of micro-batches. Source: torch's ScheduleInterleaved1F1B."""
+        return len(self.blocks) == 1 or num % max(1, num // self._ranks.num_ranks) == 0
+
     def compute(self, value: Tensor, arguments: Sequence[Arguments], loss_of: LossOf | None) -> list[Tensor]:
         """Collective among the ranks of a pipeline. Compute the chain, and its backward if there is a loss.
 
