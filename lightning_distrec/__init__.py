@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_distrec._compat.lightning import override_environment_choice
-from lightning_distrec._compat.lightning_loggers import upload_folders_too
 from lightning_distrec._compat.lightning_namespaces import refuse_in_other_trainers, refuse_other_objects
-from lightning_distrec._compat.lightning_saving import read_folders_too
+from lightning_distrec._compat.lightning_saving import read_folders_too, upload_folders_too
 from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
 from lightning_distrec.namespaces import refuse_in_other_trainer, refuse_other_namespace
 

@@ -6,13 +6,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import litlogger, mlflow, utilities, wandb
 
-from lightning_distrec._compat import lightning_loggers as _lightning_loggers
+from lightning_distrec._compat import lightning_saving as _lightning_saving
 from tests.support.checkpoint_folders import by_rows, write_folder
 
 
 def test_lightning_finds_our_folders_among_the_checkpoints_to_upload(tmp_path: Path) -> None:
     # import of lightning_distrec has made use of upload_folders_too
-    assert callable(_lightning_loggers.upload_folders_too)
+    assert callable(_lightning_saving.upload_folders_too)
     path = write_folder(tmp_path / "it.ckpt", {"loops": None, "state_dict": {"w": by_rows(torch.ones(2, 2))}})
     of_others = tmp_path / "sharded.ckpt"
     of_others.mkdir()

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_distrec import spans
 from lightning_distrec._compat.deprecations import hide_upstream_deprecations
 from lightning_distrec._compat.lightning_hooks import call_overridden_hooks
+from lightning_distrec._compat.lightning_logging import log_at_less_python
 from lightning_distrec._compat.lightning_resuming import resume_from
 from lightning_distrec.absent_tensors import refuse_absent
 from lightning_distrec.checkpoint.options import CheckpointOptions
@@ -192,6 +193,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.callback(call_overridden_hooks(trainer))
+        run.undo.callback(log_at_less_python(trainer))
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         if run.is_fitting and checkpoints.copies is not None:
             run.undo.enter_context(copying(trainer, checkpoints.copies))

@@ -1,0 +1,201 @@
+"""Private names of lightning: what `self.log` does in a training step, at less Python where its arguments recur."""
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _METRICS,
+    _get_default_dtype,
+    _ResultCollection,
+    _ResultMetric,
+)
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+from torchmetrics import Metric
+
+_theirs: Callable[..., None] = LightningModule.log
+_ACCUMULATED = (torch.float32, torch.float64)
+"""Types of values that are added up as they are."""
+
+
+class _Results(_ResultCollection):
+    """A training loop's values, with those that were logged before by the arguments of their calls."""
+
+    logged_before: dict[Any, tuple[str, _ResultMetric]]
+
+    def metrics(self, on_step: bool) -> Any:
+        """As upstream's: what goes to loggers, callbacks and the progress bar."""
+        if not on_step or self.dataloader_idx is not None:
+            return super().metrics(on_step)
+        found = _METRICS(callback={}, log={}, pbar={})
+        for metric in self.values():
+            meta = metric.meta
+            if not meta.on_step or metric.has_reset or meta.dataloader_idx is not None:
+                continue
+            value = metric._forward_cache
+            if not isinstance(value, Tensor):
+                if value is None:
+                    continue
+                return super().metrics(on_step)  # which raises
+            if not meta.enable_graph:
+                value = value.detach()
+            name = meta.name
+            of_step = f"{name}_step" if meta.on_epoch else name
+            if meta.logger:
+                found["log"][of_step] = value
+            found["callback"][name] = value
+            found["callback"][of_step] = value
+            if meta.prog_bar:
+                found["pbar"][of_step] = value.item() if value.numel() == 1 else convert_tensors_to_scalars(value)
+        return found
+
+
+def log_at_less_python(trainer: Any) -> Callable[[], None]:
+    """Let `self.log` in training steps of this trainer check once what does not change from call to call.
+
+    Upstream checks arguments, inspects the signature of training_step, builds and compares the value's metadata and
+    moves its state to the device, by several walks through collections, at each call. Here the first call with the
+    same arguments in the same hook is upstream's, as is any call whose value is of another kind, type or device; the
+    others make the same tensor and add it up by the same operations. Returns an undo.
+    Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and _ResultMetric in
+    lightning/pytorch/trainer/connectors/logger_connector/result.py; Metric._wrap_update in torchmetrics/metric.py.
+    Can go when Lightning does so.
+    """
+    LightningModule.log = _log  # type: ignore[method-assign]
+    results = trainer.fit_loop.epoch_loop._results
+    results.__class__, results.logged_before = _Results, {}
+
+    def undo() -> None:
+        if type(results) is _Results:
+            results.__class__ = _ResultCollection
+            del results.logged_before
+
+    return undo
+
+
+@wraps(_theirs)
+def _log(
+    self: Any,
+    name: Any,
+    value: Any,
+    prog_bar: Any = False,
+    logger: Any = None,
+    on_step: Any = None,
+    on_epoch: Any = None,
+    reduce_fx: Any = "mean",
+    enable_graph: Any = False,
+    sync_dist: Any = False,
+    sync_dist_group: Any = None,
+    add_dataloader_idx: Any = True,
+    batch_size: Any = None,
+    metric_attribute: Any = None,
+    rank_zero_only: Any = False,
+) -> None:
+    options = (
+        *(prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group),
+        *(add_dataloader_idx, batch_size, metric_attribute, rank_zero_only),
+    )
+    trainer = None if self._fabric is not None or torch.compiler.is_compiling() else self._trainer
+    if trainer is None or trainer.state.stage is not RunningStage.TRAINING:
+        _theirs(self, name, value, *options)
+        return
+    results = trainer.fit_loop.epoch_loop._results
+    if type(results) is not _Results or enable_graph or (logger and not trainer.loggers):
+        _theirs(self, name, value, *options)
+        return
+    fx, step = self._current_fx_name, self.__dict__.get("training_step") or type(self).training_step
+    call = (fx, step, name, *options[:9], batch_size is None, *options[10:], results.dataloader_idx)
+    try:
+        key, metric = results.logged_before[call]
+    except (KeyError, TypeError):  # TypeError: one of them has no hash
+        key, metric = "", None
+    if metric is None or results.get(key) is not metric or not _adds_up(self, trainer, metric, value, batch_size):
+        _theirs(self, name, value, *options)
+        _remember(results, call)
+
+
+def _remember(results: _Results, call: tuple[Any, ...]) -> None:
+    fx, _, name, *_ = call
+    key = f"{fx}.{name}"
+    metric = results.get(key)
+    # With a DataLoader's index the key is another; where each step's value is reduced over ranks, upstream does it.
+    if metric is None or results.dataloader_idx is not None or (metric.meta.on_step and metric.meta.sync.should):
+        return
+    try:
+        results.logged_before[call] = key, metric
+    except TypeError:
+        return
+
+
+def _adds_up(module: Any, trainer: Any, metric: _ResultMetric, value: Any, batch_size: Any) -> bool:
+    """Log a value of the usual kinds, or change nothing and return False."""
+    kind, meta = type(value), metric.meta
+    if batch_size is not None and type(batch_size) is not int:
+        return False
+    if metric.is_tensor:
+        if kind is Tensor:
+            if value.dtype not in _ACCUMULATED or value.numel() != 1 or value.device != metric.value.device:
+                return False
+            value = value.detach().clone()
+            if value.dim():
+                value = value.squeeze()
+        elif kind in (float, int):
+            if module.device != metric.value.device:
+                return False
+            value = torch.tensor(value, device=module.device, dtype=_get_default_dtype())
+        else:
+            return False
+    elif value is not metric.value or not _is_on_its_device(value):
+        return False
+    connector, fx = trainer._logger_connector, module._current_fx_name
+    results = trainer.fit_loop.epoch_loop._results
+    if connector._current_fx != fx and connector._first_loop_iter in (None, True):
+        results.reset(metrics=False, fx=fx)
+    if metric.is_tensor:
+        # Neither value requires gradients, so that upstream's torch.no_grad has nothing to do here.
+        _accumulate(results, metric, value, batch_size)
+    else:
+        metric._forward_cache = value._forward_cache
+    metric._computed = None
+    metric._update_count += 1
+    metric.has_reset = False
+    connector._current_fx = meta.fx
+    return True
+
+
+def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int | None) -> None:
+    meta = metric.meta
+    if meta.on_step:
+        metric._forward_cache = value
+        if not meta.on_epoch:
+            metric.value = value
+            return
+    if meta.is_mean_reduction:
+        batch_size = results._extract_batch_size(metric, batch_size, meta)
+        metric.value = metric.value + value * batch_size
+        metric.cumulated_batch_size = metric.cumulated_batch_size + batch_size
+    elif meta.is_sum_reduction:
+        metric.value = metric.value + value
+    else:
+        metric.value = meta.reduce_fx(metric.value, value)
+
+
+def _is_on_its_device(metric: Metric) -> bool:
+    """Tell whether moving this metric to its device, as upstream does at each call, moves nothing."""
+    device = metric.device
+    if metric._modules or (metric._computed is not None and not isinstance(metric._computed, Tensor)):
+        return False
+    tensors = [metric._forward_cache, metric._computed, *metric._buffers.values(), *metric._parameters.values()]
+    states = [getattr(metric, name) for name in metric._defaults]
+    lists = [state for state in states if isinstance(state, list)]
+    tensors += [state for state in states if not isinstance(state, list)]
+    return all(
+        isinstance(tensor, Tensor) and tensor.device == device
+        for tensor in chain(tensors, *lists)
+        if tensor is not None
+    )

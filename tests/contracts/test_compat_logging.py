@@ -1,0 +1,175 @@
+"""`self.log` in training steps gives loggers, callbacks and progress bars the same bits, at less Python."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+from lightning_distrec._compat.lightning_logging import log_at_less_python
+
+
+class Model(pl.LightningModule):
+    """Logs values of every kind, each with the options that change what is kept of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.auroc, self.curve, self.mean = BinaryAUROC(), BinaryAUROC(thresholds=5), MeanMetric()
+        self.both = MetricCollection({"a": BinaryAccuracy(), "b": BinaryAccuracy(threshold=0.2)})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).sum()
+        scores, clicks = batch[:, 0].sigmoid(), (batch[:, 1] > 0).long()
+        for metric in (self.auroc, self.curve):
+            metric(scores, clicks)
+        self.mean.update(scores)
+        self.log("loss", loss, prog_bar=True)
+        self.log("of_both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("of_epoch", loss[None], on_step=False, on_epoch=True)
+        self.log("counted", loss, on_epoch=True, batch_size=3 + batch_idx)
+        for reduce_fx in ("min", "max", "sum", torch.mean):
+            self.log(f"reduced_{reduce_fx}", loss.double(), on_epoch=True, reduce_fx=reduce_fx)
+        self.log("number", 0.1 * batch_idx, on_epoch=True)
+        self.log("index", batch_idx)
+        self.log("integers", torch.tensor(batch_idx), on_epoch=True)
+        self.log("half", loss.half(), on_epoch=True, logger=False)
+        self.log("graph", loss, enable_graph=True)
+        self.log("sent", loss, on_step=False, on_epoch=True, sync_dist=True)
+        changes = torch.ones(())
+        self.log("changes", changes)
+        changes += 1
+        if batch_idx % 2:
+            self.log("sometimes", loss if batch_idx % 3 else 2.0, on_epoch=True)
+        self.log("auroc", self.auroc, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("curve", self.curve, on_step=False, on_epoch=True)
+        self.log("mean", self.mean)
+        self.log_dict(self.both(scores, clicks), on_epoch=True)
+        self.log_dict({"x": loss, "y": loss * 2})
+        return loss
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.log("end", 2.0, on_epoch=True)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch).sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Seen(pl.Callback):
+    """Notes what callbacks, loggers and bars find after each step and each epoch."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def note(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        connector = trainer._logger_connector
+        seen = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+        kept = (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics)
+        for metrics in (*seen, *kept):
+            as_numbers = {k: (v.dtype, v.item()) if isinstance(v, Tensor) else v for k, v in metrics.items()}
+            self.found.append(sorted(as_numbers.items()))
+
+    on_train_batch_start = on_train_batch_end = on_train_epoch_end = on_validation_end = on_fit_end = note
+
+
+def _fit(lean: bool, folder: Path) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model, seen = Model(), Seen()
+    trainer = pl.Trainer(
+        max_epochs=3, accelerator="cpu", callbacks=[seen], logger=CSVLogger(folder), log_every_n_steps=2,
+        enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=1, val_check_interval=3,
+    )  # fmt: skip
+    undo = log_at_less_python(trainer) if lean else lambda: None
+    data = torch.linspace(-2, 2, 28).reshape(14, 2)[torch.randperm(14)]
+    trainer.fit(model, DataLoader(data, batch_size=2), DataLoader(data[:2]))
+    undo()
+    written = Path(trainer.logger.log_dir, "metrics.csv").read_text()  # type: ignore[union-attr,arg-type]
+    return seen.found, written, model.layer.weight.tolist()
+
+
+def test_a_fit_logs_the_same_bits_everywhere(tmp_path: Path) -> None:
+    ours, theirs = _fit(True, tmp_path / "ours"), _fit(False, tmp_path / "theirs")
+    for step, (found, expected) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        assert repr(found) == repr(expected), step  # by repr: NaN is NaN
+    assert ours[1:] == theirs[1:]
+
+
+OPTIONS: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "max_steps": 6,
+}  # fmt: skip
+
+
+class Logs(pl.LightningModule):
+    """Logs what a function logs."""
+
+    def __init__(self, logs: Any) -> None:
+        super().__init__()
+        self.layer, self.logs = nn.Linear(2, 1), logs
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.logs(self, batch_idx)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _wrong(number: int, wrong: Any) -> Any:
+    return lambda module, index: module.log("x", torch.zeros(())) if index < number else wrong(module)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda module: module.log("x", torch.zeros(2)),
+        lambda module: module.log("x", torch.zeros(()), prog_bar=True),
+        lambda module: module.log("x", "text"),
+        lambda module: module.log("x", torch.zeros(()), on_step=False, on_epoch=False),
+        lambda module: module.log("x/dataloader_idx_0", torch.zeros(())),
+        lambda module: module.log("x", {"nested": {"y": 1}}),
+    ],
+)
+def test_a_wrong_call_after_right_ones_raises_as_upstream_s(wrong: Any) -> None:
+    raised = []
+    for lean in (True, False):
+        trainer = pl.Trainer(**OPTIONS)
+        if lean:
+            log_at_less_python(trainer)
+        with pytest.raises((MisconfigurationException, ValueError)) as info:
+            trainer.fit(Logs(_wrong(3, wrong)), DataLoader(torch.ones(6, 2)))
+        assert trainer.global_step == 3
+        raised.append((type(info.value), str(info.value)))
+    assert raised[0] == raised[1]
+
+
+def test_a_call_that_recurs_takes_few_functions() -> None:
+    counts: dict[int, int] = {}
+
+    def logs(module: pl.LightningModule, index: int) -> None:
+        counts[index] = 0
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            counts[index] += event == "call"
+
+        sys.setprofile(count)
+        module.log("x", torch.zeros(()))
+        sys.setprofile(None)
+
+    trainer = pl.Trainer(**OPTIONS)
+    undo = log_at_less_python(trainer)
+    trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
+    undo()
+    assert counts[4] <= 12 < counts[0] / 10, counts
+    assert type(trainer.fit_loop.epoch_loop._results).__name__ == "_ResultCollection"
