@@ -85,24 +85,6 @@ def broadcast_module_states(module: nn.Module, ignore: list[str]) -> None:
     _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
 
 
-def local_offsets(tensor: Any) -> tuple[int, ...]:
-    """Return the offsets of this rank's local tensor within a DTensor, one per dim.
-
-    Source: torch/distributed/tensor/_utils.py.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
-
-
-def is_first_replica(tensor: Any) -> bool:
-    """Return whether a ShardedTensor is of the group of ranks with rank 0; others have replicas of its shards.
-
-    Source: torch/distributed/_shard/sharded_tensor/api.py.
-    """
-    return 0 in torch.distributed.get_process_group_ranks(tensor._process_group)
-
-
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether autograd knows a tensor as a view of another. Source: torch/_tensor.py."""
     return bool(tensor._is_view())

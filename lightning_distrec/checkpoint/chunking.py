@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_distrec._compat.torch import is_first_replica, local_offsets
+from lightning_distrec._compat.tensors import is_first_replica, local_offsets
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 
 SMALL_BYTES = 2**20

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_distrec._compat.torch import local_offsets
+from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec.checkpoint.plain_state import STORED
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.chunks import Box, Chunk, LazyTensor, copy_into, narrowed, overlap, row_ranges

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from lightning_distrec._compat.deprecations import hide_upstream_deprecations
+from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.checkpoint.tools.contents import read_contents
 from lightning_distrec.cli.recipe_builder import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError

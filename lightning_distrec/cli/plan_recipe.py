@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 
-from lightning_distrec._compat.deprecations import hide_upstream_deprecations
+from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
 from lightning_distrec.advice.dry_module import dry_module, place_of
 from lightning_distrec.advice.dry_run import DryRun, dry_run

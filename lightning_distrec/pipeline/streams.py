@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_distrec import gpu
-from lightning_distrec._compat.sparse_tensors import parts_of
+from lightning_distrec._compat.tensors import parts_of
 from lightning_distrec.pipeline.provenance.batch_objects import tensors_in
 
 

@@ -288,3 +288,11 @@ def _register(module: nn.Module, key: str, table: str, shards: list[nn.Parameter
         module.table = table
     for i, shard in enumerate(shards):
         module.register_parameter(weight if i == 0 else f"{weight}_{i}", shard)
+
+
+def replace_modules(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each value wherever its key is in `root`: a collection with several names keeps them all."""
+    for path, module in list(root.named_modules(remove_duplicate=False)):
+        if module in new:
+            parent, _, name = path.rpartition(".")
+            setattr(root.get_submodule(parent), name, new[module])

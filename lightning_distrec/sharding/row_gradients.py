@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_distrec import gpu
-from lightning_distrec._compat.sparse_tensors import mark_coalesced
+from lightning_distrec._compat.tensors import mark_coalesced
 from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.sharding.kernel_ids import FeatureEnds, RowSorter, SortedRows, first_bags

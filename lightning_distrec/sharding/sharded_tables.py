@@ -22,7 +22,7 @@ from lightning_distrec.sharding.initial_weights import (
     table_shards,
 )
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
-from lightning_distrec.sharding.proxies import ShardedProxy
+from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
@@ -205,7 +205,8 @@ class ShardedTables:
         for original in self._originals().values():
             original.__dict__.pop("forward", None)  # see `put_proxies_back`
         back = {new: original for original, new in self.collisions.items()}
-        _replace(self._module(), back | {self.proxies[path]: original for path, original in self._originals().items()})
+        back |= {self.proxies[path]: original for path, original in self._originals().items()}
+        replace_modules(self._module(), back)
 
     def put_proxies_back(self) -> None:
         """Undo `put_originals_back`."""
@@ -214,17 +215,17 @@ class ShardedTables:
             # hidden by one that raises, on this object only.
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
         proxies = {original: self.proxies[path] for path, original in self._originals().items()}
-        _replace(self._module(), proxies | self.collisions)
+        replace_modules(self._module(), proxies | self.collisions)
 
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Inside of the context the tables are not in the module tree, for what must not reach them."""
         placeholders: dict[nn.Module, nn.Module] = {module: nn.Module() for module in self.proxies.values()}
-        _replace(self._module(), placeholders)
+        replace_modules(self._module(), placeholders)
         try:
             yield
         finally:
-            _replace(self._module(), {placeholder: module for module, placeholder in placeholders.items()})
+            replace_modules(self._module(), {placeholder: module for module, placeholder in placeholders.items()})
 
     def take_rows(self, tables: list[Table]) -> dict[str, list[TableShard]]:
         """After `put_originals_back`: return the rows for the next sharding, by full name.
@@ -295,14 +296,6 @@ def refuse_foreign_shards(root: nn.Module) -> None:
                 f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
                 "or load that one's checkpoint into the unsharded collections of this one."
             )
-
-
-def _replace(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each value wherever its key is in `root`: a collection with several names keeps them all."""
-    for path, module in list(root.named_modules(remove_duplicate=False)):
-        if module in new:
-            parent, _, name = path.rpartition(".")
-            setattr(root.get_submodule(parent), name, new[module])
 
 
 def _refuse_forward(path: str) -> Any:

@@ -20,10 +20,10 @@ from torch.nn.utils import clip_grad_norm_
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 
-from lightning_distrec._compat import deprecations as _deprecations
+import lightning_distrec._compat as _deprecations
 from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec._compat import lightning as _lightning
-from lightning_distrec._compat import sparse_tensors as _sparse_tensors
+from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec as _torchrec
 from tests.support.click_model import ClickModel, bag_configs, seeded, train_sharded
@@ -363,7 +363,7 @@ def test_rows_of_a_sparse_gradient_are_there_as_often_as_they_were_looked_up() -
     table = torch.nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([3, 1, 3])).sum().backward()
     assert table.weight.grad is not None
-    rows, values = _sparse_tensors.rows_and_values(table.weight.grad)
+    rows, values = _tensors.rows_and_values(table.weight.grad)
     assert rows.tolist() == [3, 1, 3]
     assert values.tolist() == [[1.0, 1.0]] * 3
 
@@ -384,11 +384,11 @@ def test_mark_coalesced_keeps_what_accumulation_forgets_for_gradients_of_as_many
     Lookup.apply(weight).backward()
     assert weight.grad is not None
     assert not weight.grad.is_coalesced(), "torch keeps the mark now, and we need not"
-    _sparse_tensors.mark_coalesced(weight.grad, 3)
+    _tensors.mark_coalesced(weight.grad, 3)
     assert not weight.grad.is_coalesced()
-    _sparse_tensors.mark_coalesced(weight.grad, 2)
+    _tensors.mark_coalesced(weight.grad, 2)
     assert weight.grad.indices().tolist() == [[1, 3]]
-    _sparse_tensors.mark_coalesced(torch.zeros(2), 2)
+    _tensors.mark_coalesced(torch.zeros(2), 2)
 
 
 def test_call_after_closure_calls_between_closure_and_update_and_can_be_undone() -> None:

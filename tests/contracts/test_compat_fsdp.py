@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 from lightning_distrec._compat import fully_shard as _fully_shard
 from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
@@ -85,8 +86,8 @@ def _on_a_rank() -> dict[str, Any]:
         "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
         "writes": (gathering, _fully_shard.unsharded_version(gathered) - writes),
-        "offsets": _torch.local_offsets(cut),
-        "first replica": _torch.is_first_replica(init_from_local_shards(here, [2], process_group=single[rank])),
+        "offsets": _tensors.local_offsets(cut),
+        "first replica": _tensors.is_first_replica(init_from_local_shards(here, [2], process_group=single[rank])),
         "local": cut.to_local(),
         "class": plain.__name__,
         "is cut": isinstance(net, FSDPModule) and not isinstance(alone, FSDPModule),

@@ -18,7 +18,7 @@ from torchrec.distributed import types as torchrec_types
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat import lightning as _lightning
-from lightning_distrec._compat import sparse_tensors as _sparse_tensors
+from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec as _torchrec
 from lightning_distrec._compat import torchrec_ids as _torchrec_ids
@@ -176,11 +176,11 @@ def test_parts_of_a_tensor_are_dense_and_share_its_memory(layout: torch.layout) 
         tensor = torch.nested.nested_tensor([dense[0], dense[1, :1]], layout=layout)
     else:
         tensor = dense if layout == torch.strided else dense.to_sparse(layout=layout)
-    parts = _sparse_tensors.parts_of(tensor)
+    parts = _tensors.parts_of(tensor)
     assert all(part.layout == torch.strided for part in parts)
     values = tensor._values() if layout == torch.sparse_coo else dense if layout == torch.strided else tensor.values()
     assert values.data_ptr() in {part.data_ptr() for part in parts}
-    assert len(_sparse_tensors.parts_of(torch.nested.nested_tensor([dense[0]]))) == 1
+    assert len(_tensors.parts_of(torch.nested.nested_tensor([dense[0]]))) == 1
 
 
 def test_jagged_fields_are_those_of_a_keyed_jagged_tensor() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_distrec._compat.torch import local_offsets
+from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UnfinishedFolder, clean_up, remove
 from lightning_distrec.checkpoint.in_memory.exchange import Receiving, Sending, sizes_of, transfer
 from lightning_distrec.checkpoint.in_memory.part import files_of, path_of

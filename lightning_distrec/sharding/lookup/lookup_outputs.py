@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ from lightning_distrec.sharding.data_parallel_tables import ZeroGradient
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import Table, output_names
+from lightning_distrec.sharding.weights.shard_of import without_guards
+
+NEEDS_GRADIENT = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,21 @@ class LookupOutputs:
         self.features = _outputs_of(tables, lambda _: True)
         """Output -> its feature."""
         self._output_dtype = output_dtype
+        self._weights = {name: use.weight for name, use in uses.items()}
+
+    @without_guards
+    def frozen_now(self) -> set[str]:
+        """Return the outputs of the tables that are frozen now."""
+        if all(map(NEEDS_GRADIENT, self._weights.values())):  # as nearly always, at no call for each table
+            return set()
+        tables = {name for name, weight in self._weights.items() if not weight.requires_grad}
+        return {output for output, table in self.table_of.items() if table in tables}
+
+    def note_used(self, jagged: dict[str, JaggedTensor], used: set[str]) -> None:
+        """Let backward add to `used` the names of the tables whose rows get gradients."""
+        for name, of in jagged.items():
+            if of.values().requires_grad:
+                of.values().register_hook(partial(_add, used, self.table_of[name]))
 
     def jagged(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
         """Return `rows` in the unsharded order; no gradient flows back into frozen outputs."""
@@ -180,3 +200,8 @@ def _outputs_of(tables: list[Table], chosen: Callable[[Table], bool]) -> dict[st
 
 def _with_values(jagged: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
     return JaggedTensor(values=values, lengths=jagged.lengths(), weights=jagged.weights_or_none())
+
+
+def _add(used: set[str], table: str, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:  # torch calls the hooks of all outputs of a split when any of them gets a gradient
+        used.add(table)

@@ -1,10 +1,25 @@
-"""Refuses gradients of two lookups in a step where two updates inside of backward are not one with their sum."""
+"""What is called when gradients of a lookup's rows arrive.
+
+Gradients of two lookups in a step are refused where two updates inside of backward are not one with their sum.
+"""
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_distrec.errors import OptimizerError
+
+
+class UpdateWatch(Protocol):
+    """Watches lookups of tables that are updated inside of backward; optimizers/backward_watch.py has it."""
+
+    def note_call(self) -> None:
+        """The user's code makes a lookup now."""
+
+    def note_lookup(self) -> Callable[[Tensor], None] | None:
+        """Rows are looked up. Return a hook for the gradients of the rows, or None."""
 
 
 class SecondGradients:
@@ -19,8 +34,15 @@ class SecondGradients:
         """Refuse second gradients of these tables too, from now on."""
         self._tables = list(dict.fromkeys([*self._tables, *tables]))
 
-    def hook(self) -> Callable[[Tensor], None] | None:
-        """Return what to call with each gradient of the lookup that is made now, None: nothing."""
+    def hooks(self, update_watch: UpdateWatch | None) -> list[Callable[[Tensor], None]]:
+        """Return what to call with each gradient of the lookup that is made now."""
+        if not torch.is_grad_enabled():
+            return []
+        watched = None if update_watch is None else update_watch.note_lookup()
+        return [hook for hook in (watched, self._hook()) if hook is not None]
+
+    def _hook(self) -> Callable[[Tensor], None] | None:
+        """Return what refuses a second gradient, None: nothing does."""
         if not self._tables:
             return None
         lookup = object()

@@ -10,8 +10,7 @@ It does the work of torchrec's forward, and returns the types, keys and column o
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,27 +35,14 @@ from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs, PooledEmbeddings, TableUse
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds
 from lightning_distrec.sharding.lookup.request import LookupRequest
-from lightning_distrec.sharding.lookup.second_gradients import SecondGradients
+from lightning_distrec.sharding.lookup.second_gradients import SecondGradients, UpdateWatch
 from lightning_distrec.sharding.lookup.short_path.ids import can_go_short, short_path_of
 from lightning_distrec.sharding.lookup.short_path.rows import RowsExchange
 from lightning_distrec.sharding.lookup.weights_exchange import WeightsExchange
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import SMALL_ROWS, Table
-from lightning_distrec.sharding.weights.shard_of import without_guards
-
-NEEDS_GRADIENT = attrgetter("requires_grad")
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-
-
-class UpdateWatch(Protocol):
-    """Watches lookups of tables that are updated inside of backward; optimizers/backward_watch.py has it."""
-
-    def note_call(self) -> None:
-        """The user's code makes a lookup now."""
-
-    def note_lookup(self) -> Callable[[Tensor], None] | None:
-        """Rows are looked up. Return a hook for the gradients of the rows, or None."""
 
 
 class ShardedLookup:
@@ -106,7 +92,6 @@ class ShardedLookup:
         self.has_small_ids = all(table.num_ids <= SMALL_ROWS for table in tables)
         """Whether ids are sent as 32-bit numbers."""
         self._pooled = tables[0].pooled
-        self._weights = {name: use.weight for name, use in uses.items()}
         self._outputs = LookupOutputs(tables, uses, output_dtype)
         replicated = [table.full_name for table in tables if uses[table.name].sharding_type == "data_parallel"]
         self._inputs = LookupInputs(tables, replicated, self._outputs.summed_means, known_keys)
@@ -208,7 +193,8 @@ class ShardedLookup:
         """Collective. Look up the ids that have arrived and send the rows back; returns lazy outputs."""
         ids, late = request.ids, request.late_weights
         learns = late is not None and late.requires_grad and torch.is_grad_enabled()
-        frozen = set() if learns else self._frozen()  # what is frozen passes a gradient to weights that learn
+        # What is frozen passes a gradient to weights that learn.
+        frozen = set() if learns else self._outputs.frozen_now()
         used: set[str] = set()
         if self.mapped is not None:
             self.mapped.map(request.ids)
@@ -221,7 +207,7 @@ class ShardedLookup:
                 if late is not None:
                     ids = self._weights_exchange.bring(request, late, learns)
                 exchange = self.sharded.compute_and_output_dist(request.context, ids)
-            hooks = self._gradient_hooks()
+            hooks = self._second_gradients.hooks(self.update_watch)
             order = BackwardOrder()
             if request.short is not None:
                 output = LazyOutput(partial(self._wait_for_columns, request, exchange, frozen, order, hooks))
@@ -239,7 +225,7 @@ class ShardedLookup:
     def state(self) -> Any:
         """Return what a lookup depends on besides its ids, rows and learning rates."""
         # Inside of an activation checkpoint, what a lookup saves for backward must be saved inside too.
-        return frozenset(self._frozen()), torch.is_grad_enabled(), saved_tensors_are_hooked()
+        return frozenset(self._outputs.frozen_now()), torch.is_grad_enabled(), saved_tensors_are_hooked()
 
     def forget_gradients(self) -> None:
         """Note that an optimizer has used the gradients that have come so far."""
@@ -285,9 +271,7 @@ class ShardedLookup:
             OWN.note_rows(self.path, outputs)
         if self._pooled:
             return self._outputs.pooled(rows, request.features, frozen, order)
-        for name, of in jagged.items():
-            if of.values().requires_grad:
-                of.values().register_hook(partial(_add, used, self._outputs.table_of[name]))
+        self._outputs.note_used(jagged, used)
         return jagged
 
     def _wait_for_columns(
@@ -309,21 +293,6 @@ class ShardedLookup:
             OWN.note_rows(self.path, list(columns.values()))
         return self._outputs.of_columns(columns, request.features, frozen, order)
 
-    def _gradient_hooks(self) -> list[Callable[[Tensor], None]]:
-        """Return what is to be called when a gradient of the rows arrives that are looked up now."""
-        if not torch.is_grad_enabled():
-            return []
-        watched = None if self.update_watch is None else self.update_watch.note_lookup()
-        return [hook for hook in (watched, self._second_gradients.hook()) if hook is not None]
-
-    @without_guards
-    def _frozen(self) -> set[str]:
-        """Return the outputs of the tables that are frozen now."""
-        if all(map(NEEDS_GRADIENT, self._weights.values())):  # as nearly always, at no call for each table
-            return set()
-        tables = {name for name, weight in self._weights.items() if not weight.requires_grad}
-        return {output for output, table in self._outputs.table_of.items() if table in tables}
-
     @contextmanager
     def _gradients(self, frozen: set[str]) -> Iterator[None]:
         """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
@@ -333,8 +302,3 @@ class ShardedLookup:
             return
         self._before_forward()
         yield
-
-
-def _add(used: set[str], table: str, gradient: Tensor | None) -> None:
-    if gradient is not None:  # torch calls the hooks of all outputs of a split when any of them gets a gradient
-        used.add(table)

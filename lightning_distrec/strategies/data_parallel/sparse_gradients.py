@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_distrec._compat.sparse_tensors import rows_and_values
+from lightning_distrec._compat.tensors import rows_and_values
 
 SparseGrads = Literal["auto", "sparse", "dense"]
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]

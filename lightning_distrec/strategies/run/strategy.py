@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec._compat.deprecations import hide_upstream_deprecations
+from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.lightning_hooks import call_overridden_hooks
 from lightning_distrec._compat.lightning_logging import log_at_less_python
 from lightning_distrec._compat.lightning_resuming import resume_from

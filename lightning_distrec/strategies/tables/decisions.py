@@ -37,7 +37,7 @@ from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.mapped_tables import refuse_unsharded_mappings, with_dynamic_ids, with_mapping
 from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_groups, warn_of_replicas, why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
-from lightning_distrec.strategies.tables.weight_reads import weight_reads
+from lightning_distrec.strategies.tables.weight_reads import read_tables
 from lightning_distrec.units import format_bytes
 
 
@@ -95,7 +95,7 @@ def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
     replicated = replicated_collections(found.tables, settings.by_table)
     tables = [table for table in found.tables if table.collection not in replicated]
     tables = with_dynamic_ids(tables, options)
-    read = _read_tables(module, tables, options)
+    read = read_tables(module, tables, options)
     if isinstance(settings.conversion.which, str):  # not asked for by name
         tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]
     of_tables = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
@@ -106,16 +106,6 @@ def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
     }
     read = {name: where for name, where in read.items() if name in of_tables}
     return WantedTables(tables, of_tables, left_alone, replicated, read)
-
-
-def _read_tables(module: nn.Module, tables: list[Table], options: Mapping[str, TableOptions]) -> dict[str, str]:
-    """Return full name -> where the module reads the weight, of plain tables that have not gathered_weight=True."""
-    reads = weight_reads(module) if any(table.plain is not None for table in tables) else {}
-    return {
-        table.full_name: reads[id(table.original)]
-        for table in tables
-        if id(table.original) in reads and not options[table.full_name].gathered_weight
-    }
 
 
 def updates_in_fit(

@@ -3,10 +3,13 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.tables import Table
 
 HARMLESS = frozenset({
     "data",
@@ -98,3 +101,13 @@ def _resolve(module: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
     for name in chain:
         found = [child for parent in found for key, child in parent.named_children() if name in (key, ANY)]
     return found
+
+
+def read_tables(module: nn.Module, tables: list[Table], options: Mapping[str, TableOptions]) -> dict[str, str]:
+    """Return full name -> where the module reads the weight, of plain tables that have not gathered_weight=True."""
+    reads = weight_reads(module) if any(table.plain is not None for table in tables) else {}
+    return {
+        table.full_name: reads[id(table.original)]
+        for table in tables
+        if id(table.original) in reads and not options[table.full_name].gathered_weight
+    }

@@ -14,7 +14,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec import gpu
-from lightning_distrec._compat.torchrec_ids import MAX_PACKED_RANKS, PooledSharding, pooled_sharding
+from lightning_distrec._compat.torchrec_ids import MAX_PACKED_RANKS
+from lightning_distrec._compat.torchrec_pooled import PooledSharding, pooled_sharding
 from lightning_distrec.sharding.lookup.short_path.rows import RowsExchange
 
 Kernel = Callable[[Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_distrec._compat.torchrec_ids import PooledSharding
+from lightning_distrec._compat.torchrec_pooled import PooledSharding
 
 
 class RowsExchange:

@@ -1,4 +1,6 @@
-"""Private names of torch's sparse tensors."""
+"""Private names of torch's sparse and sharded tensors."""
+
+from typing import Any
 
 import torch
 
@@ -35,3 +37,21 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout == torch.jagged:
         return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
     return (tensor.values(),) if tensor.is_nested else (tensor,)
+
+
+def local_offsets(tensor: Any) -> tuple[int, ...]:
+    """Return the offsets of this rank's local tensor within a DTensor, one per dim.
+
+    Source: torch/distributed/tensor/_utils.py.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def is_first_replica(tensor: Any) -> bool:
+    """Return whether a ShardedTensor is of the group of ranks with rank 0; others have replicas of its shards.
+
+    Source: torch/distributed/_shard/sharded_tensor/api.py.
+    """
+    return 0 in torch.distributed.get_process_group_ranks(tensor._process_group)
