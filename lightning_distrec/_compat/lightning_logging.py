@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 _theirs: Callable[..., None] = LightningModule.log
+_DEVICE_OF = attrgetter("device")
 _ACCUMULATED = (torch.float32, torch.float64)
 """Types of values that are added up as they are."""
 
@@ -68,11 +70,12 @@ def log_at_less_python(trainer: Any) -> Callable[[], None]:
     """
     LightningModule.log = _log  # type: ignore[method-assign]
     results = trainer.fit_loop.epoch_loop._results
-    results.__class__, results.logged_before = _Results, {}
+    results.__class__ = _Results  # type: ignore[assignment]
+    results.logged_before = {}
 
     def undo() -> None:
         if type(results) is _Results:
-            results.__class__ = _ResultCollection
+            results.__class__ = _ResultCollection  # type: ignore[assignment]
             del results.logged_before
 
     return undo
@@ -113,10 +116,12 @@ def _log(
     try:
         key, metric = results.logged_before[call]
     except (KeyError, TypeError):  # TypeError: one of them has no hash
-        key, metric = "", None
-    if metric is None or results.get(key) is not metric or not _adds_up(self, trainer, metric, value, batch_size):
-        _theirs(self, name, value, *options)
-        _remember(results, call)
+        pass
+    else:
+        if results.get(key) is metric and _adds_up(self, trainer, metric, value, batch_size):
+            return
+    _theirs(self, name, value, *options)
+    _remember(results, call)
 
 
 def _remember(results: _Results, call: tuple[Any, ...]) -> None:
@@ -161,19 +166,19 @@ def _adds_up(module: Any, trainer: Any, metric: _ResultMetric, value: Any, batch
         _accumulate(results, metric, value, batch_size)
     else:
         metric._forward_cache = value._forward_cache
-    metric._computed = None
-    metric._update_count += 1
-    metric.has_reset = False
+    attributes = metric.__dict__  # as _ResultMetric.__setattr__ writes
+    attributes["_computed"], attributes["has_reset"] = None, False
+    attributes["_update_count"] += 1
     connector._current_fx = meta.fx
     return True
 
 
 def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int | None) -> None:
-    meta = metric.meta
+    meta, attributes = metric.meta, metric.__dict__
     if meta.on_step:
-        metric._forward_cache = value
+        attributes["_forward_cache"] = value
         if not meta.on_epoch:
-            metric.value = value
+            attributes["value"] = value
             return
     if meta.is_mean_reduction:
         batch_size = results._extract_batch_size(metric, batch_size, meta)
@@ -190,12 +195,11 @@ def _is_on_its_device(metric: Metric) -> bool:
     device = metric.device
     if metric._modules or (metric._computed is not None and not isinstance(metric._computed, Tensor)):
         return False
-    tensors = [metric._forward_cache, metric._computed, *metric._buffers.values(), *metric._parameters.values()]
+    found = [metric._forward_cache, metric._computed, *metric._buffers.values(), *metric._parameters.values()]
     states = [getattr(metric, name) for name in metric._defaults]
+    tensors = [tensor for tensor in [*found, *states] if tensor is not None and not isinstance(tensor, list)]
     lists = [state for state in states if isinstance(state, list)]
-    tensors += [state for state in states if not isinstance(state, list)]
-    return all(
-        isinstance(tensor, Tensor) and tensor.device == device
-        for tensor in chain(tensors, *lists)
-        if tensor is not None
-    )
+    try:  # a list has a tensor of every step: each takes as little as it can
+        return set(map(_DEVICE_OF, chain(tensors, *lists))) <= {device}
+    except AttributeError:
+        return False

@@ -14,20 +14,24 @@ from tests.benchmarks.performance_rounds import join_ranks, silence
 from tests.support.ranks import run_on_ranks
 
 FEW, MANY = 8, 24
-LIMIT = 406
+LIMIT = 407
 """Of functions of ours in a step with FEW tables; each takes 0.3 to 1 microseconds. Lower it when there are fewer."""
 LIMIT_OF_A_TABLE = 0.1
 """Of functions of ours for each further table."""
+LIMIT_OF_LOGGING = 37
+"""Of functions of any package, for a metric and a logged loss."""
 
 
 def test_a_step_calls_no_more_functions_than_before() -> None:
-    few, many = run_on_ranks(_calls, 2)[0]
+    everything, logged, few, many = run_on_ranks(_calls, 2)[0]
+    of_logging = logged - everything
+    assert 0 < of_logging.total() <= LIMIT_OF_LOGGING, of_logging.most_common(40)
     assert 0 < few.total() <= LIMIT, few.most_common(40)
     assert (many.total() - few.total()) / (MANY - FEW) <= LIMIT_OF_A_TABLE, (many - few).most_common(20)
 
 
 def _calls() -> list[Counter[str]]:
-    """Return how often a step with few and with many tables calls each function of lightning_distrec."""
+    """Return how often a step calls each function, without and with logging; and those of lightning_distrec."""
     torch.set_num_threads(1)
     join_ranks()
     silence()
@@ -37,5 +41,8 @@ def _calls() -> list[Counter[str]]:
         for num_tables in (FEW, MANY):
             batches = Batches(1_000, COUNTED_TURN.steps, dist.get_rank(), num_tables, batch_size=8)
             functions, _ = calls_of(CONTENDERS["ours"](1_000, batches, COUNTED_TURN))
+            if num_tables == FEW:
+                logged, _ = calls_of(CONTENDERS["ours, logged"](1_000, batches, COUNTED_TURN))
+                found += [functions, logged]
             found.append(Counter({n: k for n, k in functions.items() if n.startswith("lightning_distrec/")}))
     return found
