@@ -56,7 +56,7 @@ class IdsExchange:
         None: nothing is exchanged, because every rank has all rows.
         """
         assert self._sizes is not None
-        with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
+        with self._on_stream(), torch.no_grad(), spans.span(spans.WAIT_INPUT_DIST):
             return self._sizes.wait_for_numbers()
 
     def send_ids(self) -> None:
