@@ -74,7 +74,7 @@ def _by_hand() -> tuple[list[float], dict[str, Any]]:
 
     def hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if state.iter >= 2 and bucket.index() not in state.p_memory_dict:
-            starts._put_together(bucket)
+            starts._assemble_bucket(bucket)
             for matrices in ("p_memory_dict", "q_memory_dict"):
                 getattr(state, matrices)[bucket.index()] = getattr(starts._state, matrices)[bucket.index()]
         averaged = powerSGD_hook(state, bucket)

@@ -123,7 +123,7 @@ class PowerSGD:
 
     def begin_wrapper(self) -> None:
         """Note that there is a new DistributedDataParallel, with other buckets."""
-        self._take_apart()
+        self._split_buckets()
         self._num_backwards = 0
         self._begins = True
 
@@ -132,10 +132,10 @@ class PowerSGD:
         if self._begins:  # the backward before is complete, so that nothing of it is in flight
             self._num_backwards += 1
             if self._num_backwards <= SETTLING_STEPS:
-                self._take_apart()
+                self._split_buckets()
         self._begins = bucket.is_last()
         if self._state.iter >= self._state.start_powerSGD_iter:
-            self._give_state(bucket)
+            self._assemble_bucket(bucket)
         averaged = powerSGD_hook(self._state, bucket)
         if dist.get_backend() == "gloo":
             # Its second and third all-reduce start where the one before ends, in threads of gloo, which would order
@@ -143,7 +143,7 @@ class PowerSGD:
             averaged.wait()
         return averaged
 
-    def _give_state(self, bucket: dist.GradBucket) -> None:
+    def _assemble_bucket(self, bucket: dist.GradBucket) -> None:
         """Give torch's state what belongs to the parameters of a bucket."""
         index, parameters = bucket.index(), bucket.parameters()
         known = self._buckets.get(index)
@@ -167,7 +167,7 @@ class PowerSGD:
         self._state.p_memory_dict[index] = like.new_empty(num_ps)  # it is computed from the other matrix
         self._state.q_memory_dict[index] = torch.cat(numbers) if numbers else like.new_empty(0)
 
-    def _take_apart(self) -> None:
+    def _split_buckets(self) -> None:
         """Keep torch's state by parameter."""
         for index, parameters in self._buckets.items():
             sizes = [parameter.numel() for parameter in parameters]
@@ -199,7 +199,7 @@ class PowerSGD:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this rank, by the names of parameters."""
-        self._take_apart()  # the next backward puts it together again
+        self._split_buckets()  # the next backward assembles buckets again
         errors = {self._names[key]: error.detach().cpu().clone() for key, error in self._errors.items()}
         matrices = {self._names[key]: matrix.detach().cpu().clone() for key, matrix in self._matrices.items()}
         return {"steps": self._state.iter, "errors": errors, "matrices": matrices}
