@@ -128,7 +128,7 @@ class InFlightBatch:
             return BatchStatus(self.state, ready=False)
         in_range = all(lookup.request.problem is None for lookup in self.prefetched)
         sizes, form = tuple(self._sizes()), self._form()
-        counts = tuple(() if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._own)
+        counts = tuple([() if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._own])
         return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts)
 
     def _sizes(self) -> Iterator[tuple[int, int]]:

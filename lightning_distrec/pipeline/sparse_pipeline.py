@@ -114,7 +114,8 @@ class SparsePipeline:
         counts: tuple[tuple[int, ...], ...] = ()
         if self._exchanges_counts:
             none = (0,) * self.ranks.num_ranks
-            counts = (*(of_lookup or none for of_lookup in status.counts), *(none,) * (width - len(status.counts)))
+            # A list, not a generator, of which each item is a call.
+            counts = (*[of_lookup or none for of_lookup in status.counts], *(none,) * (width - len(status.counts)))
         return ControlMessage(self.ranks, replace(status, sizes=sizes, counts=counts, failure=failure))
 
     def hand_out(self, current: InFlightBatch, following: list[InFlightBatch]) -> None:

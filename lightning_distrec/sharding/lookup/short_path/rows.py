@@ -26,7 +26,11 @@ class RowsExchange:
         self._sharding, self._group = sharding, sharding.group
         self._examples = examples
         self._shape = rows.shape
-        self._widths = list(map(sum, sharding.widths))
+        widths = list(map(sum, sharding.widths))
+        self._per_holder = [examples * width for width in widths]
+        """Numbers that come from each rank: of its columns, for this rank's examples."""
+        self._per_rank = [examples * rows.shape[1]] * len(widths)
+        """Numbers that go to each rank."""
         self.on_gradient: list[Callable[[Tensor], None]] = []
         """Called in backward, before gradients are sent, with one of them."""
         self._work: Any = None
@@ -44,9 +48,9 @@ class RowsExchange:
             self._buffer = rows.new_empty(self._examples, self._shape[1])
             self._work = dist.reduce_scatter_tensor(self._buffer, rows, group=self._group, async_op=True)
         else:
-            self._buffer = rows.new_empty(self._examples * sum(self._widths))
+            self._buffer = rows.new_empty(sum(self._per_holder))
             self._work = dist.all_to_all_single(
-                self._buffer, rows.view(-1), self._per_holder(), self._per_rank(), self._group, async_op=True
+                self._buffer, rows.view(-1), self._per_holder, self._per_rank, self._group, async_op=True
             )
         self._sent = rows  # until it has been sent
 
@@ -56,7 +60,7 @@ class RowsExchange:
         if self._sharding.num_rows is not None:
             return list(self._buffer.split(self._sharding.widths[0], dim=1))
         columns: list[Tensor] = []
-        for part, widths in zip(self._buffer.split(self._per_holder()), self._sharding.widths, strict=True):
+        for part, widths in zip(self._buffer.split(self._per_holder), self._sharding.widths, strict=True):
             if widths:
                 columns += part.view(self._examples, -1).split(widths, dim=1)
         return columns
@@ -70,14 +74,14 @@ class RowsExchange:
             self._buffer = sent.new_empty(self._shape)
             self._work = dist.all_gather_into_tensor(self._buffer, sent, group=self._group, async_op=True)
         else:
-            sent = self._buffer.new_empty(self._examples * sum(self._widths))
+            sent = self._buffer.new_empty(sum(self._per_holder))
             ends = [0, *accumulate(map(len, self._sharding.widths))]
-            for part, first, end in zip(sent.split(self._per_holder()), ends, ends[1:], strict=False):
+            for part, first, end in zip(sent.split(self._per_holder), ends, ends[1:], strict=False):
                 if first < end:
                     torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
             self._buffer = sent.new_empty(self._shape)
             self._work = dist.all_to_all_single(
-                self._buffer.view(-1), sent, self._per_rank(), self._per_holder(), self._group, async_op=True
+                self._buffer.view(-1), sent, self._per_rank, self._per_holder, self._group, async_op=True
             )
         self._sent = sent
 
@@ -90,12 +94,6 @@ class RowsExchange:
     def _wait(self) -> None:
         self._work.wait()
         self._work = self._sent = None
-
-    def _per_holder(self) -> list[int]:
-        return [self._examples * width for width in self._widths]
-
-    def _per_rank(self) -> list[int]:
-        return [self._examples * self._shape[1]] * len(self._widths)
 
 
 class _SendRows(torch.autograd.Function):
