@@ -191,7 +191,7 @@ def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int |
 
 
 def _is_on_its_device(metric: Metric) -> bool:
-    """Tell whether moving this metric to its device, as upstream does at each call, moves nothing."""
+    """Whether moving this metric to its device, as upstream does at each call, moves nothing."""
     device = metric.device
     if metric._modules or (metric._computed is not None and not isinstance(metric._computed, Tensor)):
         return False

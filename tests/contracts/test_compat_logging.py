@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
-from lightning_distrec._compat.lightning_logging import log_at_less_python
+from lightning_distrec._compat import lightning_logging as _lightning_logging
 
 
 class Model(pl.LightningModule):
@@ -90,7 +90,7 @@ def _fit(lean: bool, folder: Path) -> tuple[Any, ...]:
         max_epochs=3, accelerator="cpu", callbacks=[seen], logger=CSVLogger(folder), log_every_n_steps=2,
         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=1, val_check_interval=3,
     )  # fmt: skip
-    undo = log_at_less_python(trainer) if lean else lambda: None
+    undo = _lightning_logging.log_at_less_python(trainer) if lean else lambda: None
     data = torch.linspace(-2, 2, 28).reshape(14, 2)[torch.randperm(14)]
     trainer.fit(model, DataLoader(data, batch_size=2), DataLoader(data[:2]))
     undo()
@@ -146,7 +146,7 @@ def test_a_wrong_call_after_right_ones_raises_as_upstream_s(wrong: Any) -> None:
     for lean in (True, False):
         trainer = pl.Trainer(**OPTIONS)
         if lean:
-            log_at_less_python(trainer)
+            _lightning_logging.log_at_less_python(trainer)
         with pytest.raises((MisconfigurationException, ValueError)) as info:
             trainer.fit(Logs(_wrong(3, wrong)), DataLoader(torch.ones(6, 2)))
         assert trainer.global_step == 3
@@ -168,7 +168,7 @@ def test_a_call_that_recurs_takes_few_functions() -> None:
         sys.setprofile(None)
 
     trainer = pl.Trainer(**OPTIONS)
-    undo = log_at_less_python(trainer)
+    undo = _lightning_logging.log_at_less_python(trainer)
     trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
     undo()
     assert counts[4] <= 12 < counts[0] / 10, counts
