@@ -54,8 +54,6 @@ class KernelCall:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         name = _OPERATORS.get(kernel.optimizer.value)
-        # Sums of the numbers of rows are computed in the ids' type on a GPU.
-        self._takes_small = sum(rows for rows, *_ in kernel.embedding_specs) < 2**31
         is_plain = not any(spec[2].name == "MANAGED_CACHING" for spec in kernel.embedding_specs)
         counts = kernel._used_rowwise_adagrad_with_counter or kernel._used_rowwise_adagrad_with_global_weight_decay
         self._name = name if is_plain and not counts else None
@@ -64,13 +62,12 @@ class KernelCall:
 
     def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """Return the bags, (num_bags, sum of widths). ids: (num_ids,). offsets: (num_features * num_bags + 1,)."""
-        kernel = self._kernel
+        # As torchrec's lookups: an activation checkpoint that recomputes by these must save the same types.
+        kernel, ids, offsets = self._kernel, ids.long(), offsets.long()
         if self._name is None or kernel._forward_hooks or kernel._forward_pre_hooks:
             self._kept = None
-            rows: Tensor = kernel(indices=ids.long(), offsets=offsets.long())
+            rows: Tensor = kernel(indices=ids, offsets=offsets)
             return rows
-        if not self._takes_small:
-            ids, offsets = ids.long(), offsets.long()
         others = (kernel.learning_rate_tensor, kernel.optimizer_args)
         state = list(map(id, (*kernel._buffers.values(), *kernel._parameters.values(), *others)))
         if self._kept is None or state != self._state:

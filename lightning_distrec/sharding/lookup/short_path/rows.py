@@ -36,11 +36,12 @@ class RowsExchange:
         self._work: Any = None
         self._buffer: Tensor
         self._sent: Tensor | None = None
-        self._out: Tensor = _SendRows.apply(self, rows)
+        self._out: Tensor | None = _SendRows.apply(self, rows)
 
     def wait(self) -> dict[str, Tensor]:
         """Wait for the rows; return output -> (examples, width)."""
-        return dict(zip(self._sharding.names, _ReceiveRows.apply(self, self._out), strict=True))
+        out, self._out = self._out, None  # its node refers to this object, in a cycle that would keep the graph
+        return dict(zip(self._sharding.names, _ReceiveRows.apply(self, out), strict=True))
 
     def send_rows(self, rows: Tensor) -> None:
         """Collective. Send the rows to the ranks that have the examples."""
