@@ -23,6 +23,7 @@ from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
 from tests.support.mapped_models import (
     FEATURES,
+    Checkpointed,
     DynamicModel,
     ManagedModel,
     ManagedSequences,
@@ -273,6 +274,7 @@ REFUSED: dict[str, tuple[type[ManagedModel], dict[str, Any], dict[str, Any], str
     "read": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "gathered_weight": True}}, "have no fixed ids"),
     "kernel": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "compute_kernels": ["fused_uvm"]}}, "it needs fused"),
     "ranks": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "buckets": 3}}, "3 buckets, which 2 ranks cannot share"),
+    "checkpoint": (Checkpointed, {}, DYNAMIC["tables"], "is looked up inside of an activation checkpoint"),
     "managed": (ManagedModel, {}, {"users": WITH_BUCKETS}, "its module maps ids itself"),
     "torchrec's": (ManagedModel, {"total_num_buckets": 3}, {}, "have 3 buckets, which 2 ranks cannot share evenly"),
     "unserved": (ManagedModel, {"disable_fallback": True}, {}, "disable_fallback=True, which leaves ids out, is not"),
@@ -289,7 +291,7 @@ def _refused(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str
     return ""
 
 
-def test_what_would_map_ids_otherwise_is_refused_before_training() -> None:
+def test_what_would_map_ids_otherwise_is_refused() -> None:
     calls = {name: (_refused, kind, options, tables) for name, (kind, options, tables, _) in REFUSED.items()}
     for of_rank in run_each_on_ranks(calls, 2):
         for name, (*_, message) in REFUSED.items():

@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
@@ -132,6 +133,18 @@ class DynamicModel(ManagedModel):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return super().forward(batch) + self.first(batch["first"]).sum(1)
+
+
+class Checkpointed(DynamicModel):
+    """The same inside of an activation checkpoint."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = checkpoint(super().forward, batch, use_reentrant=self.reentrant)
+        return found
 
 
 class Padded(DynamicModel):

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec._compat.torch import in_backward, saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
+from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed
 from lightning_distrec.sharding.row_gradients import LocalShard
@@ -85,7 +87,15 @@ class MappedIds:
 
     @torch.no_grad()
     def map(self, arrived: Any) -> None:
-        """Replace the ids that have arrived for row-wise tables, in torchrec's KJTList, by this rank's rows."""
+        """Replace the ids that have arrived for row-wise tables, in torchrec's KJTList, by this rank's rows.
+
+        Raises ShardingError: an activation checkpoint would map them a second time, perhaps to other rows.
+        """
+        if saved_tensors_are_hooked() or in_backward():
+            raise ShardingError(
+                f"table '{next(iter(self._mappings))}' maps ids to rows, and is looked up inside of an activation "
+                "checkpoint, which looks up again in backward, where an id may have another row. Look it up outside."
+            )
         features = arrived[self._place]
         counts = features.length_per_key()
         parts, feature, first = [], 0, 0
