@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication, RankMonitor, Throughput, Timeline
 from lightning_distrec.callbacks.communication import print_table
-from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS, IDS, KINDS, OTHER, ROW_GRADIENTS, ROWS
+from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS, IDS, KINDS, OTHER, REPLICAS, ROW_GRADIENTS, ROWS
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.weights.shard_of import without_guards
 from tests.support.click_model import FEATURES, ClickModel, make_batch, seeded
@@ -133,7 +133,7 @@ def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
         assert {kind: row[f"communication/{kind.replace(' ', '_')}_bytes"] for kind in KINDS} == sent
         assert row["communication/all_bytes"] == sum(sent.values())
         calls = {kind: row.get(f"communication/{kind.replace(' ', '_')}_calls") for kind in KINDS}
-        assert calls == {IDS: 1, ROWS: 1, ROW_GRADIENTS: 1, DENSE_GRADIENTS: None, OTHER: 2}
+        assert calls == {IDS: 1, ROWS: 1, ROW_GRADIENTS: 1, DENSE_GRADIENTS: None, REPLICAS: None, OTHER: 2}
         for kind in (IDS, ROWS, ROW_GRADIENTS, OTHER):
             assert 0 < row[f"communication/{kind.replace(' ', '_')}_ms"] < 1000
         assert "communication/across_nodes_bytes" not in row
@@ -247,10 +247,10 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
 
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     of_ranks = torch.zeros(2, 4, len(KINDS))
-    of_ranks[0, 0], of_ranks[1, 0] = torch.tensor([8.0, 2000, 0, 5, 0]), torch.tensor([8.0, 4000, 0, 5, 0])
+    of_ranks[0, 0], of_ranks[1, 0] = torch.tensor([8.0, 2000, 0, 5, 0, 0]), torch.tensor([8.0, 4000, 0, 5, 0, 0])
     of_ranks[:, 1] = of_ranks[:, 0] / 2
-    of_ranks[:, 2] = torch.tensor([1.0, 1, 1, 0, 2])
-    of_ranks[:, 3] = torch.tensor([0.0, 0.002, 0, 0, 0.0001])
+    of_ranks[:, 2] = torch.tensor([1.0, 1, 1, 0, 0, 2])
+    of_ranks[:, 3] = torch.tensor([0.0, 0.002, 0, 0, 0, 0.0001])
     print_table(of_ranks, 1, 7, console)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     assert "Bytes sent per rank and step (2 ranks, 7 steps)" in lines
