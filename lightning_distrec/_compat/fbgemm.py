@@ -47,8 +47,8 @@ class KernelCall:
     A kernel's forward gathers 40 arguments for one operator. They stay the same from call to call but for ids and
     offsets, so that those of one call are kept, until the kernel gets other tensors or hooks. Bounds are not checked
     again: ids are in range when they are sent.
-    Source: SplitTableBatchedEmbeddingBagsCodegen.forward and its lookup_*.invoke. Optimizers that count iterations,
-    and caches, go through that forward.
+    Source: SplitTableBatchedEmbeddingBagsCodegen.forward and its lookup_*.invoke. Optimizers whose
+    numbers depend on the count of iterations, and caches, go through that forward, which alone counts.
     """
 
     def __init__(self, kernel: Any) -> None:

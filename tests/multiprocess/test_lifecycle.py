@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from tests.support.click_model import (
@@ -148,7 +148,7 @@ def _evaluation_counters() -> list[int]:
 
     model.on_validation_start = count  # type: ignore[method-assign]
     model.on_validation_end = count  # type: ignore[method-assign]
-    make_trainer(max_epochs=2).fit(model, rank_loader(5, rank), rank_loader(3, rank))
+    make_trainer({"pipeline": {"depth": 1}}, max_epochs=2).fit(model, rank_loader(5, rank), rank_loader(3, rank))
     return counters
 
 
