@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from tests.support.click_model import (
