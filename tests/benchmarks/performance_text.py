@@ -62,7 +62,7 @@ Medians of another run on the same machine:
 - **Un-pipelined**, the rest is Lightning's loop: 2 to 3 ms, of which our checks take 0.3 ms. A lookup has the exchanges
   of the hand-written loop and no more.
 - **Pipelined**, early lookups and early gradients pay for it. Waiting for the control message takes 0.03 ms.
-- **Logged**: two `self.log` and an update of BinaryAUROC take 2.5 ms.
+- **Logged**: `self.log` calls that recur check their arguments once; see [host time](#host-time-of-a-step).
 - **On a link of 200 Mbit/s** every exact contender misses the aim. Rows must be here before gradients can leave, so the
   bytes themselves are the step: fewer bytes help, as `quantized_comms` shows."""
 """What was found, put here by hand."""
