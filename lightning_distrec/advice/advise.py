@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_distrec.advice.planned_share import planned_share
+from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.estimates.activation_budget import MAX_MEMORY_SHARE
 from lightning_distrec.strategies.estimates.estimate import (
@@ -64,8 +65,10 @@ def advise(
         table_settings = table_settings or TorchRecShardedStrategy().table_settings
         planned, why_not = planned_share(module, job, settings, device_type, table_settings, profile)
     estimates = estimate_strategies(sizes, job, profile, planned)
+    stages, stages_notes = estimate_stages(module, sizes, job, settings, profile)
+    estimates.append(stages)
     chosen, reason = _choose(sizes, estimates, job, conversion.min_rows)
-    notes = _notes(sizes, job, profile, why_not)
+    notes = _notes(sizes, job, profile, why_not) + stages_notes
     return Advice(job=job, estimates=estimates, chosen=chosen, reason=reason, notes=notes)
 
 
@@ -92,10 +95,30 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
         return DDP, f"the replicated module needs {format_bytes(ddp.total)}, which is within {memory}"
     replicated = f"the replicated module needs {format_bytes(ddp.total)}, more than {memory}"
     if fsdp.refused:
-        return DDP, f"{replicated}, but fsdp_tuned refuses it: {fsdp.refused}"
-    too_much = "" if fsdp.total <= usable else ", which is too much as well: use more ranks"
-    ranks = quantity(job.num_ranks, "rank")
-    return FSDP, f"{replicated}; sharded over {ranks} it needs {format_bytes(fsdp.total)}{too_much}"
+        sharded = f", but fsdp_tuned refuses it: {fsdp.refused}"
+    else:
+        sharded = f"; sharded over {quantity(job.num_ranks, 'rank')} it needs {format_bytes(fsdp.total)}"
+        if fsdp.total <= usable:
+            return FSDP, replicated + sharded
+    stages = by_name[PIPELINE]
+    if not stages.refused and stages.total <= usable:
+        return PIPELINE, f"{replicated}{sharded}; the fullest stage needs {format_bytes(stages.total)}"
+    if fsdp.refused:
+        return DDP, f"{replicated}{sharded}{_without_activations(ddp, usable)}"
+    return FSDP, f"{replicated}{sharded}, which is too much as well: " + (
+        _without_activations(fsdp, usable).removeprefix("; ") or "use more ranks"
+    )
+
+
+def _without_activations(estimate: Estimate, usable: float) -> str:
+    """Return what to do where only activations are too much; "" where other things are too."""
+    activations = estimate.memory.get("activations", 0.0)
+    if not activations or estimate.total - activations > usable:
+        return ""
+    return (
+        f"; activations are {format_bytes(activations)} of it: compute them again in backward "
+        "(activation_checkpointing: auto)"
+    )
 
 
 def _describe_tables(tables: list[TableSize], large: TableSize, share: float) -> str:

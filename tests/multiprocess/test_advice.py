@@ -5,18 +5,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
+from lightning_distrec.absent_tensors import AbsentTensor
 from lightning_distrec.advice.advise import Advice, advise
 from lightning_distrec.sharding.weights.shard_of import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate, Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from tests.support.advised_models import BATCH, KINDS, batches
 from tests.support.embedding_models import loader
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
@@ -37,7 +39,7 @@ class CountsBytes(pl.Callback):
 
     @without_guards  # shards are plain tensors
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        parameters = list(pl_module.parameters())
+        parameters = [p for p in pl_module.parameters() if not isinstance(p, AbsentTensor)]
         states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         tables = getattr(trainer.strategy, "run_tables", None)
         for kernel, _ in tables.shards.kernels if tables else []:
@@ -121,3 +123,40 @@ def test_a_rank_sends_what_is_estimated(case: str, counted: list[dict[str, Any]]
         sum(_sent(case, counted).values()), rel=0.1, abs=600
     )
 
+
+
+def _run_stages() -> tuple[dict[str, int], dict[str, float]]:
+    """Return what this rank of a pipeline holds, and what it sends to another in the last step."""
+    sent = [0]
+    original = dist.P2POp
+
+    class Counted(original):  # type: ignore[misc,valid-type]
+        def __init__(self, op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().__init__(op, tensor, *args, **kwargs)
+            sent[0] += _bytes([tensor]) if op is dist.isend else 0
+
+    class BeginsAgain(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            sent[0] = 0
+
+    dist.P2POp = Counted
+    try:
+        pl.seed_everything(5)
+        counts = CountsBytes()
+        trainer = pl.Trainer(
+            strategy="pipeline_parallel", devices=NUM_RANKS, callbacks=[counts, BeginsAgain()], **DEFAULTS
+        )
+        trainer.fit(KINDS["Chained"]("AdamW"), loader(batches(0, STEPS)))
+    finally:
+        dist.P2POp = original
+    return counts.held, {"stages": float(sent[0])}
+
+
+def test_the_fullest_stage_holds_and_sends_what_is_estimated() -> None:
+    row = _row(_advice("Chained", "AdamW"), "pipeline_parallel")
+    ranks = run_on_warm_ranks(_run_stages, NUM_RANKS)
+    held = max((held for held, _ in ranks), key=lambda held: sum(held.values()))
+    assert {part: row.memory[part] for part in PERSISTENT} == pytest.approx(held, rel=0.01)
+    most = max(sent["stages"] for _, sent in ranks)
+    assert most > 0
+    assert row.sent_total == pytest.approx(most, rel=0.1)

@@ -103,7 +103,20 @@ class WithBags(Advised):
         return self.layer(self.bags(features).values())
 
 
-KINDS: dict[str, type[Advised]] = {kind.__name__: kind for kind in (Wide, WithTable, WithLayers, WithBags)}
+class Chained(Advised):
+    """Blocks that pipeline_parallel splits, a layer before them and one after them."""
+
+    def __init__(self, optimizer: str = "AdamW") -> None:
+        super().__init__(optimizer)
+        self.first = nn.Linear(6, 256)
+        self.blocks = nn.Sequential(*(nn.Linear(*size) for size in ((256, 512), (512, 512), (512, 384), (384, 512))))
+        self.last = nn.Linear(512, 77)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first((batch % 7).float())).relu())
+
+
+KINDS: dict[str, type[Advised]] = {kind.__name__: kind for kind in (Wide, WithTable, WithLayers, WithBags, Chained)}
 
 
 def batches(rank: int, steps: int) -> list[Tensor]:

@@ -15,7 +15,8 @@ from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.estimates.estimate import Estimate, Job, estimate_strategies
 from lightning_distrec.strategies.estimates.module_sizes import measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
-from tests.support.advised_models import Advised, Wide, WithBags, WithTable, batches
+from tests.benchmarks.decision_tree import PICTURE, drawn
+from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithTable, batches
 
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
 
@@ -33,7 +34,7 @@ def test_a_module_that_fits_trains_by_ddp() -> None:
     advice = of(Wide())
     assert advice.chosen == "ddp_tuned"
     assert advice.reason == "the replicated module needs 49.2 MiB, which is within 80% of a rank's 953.7 MiB"
-    assert [row.strategy for row in advice.estimates] == ["ddp_tuned", "fsdp_tuned"]
+    assert [row.strategy for row in advice.estimates] == ["ddp_tuned", "fsdp_tuned", "pipeline_parallel"]
 
 
 def test_a_module_that_does_not_fit_is_sharded_by_fsdp() -> None:
@@ -231,3 +232,46 @@ def test_what_does_not_fit_is_marked(memory_bytes: int, shown: str, capsys: pyte
     assert shown in next(line for line in lines if "ddp_tuned " in line)
     assert any(line.startswith(f"strategy: {advice.chosen}, because ") for line in lines)
     assert as_json(advice)["strategies"][0]["fits"] == (shown == "fits")
+
+
+def test_stages_are_estimated_where_a_chain_is_split() -> None:
+    module = Chained()
+    profile = profile_step(module, batches(0, 1)[0], 16, "32-true")
+    advice = of(module, profile)
+    stages = row(advice, "pipeline_parallel")
+    assert stages.memory["parameters"] == 4 * (512 * 512 + 512)
+    assert stages.memory["activations"] < row(advice, "ddp_tuned").memory["activations"]
+    # The second of four stages: 384 numbers for each example on, and the gradients of 512 back.
+    assert stages.sent == {"stage outputs": 16 * 512 * 4, "stage gradients": 16 * 512 * 4, "dense gradients": 0}
+    assert "ranks idle 43% of a step at best" in advice.notes[-1]  # 3 / (4 + 3)
+    replicas = of(module, profile, num_ranks=8)
+    assert "4 stages (stages: 4)" in replicas.notes[-1]
+    assert row(replicas, "pipeline_parallel").sent["dense gradients"] == stages.memory["parameters"]
+
+
+def test_stages_are_advised_where_only_they_fit() -> None:
+    advice = of(Chained(), memory_bytes=int(1.3 * row(of(Chained()), "pipeline_parallel").total))
+    assert advice.chosen == "pipeline_parallel", advice.reason
+    assert "; the fullest stage needs " in advice.reason
+
+
+def test_why_there_are_no_stages() -> None:
+    module = Wide()
+    profile = profile_step(module, batches(0, 1)[0], 16, "32-true")
+    assert "what 'blocks.0' returns" in row(of(module, profile, num_ranks=2), "pipeline_parallel").refused
+    assert "has no chain of blocks" in row(of(WithBags()), "pipeline_parallel").refused
+    assert "cannot be split into 5 stages" in row(of(module, num_ranks=5), "pipeline_parallel").refused
+    assert "use at least 2" in row(of(module, num_ranks=1), "pipeline_parallel").refused
+
+
+def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
+    advice = of(Wide(), StepProfile(batch_size=8, activation_bytes=10**9), num_ranks=5)
+    assert "cannot be split into 5 stages" in row(advice, "pipeline_parallel").refused
+    assert advice.chosen == "fsdp_tuned"
+    assert advice.reason.endswith(
+        "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: auto)"
+    )
+
+
+def test_the_picture_of_the_rules_is_the_drawn_one() -> None:
+    assert PICTURE.read_text() == drawn()

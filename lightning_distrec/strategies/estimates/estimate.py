@@ -81,13 +81,13 @@ def estimate_strategies(
     if planned is not None and rows is not None:
         rows = planned.sent
     estimates = [
-        Estimate(strategy=DDP, memory=_ddp_memory(every, job), sent=_ddp_sent(every, job)),
+        Estimate(strategy=DDP, memory=replicated_memory(every, job), sent=_ddp_sent(every, job)),
         Estimate(strategy=FSDP, memory=_fsdp_memory(every, job), sent=_fsdp_sent(every, job)),
     ]
     if sizes.tables or TORCHREC in sizes.refused:
         tables = _tables_memory(sizes.tables, job) if planned is None else planned.memory
         sent = None if rows is None else rows | _ddp_sent(dense, job)
-        estimates.append(Estimate(strategy=TORCHREC, memory=_added(_ddp_memory(dense, job), tables), sent=sent))
+        estimates.append(Estimate(strategy=TORCHREC, memory=_added(replicated_memory(dense, job), tables), sent=sent))
         sent = None if rows is None else rows | _fsdp_sent(dense, job)
         estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(_fsdp_memory(dense, job), tables), sent=sent))
     return [_completed(estimate, sizes, profile) for estimate in estimates]
@@ -95,7 +95,7 @@ def estimate_strategies(
 
 def dense_memory(sizes: ModuleSizes, job: Job, is_sharded: bool) -> dict[str, float]:
     """Return the memory of the layers without tables on a rank: replicated as under DDP, or sharded by FSDP."""
-    memory = _fsdp_memory(sizes.dense_parameters, job) if is_sharded else _ddp_memory(sizes.dense_parameters, job)
+    memory = _fsdp_memory(sizes.dense_parameters, job) if is_sharded else replicated_memory(sizes.dense_parameters, job)
     return _added(memory, {"parameters": float(sizes.buffer_bytes)})
 
 
@@ -110,7 +110,8 @@ def _completed(estimate: Estimate, sizes: ModuleSizes, profile: StepProfile) -> 
     return Estimate(strategy=estimate.strategy, memory=memory, sent=estimate.sent)
 
 
-def _ddp_memory(parameters: Iterable[ParameterSize], job: Job) -> dict[str, float]:
+def replicated_memory(parameters: Iterable[ParameterSize], job: Job) -> dict[str, float]:
+    """Return the memory of parameters that a rank has in full, with their gradients and optimizer state."""
     memory = _no_memory()
     for parameter in parameters:
         itemsize = job.itemsize(parameter)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_distrec.sharding.proxies import FEATURE
+from lightning_distrec.strategies.estimates.block_profile import BlockProfile, watch_blocks
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class StepProfile:
     """What a forward keeps for its backward, without parameters; None: not measured."""
     lookups: dict[str, Lookups] = field(default_factory=dict)
     """Path of a module with tables -> what it looks up."""
+    blocks: BlockProfile | None = None
+    """Of the blocks of containers; None: no step was run."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and why."""
 
@@ -46,11 +49,13 @@ def profile_step(module: LightningModule, batch: Any, batch_size: int | None, pr
         return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
     lookups: dict[str, Lookups] = {}
     batch_sizes: list[int] = []
+    blocks = BlockProfile()
     autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
     try:
         with (
             _count_lookups(module, lookups, batch_sizes),
-            _count_saved_bytes(module) as saved_bytes,
+            watch_blocks(module, blocks),
+            _count_saved_bytes(module, blocks) as saved_bytes,
             autocast,
             warnings.catch_warnings(),
         ):
@@ -68,11 +73,11 @@ def profile_step(module: LightningModule, batch: Any, batch_size: int | None, pr
         module.zero_grad(set_to_none=True)
     if batch_sizes:  # a lookup's stride is the batch size; the caller's is only the first tensor's length
         batch_size = batch_sizes[0]
-    return StepProfile(batch_size=batch_size, activation_bytes=activation_bytes, lookups=lookups)
+    return StepProfile(batch_size=batch_size, activation_bytes=activation_bytes, lookups=lookups, blocks=blocks)
 
 
 @contextmanager
-def _count_saved_bytes(module: nn.Module) -> Iterator[dict[int, int]]:
+def _count_saved_bytes(module: nn.Module, blocks: BlockProfile) -> Iterator[dict[int, int]]:
     """Yield address of a storage -> its bytes, for all that autograd saves inside; parameters and buffers excluded."""
     own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
     saved_bytes: dict[int, int] = {}
@@ -82,6 +87,8 @@ def _count_saved_bytes(module: nn.Module) -> Iterator[dict[int, int]]:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
+                if storage.data_ptr() not in saved_bytes:
+                    blocks.saved_bytes.update(dict.fromkeys(blocks.running, storage.nbytes()))
                 saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

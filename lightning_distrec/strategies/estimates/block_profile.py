@@ -1,0 +1,51 @@
+"""What one step shows about the blocks of a module's containers: what is passed on, and what is kept for backward."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """Of each block of an nn.Sequential or nn.ModuleList, by its path."""
+
+    input_bytes: dict[str, int] = field(default_factory=dict)
+    """Of its first argument."""
+    follows: set[str] = field(default_factory=set)
+    """Those whose first argument is the very output of the block before."""
+    saved_bytes: Counter[str] = field(default_factory=Counter)
+    """What its forward keeps for backward."""
+    running: list[str] = field(default_factory=list)
+    """The blocks whose forward runs at the moment."""
+
+
+@contextmanager
+def watch_blocks(module: nn.Module, found: BlockProfile) -> Iterator[None]:
+    """Record what the blocks of a module get while they run inside."""
+    outputs: dict[str, Any] = {}
+
+    def watch(path: str, before: str, block: nn.Module, hooks: ExitStack) -> None:
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+            found.running.append(path)
+            if args and isinstance(args[0], Tensor):
+                found.input_bytes[path] = args[0].numel() * args[0].itemsize
+                if before in outputs and outputs[before] is args[0]:
+                    found.follows.add(path)
+
+        def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            found.running.pop()
+            outputs[path] = output
+
+        hooks.callback(block.register_forward_pre_hook(enter).remove)
+        hooks.callback(block.register_forward_hook(leave).remove)
+
+    with ExitStack() as hooks:
+        for name, container in module.named_modules():
+            if name and isinstance(container, (nn.Sequential, nn.ModuleList)):
+                for number, block in enumerate(container):
+                    watch(f"{name}.{number}", f"{name}.{number - 1}", block, hooks)
+        yield
