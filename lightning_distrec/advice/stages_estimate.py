@@ -101,7 +101,7 @@ def _sent(
 ) -> dict[str, float]:
     """Return what the rank that sends the most sends: outputs on, gradients back, and gradients to its replicas."""
     of_stages = []
-    entering = [inputs[layout.chain.path_of(begin)] for begin in layout.begins]
+    entering = [inputs.get(layout.chain.path_of(begin), 0) for begin in layout.begins]  # the first may get it by name
     for stage in range(layout.num_stages):
         own = [p for p in sizes.parameters if layout.stage_of[p.name] == stage and p.requires_grad]
         gradients = sum(p.numel * job.itemsize(p) for p in own)

@@ -249,6 +249,24 @@ def test_stages_are_estimated_where_a_chain_is_split() -> None:
     assert row(replicas, "pipeline_parallel").sent["dense gradients"] == stages.memory["parameters"]
 
 
+class NamedInput(Chained):
+    """Gives its first block the input by name."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.blocks[0](input=self.first((batch % 7).float()))
+        for block in self.blocks[1:]:
+            hidden = block(hidden)
+        return self.last(hidden)
+
+
+def test_a_first_block_may_get_its_input_by_name() -> None:
+    sent = []
+    for module in (NamedInput(), Chained()):
+        profile = profile_step(module, batches(0, 1)[0], 16, "32-true")
+        sent.append(row(of(module, profile), "pipeline_parallel").sent)
+    assert sent[0] == sent[1] is not None
+
+
 def test_stages_are_advised_where_only_they_fit() -> None:
     advice = of(Chained(), memory_bytes=int(1.3 * row(of(Chained()), "pipeline_parallel").total))
     assert advice.chosen == "pipeline_parallel", advice.reason
