@@ -1,5 +1,4 @@
-"""`Trainer(strategy="pipeline_parallel")`: an unchanged module whose chain of blocks is split into stages over "
-"ranks."""
+"""`Trainer(strategy="pipeline_parallel")`: an unchanged module whose chain of blocks is split over ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ class PipelineRun(Run):
     """What pipeline_parallel has during one run."""
 
     pipelined: PipelinedModule | None = None
-    """The module in stages, once it is layout."""
+    """The module in stages, once it is split."""
 
     @property
     def steps(self) -> PipelinedModule:

@@ -28,7 +28,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Where a chain is layout, and what each stage has."""
+    """Where a chain is split, and what each stage has."""
 
     chain: Chain
     begins: tuple[int, ...]

@@ -26,7 +26,7 @@ from lightning_distrec.units import format_bytes
 Times = Callable[[], list[int] | None]
 """Collective. Returns the nanoseconds that each block takes."""
 _split_as: "WeakKeyDictionary[nn.Module, tuple[StageOptions, StageLayout]]" = WeakKeyDictionary()
-"""Module -> the options with which it is layout, and where."""
+"""Module -> the options with which it is split, and where."""
 
 
 def split_module(

@@ -11,7 +11,7 @@ Split = Literal["parameters", "time"] | list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """How a chain of blocks is layout, and in which order its stages compute."""
+    """How a chain of blocks is split, and in which order its stages compute."""
 
     microbatches: int = 4
     """Parts of a batch that are in the stages at the same time. A batch that cannot be divided so is divided into
@@ -28,10 +28,10 @@ class StageOptions:
     """Stages that each rank computes; 2 or more with schedule="interleaved_1f1b" only."""
 
     chain: str = "auto"
-    """Path of the nn.Sequential or nn.ModuleList that is layout. "auto": the one with the most parameters."""
+    """Path of the nn.Sequential or nn.ModuleList that is split. "auto": the one with the most parameters."""
 
     split: Split = "parameters"
-    """Where it is layout. "parameters": so that the largest stage has as few as possible; "time": so that
+    """Where it is split. "parameters": so that the largest stage has as few as possible; "time": so that
     the slowest is as fast as possible, by a forward of the first batch; or a list of the paths of the
     blocks with which stages begin, all but the first."""
 
