@@ -37,7 +37,7 @@ from tests.support.trainers import make_trainer
 
 STEPS = 6
 OF = 6
-"""Each step has the batches of so many ranks, whatever the number of ranks is."""
+"""Each step has the batches of this number of ranks, however many ranks train."""
 
 
 class Logged(DummyLogger):

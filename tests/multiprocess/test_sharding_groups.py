@@ -1,4 +1,4 @@
-"""Tables that are sharded within groups of ranks, with a replica in each: exact at sync_interval=1, told above."""
+"""Tables that are sharded within groups of ranks, each with a replica: exact at sync_interval=1, or with a warning."""
 
 import copy
 import re
@@ -279,7 +279,7 @@ def test_groups_that_average_rows_train_as_copies_that_train_apart(run: str, fou
     assert max(differences.values()) <= limit, differences
     if validates:
         assert found[run][0]["scores"]["val_loss"] == pytest.approx(score, abs=1e-5)
-    assert max(largest_difference(train_plain(run), state).values()) > 10 * limit, "it is told as inexact"
+    assert max(largest_difference(train_plain(run), state).values()) > 10 * limit, "a warning says that it is inexact"
 
 
 def in_groups(*types: str, interval: int = 1, size: int = 2) -> dict[str, Any]:
