@@ -1,4 +1,4 @@
-"""Private names of torchrec: sharded collections, input dist, jagged tensors, and managed collision modules."""
+"""Private names of torchrec: sharded collections, input dist and jagged tensors."""
 
 import contextlib
 import logging
@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler import record_function
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName
 
 
 def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], group: str) -> None:
@@ -151,81 +150,6 @@ def ddp_of_data_parallel_tables(sharded: Any) -> list[Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     return [lookup for lookup in sharded._lookups if isinstance(lookup, DistributedDataParallel)]
-
-
-# ------------------------------------------------------------------------------------ managed collision modules
-
-IDENTITIES = "_hash_zch_identities"
-METADATA = "_hash_zch_metadata"
-BUCKETS = "_hash_zch_bucket"
-"""Names in the state_dict of HashZchManagedCollisionModule."""
-COLLISIONS = "_managed_collision_collection"
-EMBEDDINGS = "_embedding_module"
-MODULES = "_managed_collision_modules"
-"""Names in the state_dict of ManagedCollisionEmbedding(Bag)Collection. Source: torchrec/modules/mc_*.py."""
-
-
-def hash_zch_settings(module: Any) -> dict[str, Any]:
-    """Return what a HashZchManagedCollisionModule was built with. Source: torchrec/modules/hash_mc_modules.py."""
-    config = module._eviction_config
-    reserves = module._opt_in_prob != -1
-    return {
-        "policy": "" if module._eviction_policy_name is None else module._eviction_policy_name.value,
-        "ttl_hours": 0 if config is None else int(config.single_ttl or 0),
-        "percent_reserved": module._percent_reserved_slots if reserves else 0.0,
-    }
-
-
-def why_hash_zch_differs(module: Any, name: str) -> str:
-    """Return the setting by which a HashZchManagedCollisionModule maps ids as `IdMapping` does not; "" for none."""
-    rows, buckets = module.output_size(), module.buckets()
-    by_feature = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
-    reasons = {
-        "output_segments of unequal size": module._output_segments
-        != [rows // buckets * bucket for bucket in range(buckets + 1)],
-        "eviction_policy_name=PER_FEATURE_TTL_EVICTION": module._eviction_policy_name == by_feature,
-        "opt_in_prob below 100, which draws ids at random,": 0 < module._opt_in_prob < 100,
-        "disable_fallback=True, which leaves ids out,": module.disable_fallback,
-        "track_id_freq or write_runtime_meta_dim": module._hash_zch_runtime_meta is not None,
-        "inference_dispatch_div_train_world_size=True": module.input_mapper._inference_dispatch_div_train_world_size,
-        "is_inference=True": module._is_inference,
-        f"a table whose name, '{name}', makes it read-only,": name.lower().endswith(module._read_only_suffix),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def collisions_of(managed: Any) -> Any:
-    """Return the ManagedCollisionCollection of a ManagedCollisionEmbedding(Bag)Collection."""
-    return managed._managed_collision_collection
-
-
-def embeddings_of(managed: Any) -> Any:
-    """Return the EmbeddingBagCollection or EmbeddingCollection of a ManagedCollisionEmbedding(Bag)Collection."""
-    return managed._embedding_module
-
-
-def modules_of(collisions: Any) -> dict[str, nn.Module]:
-    """Return the managed collision module of each table of a ManagedCollisionCollection, by name."""
-    return dict(collisions._managed_collision_modules.items())
-
-
-def returns_remapped_features(managed: Any) -> bool:
-    """Whether calls return the rows' numbers too."""
-    return bool(managed._return_remapped_features)
-
-
-def hash_zch_state(module: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the identities and the metadata, (zch_size, 1) each; no metadata: nothing is evicted."""
-    metadata = module._hash_zch_metadata
-    has_metadata = metadata is not None and metadata.numel() == module._hash_zch_identities.numel()
-    return module._hash_zch_identities.data, metadata if has_metadata else None
-
-
-def set_hash_zch_state(module: Any, identities: Tensor, metadata: Tensor | None) -> None:
-    """Set the identities and the metadata; those without rows free their memory."""
-    module._hash_zch_identities.data = identities
-    if metadata is not None:
-        module._hash_zch_metadata = metadata
 
 
 def row_wise_sharding(sharded: Any) -> tuple[int, Any]:

@@ -45,13 +45,15 @@ def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
 
 def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Let lookups of `module` take ids of any range, where a checkpoint's state has the rows of their ids."""
-    if not any(key.endswith(".ids_made_for") for key in state):
+    if not any(key.endswith((".ids_made_for", "._output_segments_tensor")) for key in state):
         return
-    from lightning_distrec.sharding.mapping.unsharded import find_rows_by, finds_rows, lookups_with_mappings
+    from lightning_distrec.sharding.mapping import unsharded
 
-    for lookup, of_lookup in lookups_with_mappings(module, state):
-        if not finds_rows(lookup):
-            find_rows_by(lookup, {name: materialized(value) for name, value in of_lookup.items()})
+    for mch, segments in unsharded.mch_modules_of(module, state):
+        unsharded.share_rows_of_buckets(mch, materialized(segments))
+    for lookup, of_lookup in unsharded.lookups_with_mappings(module, state):
+        if not unsharded.finds_rows(lookup):
+            unsharded.find_rows_by(lookup, {name: materialized(value) for name, value in of_lookup.items()})
 
 
 def _find_rows_too(new: nn.Module, original: nn.Module) -> None:

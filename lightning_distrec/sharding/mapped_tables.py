@@ -7,18 +7,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_distrec._compat.torchrec import (
+from lightning_distrec._compat.torchrec_collisions import (
     COLLISIONS,
     EMBEDDINGS,
     IDENTITIES,
+    MCH_IDS,
     METADATA,
     MODULES,
     hash_zch_state,
     set_hash_zch_state,
 )
+from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
-from lightning_distrec.sharding.mapping.state import ShardedCollisions
-from lightning_distrec.sharding.mapping.unsharded import find_rows_by, lookups_with_mappings
+from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
+from lightning_distrec.sharding.mapping.spec import MchSpec
+from lightning_distrec.sharding.mapping.state import AnyMapping, ShardedCollisions
+from lightning_distrec.sharding.mapping.unsharded import find_rows_by, lookups_with_mappings, restore_mch
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import Table, managed_module
 
@@ -41,7 +45,8 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
         else:
             per_rank = spec.num_buckets // num_ranks
             shard = result.shards[name][0]
-            mapping = IdMapping(spec, rank * per_rank, per_rank, shard.weight.device)
+            own, module = (rank * per_rank, per_rank, shard.weight.device), managed_module(table)
+            mapping = MchMapping(spec, *own, module) if isinstance(spec, MchSpec) else IdMapping(spec, *own)
             assert shard.row == mapping.first_row
             _begin(mapping, table)
             result.mappings[name] = mapping
@@ -69,6 +74,8 @@ def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
         module = managed_module(table)
         if module is not None:
             prefix = f"{table.collection.removesuffix(EMBEDDINGS)}{COLLISIONS}.{MODULES}.{table.name}."
+            if prefix + MCH_IDS in full:
+                restore_mch(module, {name.removeprefix(prefix): value for name, value in full.items()})
             if prefix + IDENTITIES in full:
                 set_hash_zch_state(module, full[prefix + IDENTITIES], full.get(prefix + METADATA))
     root = nn.Module()
@@ -79,10 +86,17 @@ def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
             find_rows_by(lookup, of_lookup)
 
 
-def _begin(mapping: IdMapping, table: Table) -> None:
-    """Take this rank's part of the mapping of torchrec's module, and free that."""
+def _begin(mapping: AnyMapping, table: Table) -> None:
+    """Take this rank's part of the mapping of torchrec's module, and free that.
+
+    Raises ShardingError: it has learned rows that buckets would not give.
+    """
     module = managed_module(table)
     if module is None:
+        return
+    if isinstance(mapping, MchMapping):
+        if problem := mapping.begin():
+            raise ShardingError(f"table '{table.full_name}': {problem}")
         return
     identities, used = hash_zch_state(module)
     rows = slice(mapping.first_row, mapping.first_row + mapping.num_rows)

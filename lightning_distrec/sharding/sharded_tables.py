@@ -21,7 +21,7 @@ from lightning_distrec.sharding.initial_weights import (
     sharded_weights,
     table_shards,
 )
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.mapping.state import AnyMapping
 from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.sharders import ShardingByTable
@@ -53,7 +53,7 @@ class ShardedTables:
         """Full name of a table -> this rank's shards of it; one empty shard where it has none."""
         self.kernels: list[tuple[Any, list[LocalShard]]] = []
         """FBGEMM's kernels on this rank, each with the shards in its memory."""
-        self.mappings: dict[str, IdMapping] = {}
+        self.mappings: dict[str, AnyMapping] = {}
         """Full name of a table -> this rank's part of the mapping of its ids; none where ids are numbers of rows."""
         self.collisions: dict[nn.Module, nn.Module] = {}
         """torchrec's ManagedCollisionCollection -> what stands for it in the module tree."""

@@ -18,7 +18,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from lightning_distrec._compat.torch import has_gradient_hooks
-from lightning_distrec._compat.torchrec import EMBEDDINGS, collisions_of, embeddings_of, modules_of
+from lightning_distrec._compat.torchrec_collisions import EMBEDDINGS, collisions_of, embeddings_of, modules_of
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
 from lightning_distrec.sharding.mapping.unsharded import finds_rows

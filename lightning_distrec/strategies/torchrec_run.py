@@ -38,6 +38,7 @@ from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
+from lightning_distrec.strategies.tables.mapped_tables import NotedIds
 from lightning_distrec.strategies.tables.no_tables import NoPipelining, NoTables
 from lightning_distrec.strategies.tables.pipelining import Pipelining
 from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_checkpoints
@@ -106,6 +107,8 @@ class TorchRecRun(Run):
         if tables is not None:
             self.tables = tables
             self.undo.callback(tables.release)
+            if noted := NotedIds(tables.shards.mappings):
+                checkpoints.positions.keep_by_rank("noted_ids", noted)
         elif shards_dense:
             raise ConfigError(
                 "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "

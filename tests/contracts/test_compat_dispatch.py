@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_distrec._compat import dispatch
+from lightning_distrec._compat import tensors as dispatch
 
 ATEN = torch.ops.aten
 

@@ -2,17 +2,22 @@
 
 from typing import Any
 
+import torch
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
 from lightning_distrec._compat import torchrec as _torchrec
-from tests.support.mapped_models import ROWS, ManagedModel, hash_zch, loader
+from lightning_distrec._compat import torchrec_collisions as _collisions
+from tests.support.mapped_models import ROWS, ManagedModel, hash_zch, loader, mch
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
 
 def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
-    assert _torchrec.hash_zch_settings(hash_zch("users")) == {"policy": "", "ttl_hours": 0, "percent_reserved": 0.0}
+    assert _collisions.hash_zch_settings(hash_zch("users")) == {"policy": "", "ttl_hours": 0, "percent_reserved": 0.0}
     evicts = hash_zch("users", evicts=True, opt_in_prob=100, percent_reserved_slots=25)
-    assert _torchrec.hash_zch_settings(evicts) == {"policy": "LRU_EVICTION", "ttl_hours": 1, "percent_reserved": 25}
-    assert _torchrec.why_hash_zch_differs(evicts, "users") == ""
+    assert _collisions.hash_zch_settings(evicts) == {"policy": "LRU_EVICTION", "ttl_hours": 1, "percent_reserved": 25}
+    assert _collisions.why_hash_zch_differs(evicts, "users") == ""
     for options, reason in (
         ({"disable_fallback": True}, "disable_fallback=True"),
         ({"opt_in_prob": 50, "percent_reserved_slots": 25}, "opt_in_prob below 100"),
@@ -20,29 +25,57 @@ def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
         ({"output_segments": [0, 10, 24], "total_num_buckets": 2}, "output_segments of unequal size"),
         ({"inference_dispatch_div_train_world_size": True}, "inference_dispatch_div_train_world_size"),
     ):
-        assert reason in _torchrec.why_hash_zch_differs(hash_zch("users", **options), "users")  # type: ignore[arg-type]
-    assert "makes it read-only" in _torchrec.why_hash_zch_differs(evicts, "users_readonly")
+        assert reason in _collisions.why_hash_zch_differs(hash_zch("users", **options), "users")  # type: ignore[arg-type]
+    assert "makes it read-only" in _collisions.why_hash_zch_differs(evicts, "users_readonly")
 
 
 def test_a_managed_collection_has_the_parts_and_the_state_that_we_take() -> None:
     model = ManagedModel(evicts=True)
-    collisions = _torchrec.collisions_of(model.mc)
-    assert model.mc.get_submodule(_torchrec.COLLISIONS) is collisions
-    assert model.mc.get_submodule(_torchrec.EMBEDDINGS) is _torchrec.embeddings_of(model.mc)
-    assert not _torchrec.returns_remapped_features(model.mc)
-    modules = _torchrec.modules_of(collisions)
+    collisions = _collisions.collisions_of(model.mc)
+    assert model.mc.get_submodule(_collisions.COLLISIONS) is collisions
+    assert model.mc.get_submodule(_collisions.EMBEDDINGS) is _collisions.embeddings_of(model.mc)
+    assert not _collisions.returns_remapped_features(model.mc)
+    modules = _collisions.modules_of(collisions)
     assert list(modules) == ["users", "goods"]
-    prefix = f"{_torchrec.MODULES}.users."
+    prefix = f"{_collisions.MODULES}.users."
     keys = {key.removeprefix(prefix) for key in collisions.state_dict() if key.startswith(prefix)}
-    assert keys == {_torchrec.IDENTITIES, _torchrec.METADATA, _torchrec.BUCKETS}
-    identities, metadata = _torchrec.hash_zch_state(modules["users"])
+    assert keys == {_collisions.IDENTITIES, _collisions.METADATA, _collisions.BUCKETS}
+    identities, metadata = _collisions.hash_zch_state(modules["users"])
     assert metadata is not None
     assert identities.shape == metadata.shape == (ROWS["users"], 1)
-    assert _torchrec.hash_zch_state(hash_zch("users"))[1] is None
-    _torchrec.set_hash_zch_state(modules["users"], identities + 1, metadata + 2)
+    assert _collisions.hash_zch_state(hash_zch("users"))[1] is None
+    _collisions.set_hash_zch_state(modules["users"], identities + 1, metadata + 2)
     state = collisions.state_dict()
-    assert state[prefix + _torchrec.IDENTITIES].unique().item() == 0
-    assert state[prefix + _torchrec.METADATA].unique().item() == 1
+    assert state[prefix + _collisions.IDENTITIES].unique().item() == 0
+    assert state[prefix + _collisions.METADATA].unique().item() == 1
+
+
+def test_mch_has_the_settings_and_the_state_that_we_take() -> None:
+    module = mch("users", policy="distance", interval=3, filters=len)
+    settings = _collisions.mch_settings(module)
+    assert (settings["interval"], settings["hash_function"], settings["filters"]) == (3, None, True)
+    assert type(settings["policy"]) is DistanceLFU_EvictionPolicy
+    assert _collisions.why_mch_differs(module) == ""
+    assert "output_global_offset=24" in _collisions.why_mch_differs(mch("users", output_global_offset=24))
+    other = mch("users", output_segments=[0, 24, 48])
+    assert "output_segments that end at 48" in _collisions.why_mch_differs(other)
+    state = _collisions.mch_state(module)
+    assert state.keys() | {_collisions.MCH_SEGMENTS, _collisions.MCH_LOOKUPS} == module.state_dict().keys()
+    by_row = {name: torch.arange(ROWS["users"]).flip(0) for name in state}
+    by_row[_collisions.MCH_IDS] = 10 * torch.arange(ROWS["users"])
+    _collisions.set_mch_state(module, by_row, torch.tensor([7]))
+    assert module.state_dict()[_collisions.MCH_LOOKUPS].tolist() == [7]
+    given = {"": JaggedTensor(torch.tensor([0, 10, 220]), lengths=torch.tensor([3]))}
+    assert module.remap(given)[""].values().tolist() == [23, 22, 1]
+
+
+def test_update_mch_gives_rows_to_the_ids_of_an_interval() -> None:
+    module = mch("users")
+    _collisions.update_mch(module, torch.tensor([50, 7, 50]), {}, 2)
+    learned = _collisions.mch_state(module)
+    assert learned[_collisions.MCH_IDS][:3].tolist() == [7, 50, torch.iinfo(torch.int64).max]
+    assert sorted(learned[_collisions.MCH_ROWS][:2].tolist()) == sorted(module.evict().tolist())
+    assert learned["_mch_counts"][:2].tolist() == [1, 2]
 
 
 def _input_dist() -> Any:

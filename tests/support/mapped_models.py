@@ -14,11 +14,18 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 FEATURES = ["user", "item", "shop"]
 BUCKETS = 6
 ROWS = {"users": 24, "goods": 36}
+FEATURES_OF = {"users": ["user"], "goods": ["item", "shop"]}
 TTL_HOURS = 1
 
 
@@ -37,16 +44,18 @@ class ManagedModel(pl.LightningModule):
     """Bags of two tables, of which one is looked up by two features."""
 
     pooled = True
+    maps_by: Any = staticmethod(hash_zch)
 
-    def __init__(self, evicts: bool = False, optimizer: str = "Adagrad", **options: Any) -> None:
+    def __init__(self, evicts: bool = False, optimizer: str = "Adagrad", init: Any = None, **options: Any) -> None:
         super().__init__()
         self.optimizer = optimizer
         kind = EmbeddingBagConfig if self.pooled else EmbeddingConfig
+        scale, first = options.get("scale", 1), {} if init is None else {"init_fn": init}
         configs = [
-            kind(name="users", embedding_dim=8, num_embeddings=ROWS["users"], feature_names=["user"]),
-            kind(name="goods", embedding_dim=8, num_embeddings=ROWS["goods"], feature_names=["item", "shop"]),
+            kind(name=name, embedding_dim=8, num_embeddings=rows * scale, feature_names=FEATURES_OF[name], **first)
+            for name, rows in ROWS.items()
         ]
-        modules = {config.name: hash_zch(config.name, evicts, **options) for config in configs}
+        modules = {config.name: self.maps_by(config.name, evicts, **options) for config in configs}
         collisions = ManagedCollisionCollection(modules, configs)
         if self.pooled:
             self.mc = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=configs), collisions)
@@ -153,3 +162,46 @@ class Padded(DynamicModel):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Embedding(20, 8, padding_idx=0)
+
+
+POLICIES = {"lfu": LFU_EvictionPolicy, "lru": LRU_EvictionPolicy, "distance": DistanceLFU_EvictionPolicy}
+
+
+def remainders(ids: Tensor, size: int) -> Tensor:
+    """Return numbers below `size` for ids."""
+    return ids % 999_983 * 7_919 % size
+
+
+def mch(
+    name: str,
+    _: bool = False,
+    policy: str = "lfu",
+    interval: int = 2,
+    scale: int = 1,
+    filters: Any = None,
+    buckets: int = BUCKETS,
+    **options: Any,
+) -> MCHManagedCollisionModule:
+    """Return TorchRec's other module for one table."""
+    of = POLICIES[policy](threshold_filtering_func=filters)
+    return MCHManagedCollisionModule(
+        zch_size=ROWS[name] * scale,
+        device=torch.device("cpu"),
+        eviction_policy=of,
+        eviction_interval=interval,
+        name=name,
+        buckets=buckets,
+        **options,
+    )
+
+
+class MchModel(ManagedModel):
+    """The same with MCHManagedCollisionModules."""
+
+    maps_by = staticmethod(mch)
+
+
+class MchSequences(MchModel):
+    """The same over an EmbeddingCollection."""
+
+    pooled = False

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_distrec._compat.dispatch import argument_names, watch_operations, written_by
+from lightning_distrec._compat.tensors import argument_names, watch_operations, written_by
 from lightning_distrec.errors import ProvenanceError
 from lightning_distrec.pipeline.computed.late_comparison import LateComparison
 

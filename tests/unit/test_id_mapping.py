@@ -106,7 +106,7 @@ def test_what_torchrec_maps_in_another_way_says_so() -> None:
     model = ManagedModel()
     model.mc._return_remapped_features = True
     assert "return_remapped_features=True" in str(specs_of(model.mc))
-    assert "Linear is not sharded" in str(spec_of(torch.nn.Linear(1, 1), "users"))
+    assert "Linear may map ids in another way" in str(spec_of(torch.nn.Linear(1, 1), "users"))
     assert "makes it read-only" in str(spec_of(hash_zch("users"), "users_readonly"))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_distrec._compat.dispatch import argument_names, storage_key, watch_operations, written_by
+from lightning_distrec._compat.tensors import argument_names, storage_key, watch_operations, written_by
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.computed.held_tensors import held_by, weights_of
 from lightning_distrec.pipeline.computed.numbers import LARGEST, NumberOrigins

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec._compat.dispatch import storage_key
+from lightning_distrec._compat.tensors import storage_key
 from lightning_distrec.pipeline.computed.held_tensors import HeldValue
 from lightning_distrec.pipeline.computed.numbers import BatchNumbers
 from lightning_distrec.pipeline.computed.operations import (

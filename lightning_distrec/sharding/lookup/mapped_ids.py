@@ -15,7 +15,7 @@ from lightning_distrec._compat.torch import in_backward, saved_tensors_are_hooke
 from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_ids
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed
+from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.weights.shard_of import without_guards
 
@@ -53,7 +53,7 @@ class MappedIds:
     def __init__(
         self,
         sharded: Any,
-        mappings: Mapping[str, IdMapping],
+        mappings: Mapping[str, RowsOfIds],
         num_rows: Mapping[str, int],
         resets: Mapping[str, RowReset],
         learns: Callable[[str], bool],
@@ -72,18 +72,18 @@ class MappedIds:
             for name, _ in tables
         }
         route_by_bucket(sharding, buckets, is_sequence)
-        own = [name for name, mapping in mappings.items() if not mapping.spec.managed]
-        self._to_mix = {f for table in sharding.embedding_tables() if table.name in own for f in table.feature_names}
+        changed = [table for table in sharding.embedding_tables() if table.name in mappings]
+        changed = [table for table in changed if mappings[table.name].changes_ids]
+        self._sent = {feature: mappings[table.name].sent for table in changed for feature in table.feature_names}
 
-    def mix(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return features whose ids are spread evenly over the buckets, before they are sent."""
-        if not self._to_mix:
+    def sent(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return features with their ids as they are sent. Raises IdsError: a user's hash function is wrong."""
+        if not self._sent:
             return features
         keys, ids = features.keys(), features.values().long()
-        if self._to_mix.issuperset(keys):
-            return with_ids(features, mixed(ids))
         parts = zip(keys, ids.split(features.length_per_key()), strict=True)
-        return with_ids(features, torch.cat([mixed(part) if key in self._to_mix else part for key, part in parts]))
+        sent = [self._sent[key](part) if key in self._sent else part for key, part in parts]
+        return with_ids(features, torch.cat(sent))
 
     @torch.no_grad()
     def map(self, arrived: Any) -> None:

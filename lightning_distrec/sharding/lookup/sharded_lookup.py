@@ -154,11 +154,11 @@ class ShardedLookup:
         """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""
         try:
             features, smallest, largest, learned = self._inputs.prepare(features)
+            features, problem_of_ids = self._check_ids.check(features, smallest, largest)
+            if self.mapped is not None:
+                features = self.mapped.sent(features)
         except IdsError as problem:
             return LookupRequest(self, self._inputs.nothing(self._device), problem, NO_FORM)
-        features, problem_of_ids = self._check_ids.check(features, smallest, largest)
-        if self.mapped is not None:
-            features = self.mapped.mix(features)
         request = LookupRequest(self, features, problem_of_ids, form_of(features, learned is not None), learned)
         if self._deduplicated and not features.variable_stride_per_key():
             request.distinct = DistinctIds(features, self._deduplicated)

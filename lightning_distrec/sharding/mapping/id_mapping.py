@@ -8,11 +8,11 @@ Not run on a GPU yet: there, numbers of new ids are waited for.
 """
 
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
 from lightning_distrec.sharding.mapping.spec import MappingSpec
 
 FREE = -1
@@ -22,35 +22,16 @@ _EVICTION_ROUNDS = 8
 """How often ids that want the same row may choose again in a step; then they share one until a later step."""
 
 
-@dataclass
-class MappingCounts:
-    """What has happened on this rank since the start of the run."""
-
-    looked_up: int = 0
-    """Ids that were looked up in training."""
-    shared: int = 0
-    """Those of them that had no row of their own."""
-    evicted: int = 0
-    """Rows that were taken from an id."""
-
-
-class IdMapping:
+class IdMapping(RowsOfIds):
     """The buckets of one rank.
 
     first_bucket, num_buckets: those that the rank owns.
     """
 
     def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device) -> None:
-        self.spec = spec
-        self.first_row, self.num_rows = first_bucket * spec.bucket_rows, num_buckets * spec.bucket_rows
-        self.counts = MappingCounts()
-        self.initial_rows = torch.empty(0, 0)
-        """What a row starts from when an id gets another's, alike on all ranks."""
-        self.now = 0
-        """Counts the lookups in training."""
+        super().__init__(spec, first_bucket, num_buckets)
         self.protected_from = 1
         """Rows that were used since this lookup wait for the optimizer, and are not evicted."""
-        self._first_bucket = first_bucket
         self.ids = torch.full((self.num_rows, 1), FREE, dtype=torch.int64, device=device)
         """The id that has each row."""
         self.used = torch.full((self.num_rows, 1), -1, dtype=torch.int32, device=device)
@@ -66,6 +47,20 @@ class IdMapping:
         named = {"ids": self.ids, "used": self.used, "sights": self.sights, "newcomers": self.newcomers}
         unused = {"used"} if self.spec.managed and self.spec.policy == "none" else set()
         return {name: tensor for name, tensor in named.items() if tensor.numel() and name not in unused}
+
+    @property
+    def num_taken(self) -> int:
+        """How many rows an id has."""
+        return int((self.ids >= 0).sum())
+
+    @property
+    def changes_ids(self) -> bool:
+        """Whether ids are not sent as they are."""
+        return not self.spec.managed
+
+    def sent(self, ids: Tensor) -> Tensor:
+        """Return ids, (num_ids,), as they are sent: spread evenly over the buckets."""
+        return mixed(ids) if self.changes_ids else ids
 
     def optimizer_stepped(self) -> None:
         """The rows that were used so far may be evicted from now on."""
@@ -125,12 +120,6 @@ class IdMapping:
             num_reserved_slots=spec.num_reserved if reserves else -1,
         )
         return rows  # type: ignore[no-any-return]
-
-    def _bucket_of(self, ids: Tensor) -> Tensor:
-        spec = self.spec
-        per_bucket = -(-spec.num_ids // spec.num_buckets)
-        bucket = ids // per_bucket if spec.num_ids else ids % spec.num_buckets
-        return bucket - self._first_bucket
 
     def _note_use(self, rows: Tensor, stamp: int, num_sights: Tensor) -> None:
         self.used.view(-1).index_fill_(0, rows, stamp)

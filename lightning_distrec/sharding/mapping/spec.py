@@ -10,14 +10,16 @@ from typing import Any, Literal
 
 from torch import nn
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
-from lightning_distrec._compat.torchrec import (
+from lightning_distrec._compat.torchrec_collisions import (
     collisions_of,
     hash_zch_settings,
+    mch_settings,
     modules_of,
     returns_remapped_features,
     why_hash_zch_differs,
+    why_mch_differs,
 )
 
 Policy = Literal["none", "lru", "lfu", "ttl", "ttl_lru"]
@@ -67,15 +69,38 @@ class MappingSpec:
         """Ids are below it."""
         return self.num_ids or ANY_ID
 
+    @property
+    def buckets_option(self) -> str:
+        """What sets the number of buckets."""
+        return "total_num_buckets of its HashZchManagedCollisionModule" if self.managed else "buckets"
+
     def why_not_on(self, num_ranks: int) -> str:
         """Return why this number of ranks cannot own whole buckets; "" if they can."""
         if self.num_buckets % num_ranks == 0:
             return ""
-        option = "total_num_buckets of its HashZchManagedCollisionModule" if self.managed else "buckets"
+        buckets = f"{self.num_buckets} buckets" if self.num_buckets > 1 else "one bucket"
         return (
-            f"its ids have {self.num_buckets} buckets, which {num_ranks} ranks cannot share evenly. Set {option} to a "
+            f"its ids have {buckets}, which {num_ranks} ranks cannot share evenly. Set {self.buckets_option} to a "
             f"multiple of {num_ranks}; the mapping depends on it, so that it must stay as it is from then on"
         )
+
+
+@dataclass(frozen=True)
+class MchSpec(MappingSpec):
+    """The same of torchrec's MCHManagedCollisionModule, which has the rest: its eviction policy and interval."""
+
+    hashes: bool = False
+    """Whether a function of the user maps any id to one below `num_ids`."""
+
+    @property
+    def buckets_option(self) -> str:
+        """What sets the number of buckets."""
+        return "buckets of its MCHManagedCollisionModule"
+
+    @property
+    def limit(self) -> int:
+        """Ids are below it."""
+        return ANY_ID if self.hashes else super().limit
 
 
 _BUCKETS = (20_160, 5_040, 720, 120, 12)
@@ -101,8 +126,10 @@ def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int
 
 def spec_of(module: Any, name: str) -> MappingSpec | str:
     """Return the spec of one of torchrec's managed collision modules, or why it is not sharded. name: its table's."""
+    if type(module) is MCHManagedCollisionModule:
+        return _spec_of_mch(module)
     if type(module) is not HashZchManagedCollisionModule:
-        return f"{type(module).__name__} is not sharded; of TorchRec's, HashZchManagedCollisionModule is"
+        return f"{type(module).__name__} may map ids in another way than TorchRec's own modules"
     if reason := why_hash_zch_differs(module, name):
         return f"HashZchManagedCollisionModule with {reason} is not sharded"
     rows, buckets, settings = module.output_size(), module.buckets(), hash_zch_settings(module)
@@ -117,6 +144,16 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
         ttl_hours=settings["ttl_hours"],
         managed=True,
     )
+
+
+def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
+    rows, buckets = module.output_size(), module.buckets()
+    if reason := why_mch_differs(module):
+        return f"MCHManagedCollisionModule with {reason} is not sharded"
+    if rows % buckets or rows < 2 * buckets:
+        return f"zch_size={rows} must be a multiple of buckets={buckets}, and at least twice as much"
+    num_ids = 0 if module.input_size() == ANY_ID else module.input_size()
+    return MchSpec(rows, buckets, num_ids, managed=True, hashes=mch_settings(module)["hash_function"] is not None)
 
 
 def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:

@@ -6,20 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_distrec._compat.torchrec import BUCKETS, IDENTITIES, METADATA
+from lightning_distrec._compat.torchrec_collisions import BUCKETS, IDENTITIES, METADATA
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 
 MADE_FOR = "ids_made_for"
 """Name of three numbers: lookups in training so far, buckets, and reserved rows of each."""
 INITIAL = "ids_initial_rows"
 SAVED_NAMES = ("ids", "ids_used", "ids_sights", "ids_newcomers", MADE_FOR, INITIAL)
 """All names, of a table whose option is ids: dynamic."""
+AnyMapping = IdMapping | MchMapping
 _OF_TORCHREC = {"ids": IDENTITIES, "used": METADATA}
 
 
-def state_of(mapping: IdMapping) -> dict[str, ChunkedTensor | Tensor]:
+def state_of(mapping: AnyMapping) -> dict[str, ChunkedTensor | Tensor]:
     """Return what is saved of this rank's part, by name; the tensors share its memory."""
+    if isinstance(mapping, MchMapping):
+        return mapping.state()
     spec = mapping.spec
     state: dict[str, ChunkedTensor | Tensor] = {
         _name(mapping, name): ChunkedTensor((spec.num_rows, 1), rows.dtype, [Chunk((mapping.first_row, 0), rows)])
@@ -70,7 +74,7 @@ def _name(mapping: IdMapping, name: str) -> str:
 class HoldsMappings(nn.Module):
     """A module with mappings in its state_dict."""
 
-    mappings: Mapping[str, IdMapping]
+    mappings: Mapping[str, AnyMapping]
     """Prefix of their names in the module's state_dict -> the mapping."""
 
     def put_mappings(self, destination: dict[str, Any], prefix: str) -> None:
@@ -81,12 +85,14 @@ class HoldsMappings(nn.Module):
     def load_mappings(self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
         """Load the mappings from a state_dict; note what it lacks, and what does not fit."""
         for of_table, mapping in self.mappings.items():
-            for name in state_of(mapping):
-                key = f"{prefix}{of_table}{name}"
-                if key not in state:
-                    missing.append(key)
-                elif problem := load_into(mapping, name, state[key]):
-                    errors.append(f"{key}: {problem}")
+            keys = {name: f"{prefix}{of_table}{name}" for name in state_of(mapping)}
+            missing += [key for key in keys.values() if key not in state]
+            found = {name: state[key] for name, key in keys.items() if key in state}
+            if not isinstance(mapping, MchMapping):
+                problems = {keys[name]: load_into(mapping, name, value) for name, value in found.items()}
+            else:
+                problems = {f"{prefix}{of_table}": mapping.load(found) if len(found) == len(keys) else ""}
+            errors += [f"{key}: {problem}" for key, problem in problems.items() if problem]
 
 
 def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], list[str]]:
@@ -108,7 +114,7 @@ class ShardedCollisions(HoldsMappings):
     Ids leave it as they came: they are mapped on the ranks that own the rows.
     """
 
-    def __init__(self, mappings: Mapping[str, IdMapping]) -> None:
+    def __init__(self, mappings: Mapping[str, AnyMapping]) -> None:
         super().__init__()
         self.mappings = mappings
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from lightning_distrec._compat.dispatch import replace_calls
+from lightning_distrec._compat.tensors import replace_calls
 from lightning_distrec.absent_tensors import WAY_OUT, is_absent
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.strategies.stages.chain import Chain

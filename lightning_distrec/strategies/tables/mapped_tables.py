@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_distrec._compat.torchrec import fill_weight
@@ -13,7 +14,8 @@ from lightning_distrec.errors import ConfigError, PlanError, ShardingError
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
+from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
 from lightning_distrec.sharding.mapping.spec import Policy, dynamic_spec
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -102,7 +104,7 @@ def refuse_unsharded_mappings(module: nn.Module, left_alone: Mapping[str, str], 
         if num_ranks > 1 and type(module.get_submodule(path)) in MANAGED:
             raise ShardingError(
                 f"'{path}' cannot be sharded: {reason}. Unsharded, each of {num_ranks} ranks would map ids to rows of "
-                "its own. Use one rank, or a HashZchManagedCollisionModule; docs/how_to/dynamic_ids.md says which."
+                "its own. Use one rank, or a module that docs/how_to/dynamic_ids.md lists."
             )
 
 
@@ -129,12 +131,43 @@ def mapped_ids(shards: ShardedTables, path: str, updates: Mapping[str, TableUpda
     return MappedIds(shards.sharded[path], mappings, num_rows, resets, learns, is_sequence=not tables[0].pooled)
 
 
-def mapping_counts(mappings: Mapping[str, IdMapping], ranks: Ranks) -> dict[str, tuple[int, ...]]:
+class NotedIds:
+    """The ids that MCHManagedCollisionModules have noted since they last gave rows: each rank saves its own."""
+
+    def __init__(self, mappings: Mapping[str, RowsOfIds]) -> None:
+        self._mappings = {name: mapping for name, mapping in mappings.items() if isinstance(mapping, MchMapping)}
+
+    def __bool__(self) -> bool:
+        """Whether there are such modules."""
+        return bool(self._mappings)
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's, by table."""
+        return {name: mapping.noted() for name, mapping in self._mappings.items()}
+
+    def restore(self, of_rank: Mapping[str, Any] | None, of_rank_0: Mapping[str, Any] | None) -> None:
+        """Continue with them. of_rank: None with another number of ranks, whose buckets were others."""
+        lost = []
+        for name, mapping in self._mappings.items():
+            if of_rank is not None and name in of_rank:
+                mapping.note(of_rank[name])
+            elif of_rank_0 is None or of_rank_0.get(name, {}).get("lookups", True):
+                lost.append(name)
+        if lost:
+            rank_zero_warn(
+                f"table '{lost[0]}' ({len(lost)} in all): the ids that MCHManagedCollisionModule has noted since it "
+                "last gave rows cannot be restored from this checkpoint. If it was saved in the middle of an "
+                "eviction_interval, some ids get rows later than in a run that never stopped. Resume with as many "
+                "ranks as have saved it, or save after a multiple of eviction_interval steps."
+            )
+
+
+def mapping_counts(mappings: Mapping[str, RowsOfIds], ranks: Ranks) -> dict[str, tuple[int, ...]]:
     """Collective. Return, for each table, by full name, over all ranks: rows, rows that an id has; and since the start
     distinct ids that were looked up, those of them that shared a row, rows that were taken from an id.
     """
     mine = {
-        name: (mapping.num_rows, int((mapping.ids >= 0).sum()), of.looked_up, of.shared, of.evicted)
+        name: (mapping.num_rows, mapping.num_taken, of.looked_up, of.shared, of.evicted)
         for name, mapping in mappings.items()
         for of in [mapping.counts]
     }

@@ -1,0 +1,81 @@
+"""TorchRec's MCHManagedCollisionModule by buckets: when ids get rows, and what a state that does not fit says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distrec._compat.torchrec_collisions import MCH_IDS, MCH_ROWS, MCH_SEGMENTS
+from lightning_distrec.chunks import ChunkedTensor
+from lightning_distrec.errors import IdsError
+from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
+from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, spec_of
+from tests.support.mapped_models import BUCKETS, ROWS, mch
+
+CPU = torch.device("cpu")
+
+
+def _mapping(first_bucket: int = 0, num_buckets: int = BUCKETS, **options: Any) -> MchMapping:
+    module = mch("users", **options)
+    spec = spec_of(module, "users")
+    assert isinstance(spec, MchSpec)
+    return MchMapping(spec, first_bucket, num_buckets, CPU, module)
+
+
+def _of_bucket(bucket: int, *numbers: int) -> Tensor:
+    return torch.tensor(numbers) * BUCKETS + bucket
+
+
+def test_ids_get_rows_once_in_an_interval_and_share_the_last_of_their_bucket_until_then() -> None:
+    mapping, ids = _mapping(interval=2), _of_bucket(1, 10, 20)
+    assert mapping.learn(ids).numel() == 0
+    assert mapping.find(ids).tolist() == [7, 7]
+    mapping.optimizer_stepped()
+    mapping.learn(ids[:1])
+    rows = mapping.find(ids).tolist()
+    assert len(set(rows) & {4, 5, 6}) == 2
+    assert (mapping.num_taken, mapping.counts.looked_up, mapping.counts.shared) == (2, 3, 2)
+
+
+def test_rows_that_wait_for_the_optimizer_are_not_taken() -> None:
+    mapping = _mapping(interval=1, policy="lru")
+    mapping.learn(_of_bucket(1, 1, 2, 3))
+    rows = mapping.find(_of_bucket(1, 1, 2, 3))
+    assert mapping.learn(_of_bucket(1, 4)).numel() == 0
+    torch.testing.assert_close(mapping.find(_of_bucket(1, 1, 2, 3)), rows)
+    mapping.optimizer_stepped()
+    evicted = mapping.learn(_of_bucket(1, 5)).tolist()
+    assert sorted(mapping.find(_of_bucket(1, 4, 5)).tolist()) == sorted(evicted)
+    (left,) = set(rows.tolist()) - set(evicted)
+    assert sorted(mapping.find(_of_bucket(1, 1, 2, 3)).tolist()) == [left, 7, 7]
+
+
+def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:
+    whole, ids = _mapping(interval=1), torch.arange(100)
+    whole.learn(ids)
+    state = whole.state()
+    full = {key: value.chunks[0].tensor if isinstance(value, ChunkedTensor) else value for key, value in state.items()}
+    order = torch.randperm(ROWS["users"])
+    mixed = {key: value[order] if len(value) == ROWS["users"] else value for key, value in full.items()}
+    for source in (full, mixed):
+        part = _mapping(2, 2)
+        assert part.load(source) == ""
+        own = ids[torch.isin(ids % BUCKETS, torch.tensor([2, 3]))]
+        torch.testing.assert_close(part.find(own) + part.first_row, whole.find(own))
+    assert "outside of the bucket that they have with buckets=3" in _mapping(0, 3, buckets=3).load(full)
+    assert "maps ids to 48 rows, but there are (24,)" in _mapping(scale=2).load(full)
+    lying = {**state, MCH_ROWS: ChunkedTensor((24,), torch.int64, [])}
+    with pytest.raises(ValueError, match="sharded differently"):
+        _mapping().load(lying)
+    lying[MCH_ROWS] = state[MCH_IDS]
+    assert "in their own order" in _mapping().load(lying)
+    assert full[MCH_SEGMENTS][: BUCKETS + 2].tolist() == [0, 4, 8, 12, 16, 20, 24, -1]
+
+
+def test_a_hash_function_must_stay_in_its_range() -> None:
+    mapping = _mapping(input_hash_func=lambda ids, size: ids % (size + 1), input_hash_size=10)
+    assert mapping.spec.limit == ANY_ID
+    assert mapping.sent(torch.tensor([3, 11, 14])).tolist() == [3, 0, 3]
+    with pytest.raises(IdsError, match="not in the range from 0 to input_hash_size - 1 = 9"):
+        mapping.sent(torch.tensor([10]))
