@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.step_times import FITS, Timed, correlation, section, timed
 from tests.support.ranks import run_on_warm_ranks
@@ -16,6 +18,7 @@ def fit_all(folder: str) -> list[Timed]:
     return [Timed(fit, estimate, [steps]) for fit, estimate, steps in found]
 
 
+@pytest.mark.slow
 def test_measured_steps_are_in_the_order_of_their_estimates(tmp_path) -> None:
     found: list[Timed] = run_on_warm_ranks(fit_all, 2, str(tmp_path))[0]
     by_estimate = sorted(found, key=lambda one: one.estimate)

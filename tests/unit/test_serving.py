@@ -142,7 +142,7 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
     assert ask(folder, "--check").startswith("largest difference from the trained module: ")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_quantized_answers_are_those_of_the_module_with_rounded_rows(bits: int, tmp_path: Path) -> None:
     module, batch = Recommender(), batch_of(64)
     wanted = answers(module, batch)
