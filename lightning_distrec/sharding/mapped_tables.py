@@ -102,6 +102,7 @@ def _begin(mapping: AnyMapping, table: Table) -> None:
     rows = slice(mapping.first_row, mapping.first_row + mapping.num_rows)
     if len(identities):
         mapping.ids.copy_(identities[rows])
+        mapping.ids_were_set()
         if used is not None:
             mapping.used.copy_(used[rows])
         set_hash_zch_state(module, identities.new_empty(0, 1), None if used is None else used.new_empty(0, 1))

@@ -9,10 +9,13 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed
 from lightning_distrec.sharding.mapping.spec import MappingSpec, dynamic_spec, spec_of, specs_of
+from lightning_distrec.sharding.mapping.state import load_into
 from lightning_distrec.sharding.tables import find_tables
 from lightning_distrec.strategies.tables.mapped_tables import refuse_shared_features
+from tests.support.looped_mapping import LoopedMapping
 from tests.support.mapped_models import ManagedModel, hash_zch
 
 CPU = torch.device("cpu")
@@ -49,6 +52,48 @@ def test_rows_do_not_depend_on_the_number_of_ranks(policy: Any, min_sights: int,
     for num_ranks in (2, 3):
         torch.testing.assert_close(_run(spec, num_ranks), (rows, evicted))
     assert (sum(map(len, evicted)) > 50) == (policy != "none")
+
+
+SPECS = {
+    "lru": MappingSpec(120, BUCKETS, max_probe=18, policy="lru", num_reserved=1),
+    "lfu": MappingSpec(120, BUCKETS, max_probe=7, policy="lfu", min_sights=2),
+    "none": MappingSpec(240, BUCKETS, max_probe=40, min_sights=3, num_reserved=2),
+    "ttl": MappingSpec(60, BUCKETS, max_probe=5, policy="ttl", ttl_hours=1),
+    "ttl_lru": MappingSpec(150, BUCKETS, max_probe=128, policy="ttl_lru", ttl_hours=2, num_reserved=3),
+    "one bucket": MappingSpec(200, 1, policy="lru", num_reserved=3),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_are_those_of_a_loop_over_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS[name]
+    fast, loop = (kind(spec, 0, spec.num_buckets, CPU) for kind in (IdMapping, LoopedMapping))
+    num_evicted = 0
+    for step, (size, kinds) in enumerate([(30, 200), (90, 200), (0, 1), (60, 40), (90, 10**12)] * 4):
+        monkeypatch.setattr(id_mapping, "current_hour", lambda hour=1000 + step: hour)
+        draw = torch.Generator().manual_seed(step)
+        ids = (torch.rand(size, generator=draw) ** 2 * kinds).long()
+        evicted, wanted = fast.learn(ids), loop.learn(ids)
+        assert torch.equal(evicted.sort().values, wanted.sort().values)
+        torch.testing.assert_close(fast.tensors, loop.tensors, rtol=0, atol=0)
+        assert fast.counts == loop.counts
+        num_evicted += len(evicted)
+        if step % 3 != 1:  # else rows wait for the optimizer over more lookups
+            fast.optimizer_stepped()
+            loop.optimizer_stepped()
+        if step == 10:  # as a checkpoint does
+            for name in fast.tensors:
+                assert load_into(fast, f"ids_{name}".replace("ids_ids", "ids"), loop.tensors[name].clone()) == ""
+    assert fast.counts.shared > 10
+    assert (num_evicted > 100) == (spec.policy != "none")
+
+
+def test_rows_that_a_checkpoint_frees_are_given_again() -> None:
+    mapping = IdMapping(MappingSpec(8, 1, num_reserved=1), 0, 1, CPU)
+    mapping.learn(torch.arange(7))
+    assert load_into(mapping, "ids", torch.full((8, 1), -1)) == ""
+    mapping.learn(torch.arange(100, 107))
+    assert sorted(mapping.find(torch.arange(100, 107)).tolist()) == list(range(7))
 
 
 def test_a_row_belongs_to_one_id_and_those_that_wait_for_the_optimizer_stay() -> None:

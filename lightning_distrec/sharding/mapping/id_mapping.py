@@ -4,7 +4,7 @@ FBGEMM's own kernel for training has no CPU version, and on a GPU the row of an 
 Here the outcome depends on the ids alone: those of a step are taken in ascending order, and each bucket by itself.
 Whatever this writes, `fbgemm::zero_collision_hash` reads, so that TorchRec's modules can serve it.
 
-Not run on a GPU yet: there, numbers of new ids are waited for.
+Not run on a GPU yet: there, the host waits wherever a number of ids decides a shape (docs/how_to/dynamic_ids.md).
 """
 
 import time
@@ -40,6 +40,8 @@ class IdMapping(RowsOfIds):
         """How often the id of each row was looked up."""
         self.newcomers = self.used.new_zeros(self.used.shape if spec.min_sights > 1 else (0, 1))
         """How often ids without a row were looked up, by the row that they would probe first."""
+        self._num_free: Tensor | None = None
+        """Rows of each bucket that an id can have and none has; None: not counted since others wrote to `ids`."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -66,6 +68,10 @@ class IdMapping(RowsOfIds):
         """The rows that were used so far may be evicted from now on."""
         self.protected_from = self.now + 1
 
+    def ids_were_set(self) -> None:
+        """Others than `learn` have written to `ids`."""
+        self._num_free = None
+
     def find(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one."""
         return self._probe(ids, self.spec.max_probe, may_share=True)
@@ -79,25 +85,37 @@ class IdMapping(RowsOfIds):
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.now
         ids, num_sights = torch.unique(ids, return_counts=True)
         num_sights = num_sights.int()
-        rows = self._probe(ids, spec.max_probe, may_share=False)
-        known = rows >= 0
+        rows, new, windows = self._look_for(ids)
+        known = (rows >= 0).nonzero().squeeze(1)
         self._note_use(rows[known], stamp, num_sights[known])
-        new, num_sights = ids[~known], num_sights[~known]
-        evicted = rows.new_empty(0)
-        admitted = new
-        if new.numel():
-            first = self._probe(new, 1, may_share=True, among_own=True)
-            if spec.min_sights > 1:
-                admitted, first, num_sights = self._admitted(new, first, num_sights)
-            waiting = self._take_free_rows(admitted, first, num_sights, stamp)
-            if spec.policy != "none" and waiting.numel():
-                before = hour if spec.counts_hours else self.protected_from
-                left = (admitted[waiting], first[waiting], num_sights[waiting])
-                evicted, waiting = self._evict(*left, stamp, before)
-            self.counts.shared += new.numel() - admitted.numel() + waiting.numel()
         self.counts.looked_up += ids.numel()
+        if not new.numel():
+            return new
+        ids, num_sights = ids[new], num_sights[new]
+        if spec.min_sights > 1:
+            num_sights, admitted = self._admitted(windows[:, 0], num_sights)
+            ids, windows, num_sights = ids[admitted], windows[admitted], num_sights[admitted]
+        rows, evicted = self._take_rows(ids, windows, stamp, hour)
+        has_row = (rows >= 0).nonzero().squeeze(1)
+        rows = rows[has_row]
+        self.ids.view(-1).index_copy_(0, rows, ids[has_row])
+        self._note_use(rows, stamp, num_sights[has_row], first_use=True)
         self.counts.evicted += evicted.numel()
+        self.counts.shared += new.numel() - rows.numel()
         return evicted
+
+    def _look_for(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of ids, -1 for none; the places of these; the rows that they probe, (num_new, num_probes).
+
+        What the kernel does not find soon is compared with all that it would probe, which takes less time.
+        """
+        rows = self._probe(ids, _PROBED_AT_ONCE, may_share=False)
+        far = (rows < 0).nonzero().squeeze(1)
+        windows = self._windows(self._probe(ids[far], 1, may_share=True, among_own=True))
+        found, probe = (_read(self.ids, windows) == ids[far].unsqueeze(1)).nonzero().unbind(1)
+        rows[far[found]] = windows[found, probe].long()
+        is_new = torch.ones_like(far, dtype=torch.bool).index_fill_(0, found, False).nonzero().squeeze(1)
+        return rows, far[is_new], windows.index_select(0, is_new)
 
     def _probe(self, ids: Tensor, max_probe: int, may_share: bool, among_own: bool = False) -> Tensor:
         spec = self.spec
@@ -121,82 +139,107 @@ class IdMapping(RowsOfIds):
         )
         return rows  # type: ignore[no-any-return]
 
-    def _note_use(self, rows: Tensor, stamp: int, num_sights: Tensor) -> None:
+    def _note_use(self, rows: Tensor, stamp: int, num_sights: Tensor, first_use: bool = False) -> None:
         self.used.view(-1).index_fill_(0, rows, stamp)
         if self.sights.numel():
-            self.sights.view(-1).index_add_(0, rows, num_sights)
+            sights = self.sights.view(-1)
+            sights.index_copy_(0, rows, num_sights) if first_use else sights.index_add_(0, rows, num_sights)
 
-    def _admitted(self, ids: Tensor, first: Tensor, num_sights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _admitted(self, first: Tensor, num_sights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how often ids were seen, by the row that each probes `first`, and which, by place, often enough."""
         counts = self.newcomers.view(-1)
         counts.index_add_(0, first, num_sights)
         sights = counts[first]
         enough = sights >= self.spec.min_sights
-        counts.index_fill_(0, first[enough], 0)
-        return ids[enough], first[enough], sights[enough]
+        counts[first] = sights.masked_fill(enough, 0)
+        return sights, enough.nonzero().squeeze(1)
 
-    def _window(self, first: Tensor, begin: int, end: int) -> Tensor:
-        """Return the rows that ids probe, (num_ids, end - begin). first: the row that each probes first."""
-        offsets = first // self.spec.bucket_rows * self.spec.bucket_rows
-        probed = (first - offsets).unsqueeze(1) + torch.arange(begin, end, device=first.device)
-        return offsets.unsqueeze(1) + probed % self.spec.own_rows
+    def _windows(self, first: Tensor) -> Tensor:
+        """Return the rows that ids probe, in order, (num_ids, num_probes). first: the row that each probes first."""
+        spec = self.spec
+        # Half of the bytes, and of the time, where the numbers of rows allow it.
+        kind = torch.int32 if self.num_rows < 2**31 else torch.int64
+        num_probes = min(spec.max_probe, spec.own_rows)
+        in_order = torch.arange(spec.own_rows + num_probes, dtype=kind, device=first.device) % spec.own_rows
+        rows = in_order.unfold(0, num_probes, 1).index_select(0, first % spec.bucket_rows)
+        return rows.add_((first // spec.bucket_rows * spec.bucket_rows).to(kind).unsqueeze(1))
 
-    def _take_free_rows(self, ids: Tensor, first: Tensor, num_sights: Tensor, stamp: int) -> Tensor:
-        """Give each id the first free row that it probes. Return which ids, by place, have found none."""
-        waiting = torch.arange(len(ids), device=ids.device)
-        num_probes = min(self.spec.max_probe, self.spec.own_rows)
-        for begin in range(0, num_probes, _PROBED_AT_ONCE):
-            while waiting.numel():
-                window = self._window(first[waiting], begin, min(begin + _PROBED_AT_ONCE, num_probes))
-                is_free = self.ids.view(-1)[window] == FREE
-                finds = is_free.any(1)
-                rows = window.gather(1, is_free.byte().argmax(1, keepdim=True)).squeeze(1)
-                taken = self._give(ids, num_sights, waiting[finds], rows[finds], stamp)
-                if not taken.numel():
-                    break
-                waiting = _without(waiting, taken)
-        return waiting
+    def _take_rows(self, ids: Tensor, windows: Tensor, stamp: int, hour: int) -> tuple[Tensor, Tensor]:
+        """Choose a row for each id, free ones first. Return the ids' rows, -1 for none, and those that were taken.
 
-    def _evict(
-        self, ids: Tensor, first: Tensor, num_sights: Tensor, stamp: int, before: int
-    ) -> tuple[Tensor, Tensor]:
-        """Give ids rows that were not used since `before`. Return these rows, and which ids, by place, have found none.
+        ids: in ascending order.
+        """
+        rows = self._take_free_rows(ids, windows)
+        self.used.view(-1).index_fill_(0, rows[rows >= 0], stamp)  # so that none of them is evicted at once
+        waiting = (rows < 0).nonzero().squeeze(1)
+        if self.spec.policy == "none" or not waiting.numel():
+            return rows, rows.new_empty(0)
+        before = hour if self.spec.counts_hours else self.protected_from
+        evicted = self._evict(windows.index_select(0, waiting), stamp, before)
+        rows[waiting] = evicted
+        return rows, evicted[evicted >= 0]
+
+    def _take_free_rows(self, ids: Tensor, windows: Tensor) -> Tensor:
+        """Return the first free row that each id probes, -1 for none. It has the id from now on."""
+        spec = self.spec
+        if self._num_free is None:
+            self._num_free = (self.ids.view(-1, spec.bucket_rows)[:, : spec.own_rows] == FREE).sum(1)
+        found = torch.full_like(ids, -1)
+        buckets = windows[:, 0] // spec.bucket_rows
+        waiting = (self._num_free[buckets] > 0).nonzero().squeeze(1)
+        for block in windows.split(_PROBED_AT_ONCE, 1) if waiting.numel() else ():
+            trying = waiting
+            while trying.numel():
+                window = block.index_select(0, trying)
+                is_free = _read(self.ids, window) == FREE
+                rows = window.gather(1, is_free.byte().argmax(1, keepdim=True)).squeeze(1).long()
+                finds = is_free.any(1).nonzero().squeeze(1)
+                trying, rows = trying[finds], rows[finds]
+                first, others = _first_of_each(rows, self.num_rows)
+                self.ids.view(-1).index_copy_(0, rows[first], ids[trying[first]])
+                found[trying[first]] = rows[first]
+                trying = trying[others]
+            waiting = waiting[found[waiting] < 0]
+        self._num_free.index_add_(0, buckets, -(found >= 0).long())
+        return found
+
+    def _evict(self, windows: Tensor, stamp: int, before: int) -> Tensor:
+        """Return, for each window, a row that was not used since `before`, -1 for none. It counts as used from now on.
 
         Ids that want one row choose again, as often as `_EVICTION_ROUNDS`.
         """
-        waiting = torch.arange(len(ids), device=ids.device)
-        num_probes = min(self.spec.max_probe, self.spec.own_rows)
-        order = torch.arange(num_probes, device=ids.device)
-        evicted = []
+        found = torch.full((len(windows),), -1, device=windows.device)
+        waiting = torch.arange(len(windows), device=windows.device)
         for _ in range(_EVICTION_ROUNDS):
-            window = self._window(first[waiting], 0, num_probes)
-            used = self.used.view(-1)[window].long()
-            ages = {"lru": used, "ttl_lru": used, "ttl": torch.zeros_like(used)}
-            key = self.sights.view(-1)[window].long() if self.spec.policy == "lfu" else ages[self.spec.policy]
-            key = key * num_probes + order  # the first of equal ones
-            key.masked_fill_(used >= before, torch.iinfo(torch.int64).max)
-            best = key.min(1, keepdim=True)
-            finds = best.values.squeeze(1) < torch.iinfo(torch.int64).max
-            rows = window.gather(1, best.indices).squeeze(1)
-            taken = self._give(ids, num_sights, waiting[finds], rows[finds], stamp)
-            if not taken.numel():
+            used = _read(self.used, windows)
+            key = used
+            if self.spec.policy not in ("lru", "ttl_lru"):
+                key = _read(self.sights, windows) if self.spec.policy == "lfu" else torch.zeros_like(used)
+                key = key.masked_fill(used >= before, torch.iinfo(key.dtype).max)
+            best = key.argmin(1, keepdim=True)  # the first of equal ones
+            rows = windows.gather(1, best).squeeze(1).long()
+            rows.masked_fill_(used.gather(1, best).squeeze(1) >= before, self.num_rows)
+            first, others = _first_of_each(rows, self.num_rows)
+            self.used.view(-1).index_fill_(0, rows[first], stamp)
+            found[waiting[first]] = rows[first]
+            if not others.numel() or not first.numel():
                 break
-            evicted.append(rows[torch.isin(waiting, taken)])
-            waiting = _without(waiting, taken)
-        return torch.cat(evicted) if evicted else ids.new_empty(0), waiting
+            waiting, windows = waiting[others], windows.index_select(0, others)
+        return found
 
-    def _give(self, ids: Tensor, num_sights: Tensor, places: Tensor, rows: Tensor, stamp: int) -> Tensor:
-        """Give the ids at `places` these rows; of those that want one row, the first gets it. Return their places."""
-        if not places.numel():
-            return places
-        rows, order = torch.sort(rows, stable=True)
-        is_first = torch.ones_like(rows, dtype=torch.bool)
-        is_first[1:] = rows[1:] != rows[:-1]
-        rows, places = rows[is_first], places[order[is_first]]
-        self.ids.view(-1)[rows] = ids[places]
-        self.used.view(-1).index_fill_(0, rows, stamp)
-        if self.sights.numel():
-            self.sights.view(-1)[rows] = num_sights[places]
-        return places
+
+def _first_of_each(rows: Tensor, none: int) -> tuple[Tensor, Tensor]:
+    """Return the places of the first of equal numbers below `none`, and those of the others, in ascending order."""
+    in_order, order = torch.sort(rows, stable=True)
+    is_first = in_order < none
+    is_first[1:] &= in_order[1:] != in_order[:-1]
+    first = order[is_first]
+    others = torch.ones_like(is_first).index_fill_(0, first, False)
+    return first, others.nonzero().squeeze(1)
+
+
+def _read(of_rows: Tensor, rows: Tensor) -> Tensor:
+    return of_rows.view(-1).index_select(0, rows.reshape(-1)).view(rows.shape)
 
 
 def mixed(ids: Tensor) -> Tensor:
@@ -214,6 +257,3 @@ def current_hour() -> int:
     """Return the hours since 1970, in which torchrec counts how long a row is not used."""
     return int(time.time() / 3600)
 
-
-def _without(places: Tensor, taken: Tensor) -> Tensor:
-    return places[~torch.isin(places, taken)]

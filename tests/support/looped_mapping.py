@@ -1,0 +1,101 @@
+"""What IdMapping.learn does, one id after the other, in Python's numbers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_distrec.sharding.mapping import id_mapping
+from lightning_distrec.sharding.mapping.id_mapping import FREE, IdMapping
+
+BLOCK, ROUNDS = 16, 8
+
+
+class LoopedMapping(IdMapping):
+    """Learns by loops; the kernel says which row an id probes first."""
+
+    def learn(self, ids: Tensor) -> Tensor:
+        spec = self.spec
+        self.now += 1
+        hour = id_mapping.current_hour()
+        stamp = hour + spec.ttl_hours if spec.counts_hours else self.now
+        before = hour if spec.counts_hours else self.protected_from
+        state = {name: tensor.flatten().tolist() for name, tensor in self._all()}
+        distinct, counted = torch.unique(ids, return_counts=True)
+        firsts = self._probe(distinct, 1, may_share=True, among_own=True).tolist()
+        probed = {i: self._probed(first) for i, first in zip(distinct.tolist(), firsts, strict=True)}
+        sights = dict(zip(distinct.tolist(), counted.tolist(), strict=True))
+        new = []
+        for i, rows in probed.items():
+            own = [row for row in rows if state["ids"][row] == i]
+            if own:
+                self._note(state, own[0], stamp, sights[i], False)
+            else:
+                new.append(i)
+        waiting = self._enough(new, probed, sights, state)
+        for begin in range(0, spec.max_probe, BLOCK):
+            while taken := _one_each(waiting, lambda i, b=begin: _first_free(probed[i][b : b + BLOCK], state["ids"])):
+                self._take(state, taken, stamp, sights, waiting)
+        evicted: list[int] = []
+        for _ in range(ROUNDS if spec.policy != "none" else 0):
+            taken = _one_each(waiting, lambda i: self._worst(probed[i], state, before))
+            self._take(state, taken, stamp, sights, waiting)
+            evicted += taken
+        for name, tensor in self._all():
+            tensor.view(-1).copy_(torch.tensor(state[name]))
+        self.counts.looked_up += len(distinct)
+        self.counts.evicted += len(evicted)
+        self.counts.shared += sum(i not in state["ids"] for i in new)
+        return torch.tensor(evicted, dtype=torch.int64)
+
+    def _all(self) -> list[tuple[str, Tensor]]:
+        names = ("ids", "used", "sights", "newcomers")
+        return [(name, getattr(self, name)) for name in names if getattr(self, name).numel()]
+
+    def _probed(self, first: int) -> list[int]:
+        bucket, place = divmod(first, self.spec.bucket_rows)
+        own = self.spec.own_rows
+        return [bucket * self.spec.bucket_rows + (place + i) % own for i in range(min(self.spec.max_probe, own))]
+
+    def _enough(self, new: list[int], probed: dict[int, list[int]], sights: dict[int, int], state: Any) -> list[int]:
+        if self.spec.min_sights == 1:
+            return list(new)
+        counts = state["newcomers"]
+        for i in new:
+            counts[probed[i][0]] += sights[i]
+        seen = {i: counts[probed[i][0]] for i in new}
+        admitted = [i for i in new if seen[i] >= self.spec.min_sights]
+        for i in admitted:
+            counts[probed[i][0]], sights[i] = 0, seen[i]
+        return admitted
+
+    def _worst(self, rows: list[int], state: Any, before: int) -> int | None:
+        old = [row for row in rows if state["used"][row] < before]
+        by = {"lfu": "sights", "lru": "used", "ttl_lru": "used"}.get(self.spec.policy)
+        return min(old, key=lambda row: state[by][row] if by else 0, default=None)
+
+    def _take(
+        self, state: Any, taken: dict[int, int], stamp: int, sights: dict[int, int], waiting: list[int]
+    ) -> None:
+        for row, i in taken.items():
+            state["ids"][row] = i
+            self._note(state, row, stamp, sights[i], True)
+            waiting.remove(i)
+
+    def _note(self, state: Any, row: int, stamp: int, sights: int, first_use: bool) -> None:
+        state["used"][row] = stamp
+        if "sights" in state:
+            state["sights"][row] = sights + (0 if first_use else state["sights"][row])
+
+
+def _first_free(rows: list[int], ids: list[int]) -> int | None:
+    return next((row for row in rows if ids[row] == FREE), None)
+
+
+def _one_each(waiting: list[int], wanted: Any) -> dict[int, int]:
+    """Return the rows that ids want, each with the first id that wants it."""
+    taken: dict[int, int] = {}
+    for i in waiting:
+        if (row := wanted(i)) is not None:
+            taken.setdefault(row, i)
+    return taken
