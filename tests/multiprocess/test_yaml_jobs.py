@@ -24,6 +24,7 @@ DYNAMIC = {
         "first": {"ids": "dynamic", "rows": 36, "buckets": 12},
     },
 }
+OF_USERS = "mc._managed_collision_collection._managed_collision_modules.users"
 BY_TABLE = {"narrow": {"sharding_types": ["column_wise"], "min_partition": 4}}
 
 
@@ -46,6 +47,7 @@ def in_groups(size: int) -> dict[str, Any]:
 GROUPS: dict[str, Any] = {"tables": {"wide": {"sharding_types": ["row_wise"]}, **BY_TABLE}}
 JOBS = {
     "dynamic ids": Job("Dynamic", DYNAMIC, DYNAMIC, (2, 3), None, ("lightning_distrec.DynamicIds",)),
+    "managed collisions": Job("Mch", {}, {}, (2, 3), None, ("lightning_distrec.DynamicIds",)),
     "a feature processor": Job("Weighted", GROUPS, {}, (2, 3), Weighted),
     "groups": Job("Clicks", GROUPS | in_groups(2), in_groups(1), (4, 2), Clicks),
     "out of groups": Job("Clicks", in_groups(1), {}, (2, 3), Clicks),
@@ -84,7 +86,7 @@ def saved_in(folder: Path, epochs: int) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("name", slow_except(["dynamic ids", "a feature processor"], JOBS))
+@pytest.mark.parametrize("name", slow_except(["dynamic ids"], JOBS))
 def test_a_yaml_trains_and_resumes_on_another_number_of_ranks(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,11 +103,12 @@ def test_a_yaml_trains_and_resumes_on_another_number_of_ranks(
         (alone := tmp_path / "alone").mkdir()
         run_on_warm_ranks(run_each, 1, [["--config", write_yaml(alone, job, job.strategy, 1, 2)]])
         wanted = saved_in(alone, 2)
-        assert int((found["first.ids"] >= 0).sum()) > 20
+        ids = found["first.ids"] if "first.ids" in found else found[f"{OF_USERS}._mch_counts"]
+        assert int((ids > 0).sum()) > 15
     else:
         wanted = train_plain(job.plain(), [batch_of(False, step) for step in range(2 * STEPS)])
     assert found.keys() == wanted.keys()
     assert too_far(found, wanted, 1e-5) == {}
     assert min(float((found[key].float() - before[key].float()).abs().max()) for key in found if "weight" in key) > 1e-4
     if job.callbacks:
-        assert "dynamic_ids/first/occupancy" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+        assert "/occupancy" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from tests.support import mapped_models
 from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
-from tests.support.mapped_models import DynamicModel
+from tests.support.mapped_models import DynamicModel, MchModel
 from tests.support.plain_loop import OPTIMIZERS
 from tests.support.weighted_models import PositionWeighted
 
@@ -19,6 +19,13 @@ OF = 12
 
 class Dynamic(DynamicModel):
     """Has ordinary tables, which get ids of any range by the strategy's options."""
+
+    def __init__(self) -> None:
+        seeded(super().__init__)
+
+
+class Mch(MchModel):
+    """Has managed collision modules of torchrec."""
 
     def __init__(self) -> None:
         seeded(super().__init__)
