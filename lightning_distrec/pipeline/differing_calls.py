@@ -1,4 +1,4 @@
-"""A call that differs from what was prefetched: its rank goes on with zeros until all ranks raise together.
+"""Calls that differ from what was prefetched, or between ranks: a rank goes on until all ranks raise together.
 
 A rank that raised at once would not reach the lookups, or the user's own collectives, in which the others wait for it.
 The next lookup that is made as it is called carries the failure to all ranks, else the step's control message does.
@@ -7,7 +7,7 @@ The next lookup that is made as it is called carries the failure to all ranks, e
 from collections.abc import Callable
 from typing import Any
 
-from lightning_distrec.errors import ProvenanceError
+from lightning_distrec.errors import ProvenanceError, ShardingError
 from lightning_distrec.pipeline.computed.late_comparison import LateComparison
 from lightning_distrec.ranks import Ranks
 
@@ -23,6 +23,10 @@ class DifferingCalls:
         """Inputs that the host has not compared."""
         self.failure: ProvenanceError | None = None
         """What this rank has found, for all ranks to raise."""
+        self.learned = 1
+        """The bits of this step's lookups whose weights followed the ids: 1 where these need a gradient; before, a 1.
+        Where ranks differ, those with gradients would wait in backward for the others. A step begins with 1."""
+        self._paths: list[str] = []
         self._is_reported = False
         self._ranks = ranks
 
@@ -38,6 +42,31 @@ class DifferingCalls:
             return make_rows()
         except Exception as error:  # it cannot be called with this input in any case
             raise failure from error
+
+    def note_weights(self, path: str, learn: bool) -> None:
+        """Note whether the weights of a lookup of the table at `path`, which followed its ids, need a gradient."""
+        if self.learned == 1:  # the step's first
+            self._paths = []
+        self.learned = self.learned * 2 + learn
+        self._paths.append(path)
+
+    def agree_on_weights(self) -> None:
+        """Collective. Raise ShardingError where ranks differ in which weights need a gradient."""
+        if self.learned > 1:
+            smallest, negated = self._ranks.start_all_reduce_min(self.learned, -self.learned).wait()
+            if smallest != -negated:
+                self.raise_of_weights()
+
+    def raise_of_weights(self) -> None:
+        """Collective. Raise ShardingError: ranks differ in which weights need a gradient."""
+        of_ranks = [f"{learned:b}"[1:] for learned in self._ranks.all_gather(self.learned)]
+        call = next(i for i, bits in enumerate(zip(*of_ranks, strict=True)) if len(set(bits)) > 1)
+        learning = [rank for rank, bits in enumerate(of_ranks) if bits[call] == "1"]
+        raise ShardingError(
+            f"'{self._paths[call]}' was called with ids whose weights need a gradient on ranks {learning} of "
+            f"{len(of_ranks)}, and on no others. Freeze feature processors, and layers that compute weights, on all "
+            "ranks alike."
+        )
 
     def check_late(self, wait: bool = False) -> None:
         """Note what the host has not compared until now. wait: for what is not here yet."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning_distrec.errors import ProvenanceError
+from lightning_distrec.errors import IdsError, ProvenanceError
 from lightning_distrec.pipeline.computed.replaying import replaying
 from lightning_distrec.pipeline.computed.variants import ComputedCall
 from lightning_distrec.pipeline.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
@@ -12,6 +12,7 @@ from lightning_distrec.pipeline.prefetchable import Exchange, Prefetchable, Prep
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
 from lightning_distrec.pipeline.provenance.same_input import Compare, are_unwritten, is_same_input, versions
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
+from lightning_distrec.ranks import Ranks
 
 
 class PrefetchedLookup:
@@ -197,9 +198,17 @@ class InFlightBatch:
         return [call for call, sizes in pairs if sizes == REFUSED and isinstance(call, ComputedCall)]
 
     @property
-    def problems(self) -> list[str]:
-        """What is wrong with the ids on this rank."""
-        return [str(of.request.problem) for of in self._own if of is not None and of.request.problem is not None]
+    def why_as_called(self) -> str:
+        """Why its lookups are made as its step calls, in words."""
+        return (
+            f"{self.kind}: a batch is unlike that of the first step ({self.why_not_prepared}); it is looked up as its "
+            "step calls, without prefetching. Later ones are not reported."
+        )
+
+    def raise_problem(self, ranks: Ranks) -> None:
+        """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""
+        own = [str(of.request.problem) for of in self._own if of is not None and of.request.problem is not None]
+        raise IdsError([problem for of_rank in ranks.all_gather(own) for problem in of_rank][0])
 
     def start_exchange(self, start: Callable[[list[Any]], Exchange]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""

@@ -16,6 +16,8 @@ class PreparedLookup(Protocol):
     """The minimum and maximum number of examples over ranks, once they are known."""
     late_weights: Any
     """Weights that follow the ids, or what stands for them until the call; None: there are none."""
+    learns: bool
+    """Whether these need a gradient; known once it was looked up."""
     received: tuple[int, ...] | None
     """How many ids come from each rank, once that is known."""
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_distrec import spans
-from lightning_distrec.errors import IdsError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
 from lightning_distrec.pipeline.differing_calls import DifferingCalls
@@ -93,10 +92,7 @@ class SparsePipeline:
                 batch.prepare(calls, self._tables)
             if batch.why_not_prepared and batch.batch is not None and not self._has_warned:
                 self._has_warned = True
-                self._warn(
-                    f"{batch.kind}: a batch is unlike that of the first step ({batch.why_not_prepared}); it is looked "
-                    "up as its step calls, without prefetching. Later ones are not reported."
-                )
+                self._warn(batch.why_as_called)
         if self.depth == 2:
             batch.announce(self._message_about(batch))
 
@@ -116,7 +112,8 @@ class SparsePipeline:
             none = (0,) * self.ranks.num_ranks
             # A list, not a generator, of which each item is a call.
             counts = (*[of_lookup or none for of_lookup in status.counts], *(none,) * (width - len(status.counts)))
-        return ControlMessage(self.ranks, replace(status, sizes=sizes, counts=counts, failure=failure))
+        status = replace(status, sizes=sizes, counts=counts, failure=failure, learned=self.differing.learned)
+        return ControlMessage(self.ranks, status)
 
     def hand_out(self, current: InFlightBatch, following: list[InFlightBatch]) -> None:
         """Collective. Note that the step of `current` is next, and that `following` come after it."""
@@ -133,6 +130,7 @@ class SparsePipeline:
             return
         self._in_step = self._takes_prefetched = True
         self._message = None
+        self.differing.learned = 1
         self._counts = self.counts.setdefault(current.kind, LookupCounts())
         if current.is_announced:
             self._learner.report_refused(current)
@@ -140,8 +138,7 @@ class SparsePipeline:
         if current.kind not in self._learner.calls:
             return
         if current.prefetched is not None and not current.agreed_status().ids_in_range:
-            problems = [problem for of_rank in self.ranks.all_gather(current.problems) for problem in of_rank]
-            raise IdsError(problems[0])
+            current.raise_problem(self.ranks)
         if self._following and self._following[0].kind in self._learner.calls:
             self.agreed_status(self._following[0])
             self._following[0].start_exchange(self._start_exchange)
@@ -185,6 +182,8 @@ class SparsePipeline:
             return None
         looked_up, was_early = lookup.take(arguments if difference is None else None)
         self._counts.ahead += self._was_sent
+        if lookup.waits_for_weights:
+            differing.note_weights(path, lookup.request.learns)
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
         if difference is not None:
@@ -203,13 +202,15 @@ class SparsePipeline:
                 self._send_following()
 
     def before_backward(self) -> None:
-        """Collective. Read the control message. Raises ProvenanceError or RankError: another rank has failed."""
+        """Collective. Read the control message. Raises what `end_step` does, and ShardingError: weights differ."""
         if not self._in_step:
             return
         self._pending_rows = set()
         self._send_following()
         if self._message is not None:
             self._read_message()
+        else:
+            self.differing.agree_on_weights()
 
     def end_step(self, has_backward: bool) -> None:
         """Collective. End the user's step, but for a backward that may follow.
@@ -261,10 +262,12 @@ class SparsePipeline:
     def _read_message(self) -> None:
         assert self._message is not None
         with spans.span(spans.WAIT_CONTROL_MESSAGE):
-            self._message.read()
+            status = self._message.read()
         try:
             if (rank := self._message.rank_of_differing_call()) is not None:
                 self.differing.raise_failure(rank)
+            if not status.learned:
+                self.differing.raise_of_weights()
         except Exception:
             self.failed = True
             raise

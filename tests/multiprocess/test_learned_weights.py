@@ -33,6 +33,8 @@ from tests.support.trainers import DEFAULTS, make_trainer
 from tests.support.weighted_models import (
     CallsDiffer,
     Evaluated,
+    FreezesBeforeBackward,
+    FreezesProcessors,
     FreezesTables,
     LooksUpTwice,
     PositionWeighted,
@@ -177,8 +179,21 @@ def _train_freezing(model: FreezesTables) -> dict[str, Tensor]:
     return train_plain(model, global_batches(STEPS), before_batch=model.freeze_tables)
 
 
-def _refused(kind: type[ClickModel], strategy: dict[str, Any]) -> str:
-    model = seeded(kind, *OPTIMIZERS["SGD"])
+def _freeze_processors() -> dict[str, Tensor]:
+    model = seeded(FreezesProcessors, *OPTIMIZERS["SGD"], True)
+    make_trainer({"find_unused_parameters": True}).fit(model, rank_loader(2 * STEPS, rank_and_num_ranks()[0]))
+    return model.final_state
+
+
+def test_a_processor_that_all_ranks_freeze_rests_from_then_on() -> None:
+    start = seeded(FreezesProcessors, *OPTIMIZERS["SGD"], True)
+    wanted = train_plain(start, global_batches(2 * STEPS), before_batch=start.freeze_processors)
+    found = run_on_warm_ranks(_freeze_processors, 2)[0]
+    assert max(largest_difference(found, wanted).values()) <= limit_of("SGD")
+
+
+def _refused(kind: type[ClickModel], strategy: dict[str, Any], *arguments: Any) -> str:
+    model = seeded(kind, *OPTIMIZERS["SGD"], *arguments)
     try:
         make_trainer(ALL | strategy).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     except Exception as error:
@@ -186,7 +201,10 @@ def _refused(kind: type[ClickModel], strategy: dict[str, Any]) -> str:
     return "nothing was raised"
 
 
+ON_RANK_0 = r"ShardingError: 'ebc.*' was called with ids whose weights need a gradient on ranks \[0\] of 2, and on no"
 REFUSED: dict[str, tuple[type[ClickModel], dict[str, Any], str]] = {
+    "a processor frozen on one rank": (FreezesProcessors, {}, ON_RANK_0),
+    "a layer frozen on one rank, by hand": (FreezesBeforeBackward, {"embedding_update": "sparse"}, ON_RANK_0),
     "two lookups": (LooksUpTwice, {"embedding_update": "fused"}, "OptimizerError: .*more than one lookup of 'e?b"),
     "calls that differ": (CallsDiffer, {}, "ProvenanceError: .*'ebc' is called with an input that is not the part"),
     "ranks that disagree": (RanksDisagree, {}, "IdsError: .*weights of any type that need a gradient; rank 1: "),
@@ -194,7 +212,8 @@ REFUSED: dict[str, tuple[type[ClickModel], dict[str, Any], str]] = {
 
 
 def test_what_would_be_other_numbers_is_refused_on_every_rank() -> None:
-    of_ranks = run_each_on_ranks({name: (_refused, *case[:2]) for name, case in REFUSED.items()}, 2)
+    calls = {name: (_refused, kind, of, *[False] * ("processor" in name)) for name, (kind, of, _) in REFUSED.items()}
+    of_ranks = run_each_on_ranks(calls, 2)
     for found in of_ranks:
         for name, (_, _, message) in REFUSED.items():
             assert re.match(message, found[name], re.DOTALL), found[name]

@@ -111,6 +111,39 @@ class RanksDisagree(WeightsOfALayer):
         return super().forward(batch)
 
 
+class FreezesProcessors(PositionWeighted):
+    """Freezes its feature processor before the fourth batch: on all ranks, or on rank 1 only."""
+
+    def __init__(self, optimizer: type, options: dict[str, Any], everywhere: bool) -> None:
+        super().__init__(optimizer, options)
+        self.everywhere = everywhere
+
+    def freeze_processors(self, num_batches: int) -> None:
+        if num_batches == 3:
+            self.ebc._feature_processors.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.everywhere or rank_and_num_ranks()[0] == 1:
+            self.freeze_processors(batch_idx)
+
+
+class FreezesBeforeBackward(WeightsOfALayer):
+    """Steps by hand, with a backward between its two lookups; on rank 1 the weights of the fourth need no gradient."""
+
+    def __init__(self, optimizer: type, options: dict[str, Any]) -> None:
+        super().__init__(optimizer, options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.importance.requires_grad_(batch_idx < 3 or rank_and_num_ranks()[0] != 1)
+        weights = self.importance(batch["weights"].unsqueeze(1)).squeeze(1)
+        features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"], weights=weights)
+        self.manual_backward(self.mlp(self.ebc(features).values()).square().sum())
+        bag = features["a"]
+        self.manual_backward(self.bag(bag.values(), bag.offsets(), per_sample_weights=bag.weights().detach()).sum())
+        self.losses.append(0.0)
+
+
 def learned_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries of a state_dict that learn through the weights of ids."""
     return {key: value for key, value in state.items() if "processor" in key or key.startswith("importance")}

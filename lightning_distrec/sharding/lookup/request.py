@@ -33,6 +33,8 @@ class LookupRequest:
         """In the order that torchrec knows, every id in range; with places for weights that come late."""
         self.late_weights = late_weights
         """Weights that follow the ids, in the order of the call, or what stands for them; see weights_exchange.py."""
+        self.learns = False
+        """Whether these need a gradient; known once it was looked up."""
         self.weight_routes: list[WeightRoute | None] = []
         """Where these are sent, for each sharding type, once the ids are."""
         self.distinct: DistinctIds | None = None

@@ -192,7 +192,7 @@ class ShardedLookup:
     def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look up the ids that have arrived and send the rows back; returns lazy outputs."""
         ids, late = request.ids, request.late_weights
-        learns = late is not None and late.requires_grad and torch.is_grad_enabled()
+        request.learns = learns = late is not None and late.requires_grad and torch.is_grad_enabled()
         # What is frozen passes a gradient to weights that learn.
         frozen = set() if learns else self._outputs.frozen_now()
         used: set[str] = set()
