@@ -6,8 +6,8 @@ rows up and no more. The gradient of its output is turned into gradients of para
 sparse ones of the rows that were looked up, as nn.Embedding(sparse=True) makes them, or dense ones of the full shard.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ class LocalShard:
     """Names of the tables whose rows, of the current lookup, get a gradient on this rank; None: all do."""
     num_summed: int | None = None
     """How many different rows the gradient has that a lookup has just left here; None: there was one before."""
+    on_reset: list[Callable[[torch.Tensor], Any]] = field(default_factory=list)
+    """Called with the numbers of rows, counted from the first, that start anew because other ids have them now."""
 
 
 def local_shards_of(kernel: Any) -> list[LocalShard]:

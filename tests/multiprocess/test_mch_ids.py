@@ -21,6 +21,7 @@ from lightning_distrec.errors import DistRecError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from tests.support import incremental_runs
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
 from tests.support.mapped_models import (
@@ -150,7 +151,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lfu": {"policy": "lfu"},
     "lru": {"policy": "lru", "interval": 1, "optimizer": "Adam"},
     "distance": {"policy": "distance", "interval": 1, **HASHED},
-    "filtered": {"policy": "distance", "interval": 3, "filters": average_threshold_filter},
+    "filtered": {"policy": "distance", "interval": 3, "filters": average_threshold_filter, "optimizer": "SGD"},
 }
 
 
@@ -294,3 +295,18 @@ def test_what_would_map_ids_otherwise_is_refused() -> None:
     for of_rank in run_each_on_ranks({name: (_refused, options) for name, (options, _) in REFUSED.items()}, 2):
         for name, (_, message) in REFUSED.items():
             assert message in of_rank[name], name
+
+
+def _saves_differences(folder: str, options: dict[str, Any]) -> None:
+    rank, num_ranks = rank_and_num_ranks()
+    given = {"incremental": {**incremental_runs.SERIES, "dirpath": f"{folder}/series"}}
+    trainer = make_trainer({"checkpoint": given}, callbacks=[incremental_runs.FullToo(folder)], default_root_dir=folder)
+    trainer.fit(seeded(MchModel, **options), loader(0, 2 * STEPS, rank, num_ranks, OF, kinds=1000))
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad", pytest.param("SGD", marks=pytest.mark.slow)])
+def test_differences_hold_the_rows_of_ids_that_a_step_does_not_look_up(optimizer: str, tmp_path: Path) -> None:
+    options = {"policy": "lru", "interval": 3, "optimizer": optimizer, "scale": 8}
+    run_on_warm_ranks(_saves_differences, 2, str(tmp_path), options)
+    series = incremental_runs.assert_same_as_full(tmp_path)
+    assert any(mark.changed for name, mark in series.items() if int(name.split("-")[0].removeprefix("step=")) > 9)

@@ -114,10 +114,10 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"ids": torch.cat(parts), "lengths": torch.cat(lengths), **whole}
 
 
-def loader(first: int, last: int, rank: int, num_ranks: int, of: int) -> DataLoader[Any]:
+def loader(first: int, last: int, rank: int, num_ranks: int, of: int, kinds: int = 60) -> DataLoader[Any]:
     """Return the batches of a rank in steps `first` to `last`: those of `of` ranks, shared by `num_ranks`."""
     mine = range(rank * of // num_ranks, (rank + 1) * of // num_ranks)
-    steps = [[make_batch(100 * step + r) for r in mine] for step in range(first, last)]
+    steps = [[make_batch(100 * step + r, kinds=kinds) for r in mine] for step in range(first, last)]
     return DataLoader([joined(batches) for batches in steps], batch_size=None)
 
 

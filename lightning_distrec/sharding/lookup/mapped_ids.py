@@ -40,6 +40,8 @@ class RowReset:
         weight[rows] = self._initial_rows[ids % len(self._initial_rows)].to(weight.dtype)
         for state, value in self._states():
             state.data[rows] = value
+        for note in self._shard.on_reset:
+            note(rows)
 
 
 class MappedIds:

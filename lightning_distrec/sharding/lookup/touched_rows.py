@@ -1,9 +1,12 @@
 """Notes which rows get a gradient, from the ids with which FBGEMM's kernels are called: a flag for each row of a shard.
 
+Rows that start anew, because other ids have them now, are noted too.
+
 It is noted when the gradient arrives, before rows are updated by it; nothing waits for a device. On the host, rows'
 numbers are gathered first and many flags are written together: they are in no cache, and together they wait for memory.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +20,18 @@ PENDING = 2**17
 
 
 class TouchedRows:
-    """The rows of this rank's shards that have got gradients since the last `clear`.
+    """The rows of this rank's shards that have got gradients, or were reset, since the last `clear`.
 
     kernels: FBGEMM's, each with the shards in its memory. Their lookups are noted until `release`.
     """
 
     def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
         self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]
-        self._flags = {id(shard): flags for rows in self._kernels for shard, flags in rows.by_shard()}
+        by_shard = [each for rows in self._kernels for each in rows.by_shard()]
+        self._flags = {id(shard): flags for shard, flags in by_shard}
+        self._resets = [(shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in by_shard]
+        for shard, note in self._resets:
+            shard.on_reset.append(note)
 
     def ids_of(self, shard: LocalShard) -> Tensor:
         """Return the rows of a shard that were touched, ascending, counted from the shard's first."""
@@ -47,6 +54,8 @@ class TouchedRows:
         """Stop noting."""
         for rows in self._kernels:
             rows.handle.remove()
+        for shard, note in self._resets:
+            shard.on_reset.remove(note)
 
 
 class _KernelRows:

@@ -178,7 +178,7 @@ def mapping_counts(mappings: Mapping[str, RowsOfIds], ranks: Ranks) -> dict[str,
 def _states(shards: ShardedTables, shard: LocalShard, update: TableUpdate) -> list[tuple[Tensor, float]]:
     """Return what optimizers keep for each row of a shard, with the value that it starts from."""
     if update.in_backward:
-        return [(state, update.initial_state) for state in shards.fused_state()[id(shard)]]
+        return [(state, update.initial_state) for state in shards.fused_state().get(id(shard), [])]
     if update.param_group is None:
         return []
     kept: dict[str, Any] = update.param_group.optimizer.state.get(shard.weight, {})
