@@ -13,9 +13,11 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 
 from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec._compat.torchrec_collisions import EMBEDDINGS, collisions_of, embeddings_of, modules_of
@@ -25,17 +27,27 @@ from lightning_distrec.sharding.mapping.unsharded import finds_rows
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.proxies import ShardedProxy
 
-_CALLERS = (
+CALLERS = (
     *("FeatureProcessedEmbeddingBagCollection", "EmbeddingTower", "EmbeddingTowerCollection"),
-    "PECEmbeddingCollection",
+    *("PECEmbeddingCollection", "McEmbeddingCollectionAdapter", "McEmbeddingBagCollectionAdapter"),
 )
 """Modules of torchrec.modules that do no more with their collections than call them."""
-_FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
+_OF_TORCHREC = "torchrec.modules."
+FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
 """Those that update tables of their own inside of backward."""
+_POOL = "is made of buffers, of which every rank gets rank 0's values: what other ranks write to it is lost"
+_PRUNES = "prunes rows inside of TorchRec's own sharded module only, on a GPU; here it looks up and prunes nothing"
+UNSHARDED = {
+    **dict.fromkeys(("TensorPool", "KeyedJaggedTensorPool"), _POOL),
+    **dict.fromkeys(("ITEPEmbeddingBagCollection", "ITEPEmbeddingCollection"), _PRUNES),
+}
+"""Those for which TorchRec has a sharder, and that stay on every rank, and why. A contract test looks for others."""
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+MAPS_IDS = (BaseManagedCollisionEmbeddingCollection, ManagedCollisionCollection, ManagedCollisionModule)
+"""What maps ids to rows by itself while it is unsharded."""
 
 SMALL_ROWS = 2**31
 """Ids are sent as 32-bit numbers where no table of the collection has more rows."""
@@ -154,7 +166,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
                 of_odd_dims += of_collection
             else:
                 tables += of_collection
-        elif type(child).__module__.startswith("torchrec.modules.") and type(child).__name__ in _FUSED:
+        elif type(child).__name__ in FUSED and type(child).__module__.startswith(_OF_TORCHREC):
             raise ShardingError(
                 f"'{path}' is a {type(child).__name__}, which updates its tables inside of backward, on each rank by "
                 f"itself. Use {type(child).__name__.removeprefix('Fused')}: its update is fused where that is exact."
@@ -211,12 +223,18 @@ def _why_left_alone(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
         return f"{kind.__name__} is a subclass and may compute something else"
-    holds = any(isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)) for child in module.modules())
-    if kind.__module__.startswith("torchrec.modules.") and holds and kind.__name__ not in _CALLERS:
-        return f"{kind.__name__} does more than look up rows"
+    if isinstance(module, BaseManagedCollisionEmbeddingCollection):
+        return f"{kind.__name__} is a subclass and may map ids in another way"
+    if isinstance(module, MAPS_IDS):
+        return f"{kind.__name__} is used outside of a ManagedCollisionEmbeddingCollection, or one of bags"
     if kind.__module__.startswith("torchrec.quant."):
         return f"{kind.__name__} is for inference"
-    return None
+    if not kind.__module__.startswith(_OF_TORCHREC):
+        return None
+    if kind.__name__ in UNSHARDED:
+        return f"{kind.__name__} {UNSHARDED[kind.__name__]}"
+    holds = any(isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)) for child in module.modules())
+    return f"{kind.__name__} does more than look up rows" if holds and kind.__name__ not in CALLERS else None
 
 
 def _refuse_shared_weights(tables: list[Table], of_odd_dims: list[Table]) -> None:

@@ -513,6 +513,14 @@ BREAKAGES = (
         ("unit/test_mch_mapping.py",),
     ),
     Breakage(
+        "maps-on-every-rank",
+        "lightning_distrec/strategies/tables",
+        r"isinstance\(module\.get_submodule\(path\), MAPS_IDS\)",
+        "False",
+        "Each rank maps ids to rows of its own, of tables whose gradients are averaged.",
+        ("multiprocess/test_mapped_ids.py",),
+    ),
+    Breakage(
         "keeps-count-of-free-rows",
         "lightning_distrec/sharding/mapping",
         r"mapping\.ids_were_set\(\)",

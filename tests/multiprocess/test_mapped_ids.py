@@ -19,6 +19,7 @@ from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.spec import specs_of
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from tests.support.adapted_models import Adapted, MapsByHand, Subclassed
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
 from tests.support.mapped_models import (
@@ -118,6 +119,12 @@ def test_managed_collisions_train_as_torchrec_does_in_one_process(num_ranks: int
         identities = [value for key, value in state.items() if key.endswith("identities")]
         assert sum(int((rows >= 0).sum()) for rows in identities) > 30
         assert sum(of_rank[name]["shared"] for of_rank in found) > 0
+
+
+def test_the_collections_of_an_adapter_are_sharded() -> None:
+    one, two = (run_each_on_ranks({"": (_train, Adapted, {}, (0, 2 * STEPS))}, num_ranks) for num_ranks in (1, 2))
+    assert too_far(two[0][""]["state"], one[0][""]["state"], 1e-5) == {}
+    assert sum(of_rank[""]["evicted"] for of_rank in two) == one[0][""]["evicted"] > 10
 
 
 def _by_hand(options: dict[str, Any], steps: int) -> dict[str, Tensor]:
@@ -277,6 +284,8 @@ REFUSED: dict[str, tuple[type[ManagedModel], dict[str, Any], dict[str, Any], str
     "checkpoint": (Checkpointed, {}, DYNAMIC["tables"], "is looked up inside of an activation checkpoint"),
     "managed": (ManagedModel, {}, {"users": WITH_BUCKETS}, "its module maps ids itself"),
     "torchrec's": (ManagedModel, {"total_num_buckets": 3}, {}, "have 3 buckets, which 2 ranks cannot share evenly"),
+    "subclass": (Subclassed, {}, {}, "_Own is a subclass and may map ids in another way. Unsharded, each of 2 ranks"),
+    "by hand": (MapsByHand, {}, {}, "ManagedCollisionCollection is used outside of a ManagedCollisionEmbedding"),
     "unserved": (ManagedModel, {"disable_fallback": True}, {}, "disable_fallback=True, which leaves ids out, is not"),
 }
 

@@ -21,7 +21,7 @@ from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.tables import MANAGED, Table
+from lightning_distrec.sharding.tables import MAPS_IDS, Table
 
 
 def with_dynamic_ids(tables: list[Table], options: Mapping[str, TableOptions]) -> list[Table]:
@@ -101,7 +101,7 @@ def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> Tab
 def refuse_unsharded_mappings(module: nn.Module, left_alone: Mapping[str, str], num_ranks: int) -> None:
     """Raise ShardingError: ranks would map the same ids to different rows of tables whose gradients are averaged."""
     for path, reason in left_alone.items():
-        if num_ranks > 1 and type(module.get_submodule(path)) in MANAGED:
+        if num_ranks > 1 and isinstance(module.get_submodule(path), MAPS_IDS):
             raise ShardingError(
                 f"'{path}' cannot be sharded: {reason}. Unsharded, each of {num_ranks} ranks would map ids to rows of "
                 "its own. Use one rank, or a module that docs/how_to/dynamic_ids.md lists."
