@@ -1,5 +1,6 @@
-"""Private names of torch's sparse and sharded tensors, and of its dispatcher, whose operations are watched."""
+"""Private names of torch's sparse and sharded tensors, of its dispatcher and of what sends: both are watched."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -85,6 +86,36 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
             return output
 
     return Watch()
+
+
+def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Callable[[], None]:
+    """Call `on_send` for each point-to-point send that is made as a P2POp of torch.distributed; returns an undo.
+
+    on_send: gets the tensor, the global rank that it goes to, and the name of the function that makes the P2POp. Seen
+    are those that read P2POp from torch.distributed when they make one, as torch.distributed.pipelining does.
+    Source: torch/distributed/pipelining/stage.py, get_fwd_send_ops and get_bwd_send_ops. `isend` itself cannot be
+    watched: P2POp takes no other function in its place.
+    """
+    import torch.distributed as dist
+
+    original: Any = dist.P2POp
+
+    class Watched(original):  # type: ignore[misc]
+        def __init__(self, op: Any, *args: Any, **options: Any) -> None:
+            super().__init__(op, *args, **options)
+            if op is dist.isend:
+                frame = inspect.currentframe()
+                caller = "" if frame is None or frame.f_back is None else frame.f_back.f_code.co_name
+                del frame  # it would keep itself alive
+                on_send(self.tensor, self.peer, caller)
+
+    dist.P2POp = Watched  # type: ignore[misc]
+
+    def undo() -> None:
+        if dist.P2POp is Watched:
+            dist.P2POp = original  # type: ignore[misc]
+
+    return undo
 
 
 def argument_names(operation: Any) -> list[str]:

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import nan
 from os import environ
@@ -17,13 +18,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_distrec._compat.tensors import watch_sends
 from lightning_distrec._compat.torch import has_comm_hook, watch_collectives
 from lightning_distrec._compat.torchrec import ddp_of_data_parallel_tables
 from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
     EXCHANGES,
     KINDS,
-    REPLICAS,
+    RARE_KINDS,
     RINGS,
     WITH_FUTURES,
     dtype_sent,
@@ -31,6 +33,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     kind_of,
     reduced_bytes,
     ring_bytes,
+    sent_by_stage,
 )
 from lightning_distrec.callbacks.steps import LogTimes, log
 from lightning_distrec.units import format_bytes
@@ -56,13 +59,14 @@ class SentTotals:
 class Communication(Callback):
     """Logs the bytes, the number and the time of a rank's exchanges, by kind, and prints a table at the end of a fit.
 
-    Calls of torch.distributed's collectives are counted while a fit trains. Dense gradients are computed instead:
-    DistributedDataParallel reduces them in C++, where calls are not seen; a ring of W ranks sends 2 (W - 1) / W of
-    their bytes. The loggers get the numbers of rank 0; the table has the mean and the maximum over all ranks.
+    Calls of torch.distributed's collectives, and the sends between stages of pipeline_parallel, are counted while a fit
+    trains. Dense gradients under DDP are computed instead: DistributedDataParallel reduces them in C++, where calls are
+    not seen; a ring of W ranks sends 2 (W - 1) / W of their bytes. The loggers get the numbers of rank 0; the table has
+    the mean and the maximum over all ranks.
 
     The time of an exchange is that from its call until it is complete on this rank, waits for slower ranks included. It
-    is measured where gloo shows it, which it does not for the reduce-scatter of row-wise rows; NCCL completes calls on
-    the GPU, and looking there would hold up the step.
+    is measured where gloo shows it, which it does not for sends and the reduce-scatter of row-wise rows; NCCL completes
+    calls on the GPU, and looking there would hold up the step.
 
     Args:
         every_n_steps: optimizer steps between two log entries; None: the Trainer's log_every_n_steps.
@@ -118,7 +122,10 @@ class Communication(Callback):
         self._ranks_on_node = int(local) if local.isdecimal() and int(local) else None
         reducing = [ddp for ddp in ddps_of(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
         self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in reducing]
-        self._unwatch = watch_collectives((*EXCHANGES, *RINGS), self._count_call)
+        undo = ExitStack()
+        undo.callback(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
+        undo.callback(watch_sends(self._count_send))
+        self._unwatch = undo.close
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -199,6 +206,12 @@ class Communication(Callback):
         # It runs in gloo's thread, so it only leaves the time: deques take entries from any thread.
         return lambda: ended.append((kind, time.perf_counter() - begin))
 
+    def _count_send(self, tensor: Tensor, to_rank: int, caller: str) -> None:
+        kind, sent, across = sent_by_stage(tensor, to_rank, caller, dist.get_rank(), self._ranks_on_node)
+        self._count(kind, sent, across, calls=1)
+        if not self._evaluating:
+            self._ended.append((kind, nan))  # stages wait for what they receive, not for what they send
+
     def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
         if not self._evaluating:
             self._fit.add(kind, sent, across_nodes, calls)
@@ -212,7 +225,8 @@ class Communication(Callback):
             self._since_log.seconds[kind] += seconds
 
     def _numbers(self, traffic: SentTotals) -> dict[str, float]:
-        numbers = {f"communication/{kind.replace(' ', '_')}_bytes": traffic.sent[kind] for kind in KINDS}
+        shown = [kind for kind in KINDS if kind not in RARE_KINDS or self._fit.calls[kind]]
+        numbers = {f"communication/{kind.replace(' ', '_')}_bytes": traffic.sent[kind] for kind in shown}
         numbers["communication/all_bytes"] = sum(traffic.sent.values())
         if self._ranks_on_node is not None:
             numbers["communication/across_nodes_bytes"] = sum(traffic.across_nodes.values())
@@ -251,7 +265,8 @@ def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console
     text = TextTable(
         title=f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)",
         title_justify="left",
-        caption="All-to-alls are counted exactly, other collectives as rings; gradients under DDP are computed.",
+        caption="All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are "
+        "computed.",
         caption_justify="left",
     )
     of_nodes = ["across nodes"] if several_nodes else []
@@ -259,12 +274,14 @@ def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console
     for heading in headings:
         text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
     sent, across, calls, seconds = per_step.unbind(1)
-    sources = ["computed" if kind == DENSE_GRADIENTS else "counted" for kind in KINDS]
+    # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
+    is_computed = [kind == DENSE_GRADIENTS and not calls[:, i].any() for i, kind in enumerate(KINDS)]
+    sources = ["computed" if of_kind else "counted" for of_kind in is_computed]
     times = [_times(*(float(numbers[:, i].mean()) for numbers in (sent, calls, seconds))) for i in range(len(KINDS))]
     columns = [(kind, sent[:, i], across[:, i], sources[i], times[i]) for i, kind in enumerate(KINDS)]
     for kind, by_rank, away, source, of_time in [*columns, ("total", sent.sum(1), across.sum(1), "", ("", "", ""))]:
-        if kind == REPLICAS and not by_rank.any():
-            continue  # most jobs have none
+        if kind in RARE_KINDS and not by_rank.any():
+            continue
         text.add_row(
             kind,
             format_bytes(float(by_rank.mean())),

@@ -14,8 +14,12 @@ ROWS = "rows"
 ROW_GRADIENTS = "row gradients"
 DENSE_GRADIENTS = "dense gradients"
 REPLICAS = "replicas of tables"
+STAGE_OUTPUTS = "stage outputs"
+STAGE_GRADIENTS = "stage gradients"
 OTHER = "control messages and other"
-KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, REPLICAS, OTHER)
+KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS, OTHER)
+RARE_KINDS = (REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS)
+"""Shown only where something of them is sent: most jobs have none."""
 
 EXCHANGES = ("all_to_all_single", "all_to_all")
 """Each chunk has a destination, so that bytes are counted exactly."""
@@ -28,7 +32,8 @@ WITH_FUTURES = (*EXCHANGES, "all_reduce", "all_gather", "broadcast")
 """Gloo shows when these are complete; of the others, such as reduce_scatter_tensor, it has no future."""
 HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
 """The modules that exchange DDP's gradients in Python."""
-
+STAGE_REPLICAS = "lightning_distrec.strategies.stages.gradients"
+"""The module that averages the gradients of a stage's replicas."""
 
 _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path.rows")
 """Modules that send rows and their gradients by other collectives too."""
@@ -48,7 +53,21 @@ def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
         return ROW_GRADIENTS if in_backward() else ROWS
     if caller.startswith("lightning_distrec.sharding.groups."):
         return REPLICAS
+    if caller == STAGE_REPLICAS:
+        return DENSE_GRADIENTS if dtype.is_floating_point else OTHER  # which parameters were used: integers
     return DENSE_GRADIENTS if caller.startswith(HOOKS) else OTHER
+
+
+def sent_by_stage(
+    tensor: Tensor, to_rank: int, caller: str, rank: int, ranks_on_node: int | None
+) -> tuple[str, float, float]:
+    """Return the kind of a stage's send, its bytes, and those that leave the node of `rank`.
+
+    caller: the function of torch's PipelineStage that makes it.
+    """
+    sent = float(_bytes(tensor))
+    is_away = ranks_on_node is not None and to_rank // ranks_on_node != rank // ranks_on_node
+    return STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS, sent, sent if is_away else 0.0
 
 
 def exchanged_bytes(

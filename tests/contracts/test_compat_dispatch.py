@@ -1,6 +1,10 @@
 """What we use of torch's dispatcher."""
 
+import inspect
+
 import torch
+from torch import distributed
+from torch.distributed.pipelining import PipelineStage
 
 from lightning_distrec._compat import tensors as dispatch
 
@@ -65,3 +69,14 @@ def test_calls_of_a_module_are_replaced_until_they_are_given_back() -> None:
     compiled._compiled_call_impl = lambda value: "compiled"
     dispatch.replace_calls(compiled, lambda value: "replaced")()
     assert compiled(1) == "compiled"
+
+
+def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
+    original = distributed.P2POp
+    undo = dispatch.watch_sends(lambda *_: None)
+    assert distributed.P2POp is not original
+    assert issubclass(distributed.P2POp, original)  # batch_isend_irecv looks at the class
+    undo()
+    assert distributed.P2POp is original
+    for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
+        assert "dist.P2POp(dist.isend, send_tensor, peer_global_rank" in inspect.getsource(getattr(PipelineStage, name))

@@ -14,11 +14,23 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_distrec import Communication, RankMonitor, Throughput, Timeline
+from lightning_distrec import Communication, PipelineParallelStrategy, RankMonitor, Throughput, Timeline
 from lightning_distrec.callbacks.communication import print_table
-from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS, IDS, KINDS, OTHER, REPLICAS, ROW_GRADIENTS, ROWS
+from lightning_distrec.callbacks.sent_bytes import (
+    DENSE_GRADIENTS,
+    IDS,
+    KINDS,
+    OTHER,
+    RARE_KINDS,
+    ROW_GRADIENTS,
+    ROWS,
+    STAGE_GRADIENTS,
+    STAGE_OUTPUTS,
+    sent_by_stage,
+)
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.weights.shard_of import without_guards
+from tests.support.chain_models import Transformer
 from tests.support.click_model import FEATURES, ClickModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_ddp_trainer, make_trainer
@@ -130,10 +142,12 @@ def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
     sent = on_two["ranks"][0]["logged"]["sent"]
     assert [row["step"] for row in rows] == [1, 3]
     for row in rows:
-        assert {kind: row[f"communication/{kind.replace(' ', '_')}_bytes"] for kind in KINDS} == sent
+        kinds = [kind for kind in KINDS if kind not in RARE_KINDS]
+        logged = {kind: row[f"communication/{kind.replace(' ', '_')}_bytes"] for kind in kinds}
+        assert logged == {kind: sent[kind] for kind in logged}
         assert row["communication/all_bytes"] == sum(sent.values())
         calls = {kind: row.get(f"communication/{kind.replace(' ', '_')}_calls") for kind in KINDS}
-        assert calls == {IDS: 1, ROWS: 1, ROW_GRADIENTS: 1, DENSE_GRADIENTS: None, REPLICAS: None, OTHER: 2}
+        assert calls == dict.fromkeys(KINDS) | {IDS: 1, ROWS: 1, ROW_GRADIENTS: 1, OTHER: 2}
         for kind in (IDS, ROWS, ROW_GRADIENTS, OTHER):
             assert 0 < row[f"communication/{kind.replace(' ', '_')}_ms"] < 1000
         assert "communication/across_nodes_bytes" not in row
@@ -226,6 +240,50 @@ def test_watching_leaves_updates_inside_of_backward(sharded: list[dict[str, Any]
     assert sharded[0]["row_wise"]["updates"] == {"fused"}
 
 
+def _staged(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what this rank has counted, and the bytes of its gradients."""
+    rank, num_ranks = rank_and_num_ranks()
+    callback, model = Communication(), Transformer()
+    strategy = PipelineParallelStrategy(**options)
+    pl.Trainer(strategy=strategy, devices=num_ranks, callbacks=callback, **DEFAULTS).fit(model)
+    return {
+        "sent": callback.bytes_per_step,
+        "exchanges": callback.mean_exchanges_per_step,
+        "gradients": sum(p.numel() * 4 for p in model.parameters() if not p.is_meta),
+    }
+
+
+HIDDEN = 4 * 12 * 8 * 4
+"""Bytes of the output of a block of the transformer for 4 examples."""
+
+
+def test_what_stages_send_each_other_is_counted() -> None:
+    calls = {
+        "two": (_staged, {"microbatches": 2}),
+        "four": (_staged, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+    }
+    for rank, found in enumerate(run_each_on_ranks(calls, 2)):
+        for case, outputs, gradients, parts in (("two", (1, 0), (0, 1), 2), ("four", (2, 1), (1, 2), 4)):
+            counted = found[case]
+            assert counted["sent"][STAGE_OUTPUTS] == outputs[rank] * HIDDEN
+            assert counted["sent"][STAGE_GRADIENTS] == gradients[rank] * HIDDEN
+            assert counted["exchanges"][STAGE_OUTPUTS] == {"calls": parts * sum(outputs) / 2}
+            assert counted["exchanges"][STAGE_GRADIENTS] == {"calls": parts * sum(gradients) / 2}
+
+
+def test_what_stages_send_to_another_node_is_counted_apart() -> None:
+    for to_rank, is_away in ((1, False), (2, True)):
+        sent = sent_by_stage(torch.zeros(3), to_rank, "get_bwd_send_ops", 0, ranks_on_node=2)
+        assert sent == (STAGE_GRADIENTS, 12.0, 12.0 * is_away)
+
+
+@pytest.mark.slow
+def test_what_replicas_of_stages_average_is_counted() -> None:
+    for counted in run_on_warm_ranks(_staged, 4, {"stages": 2}):
+        assert counted["sent"][STAGE_OUTPUTS] + counted["sent"][STAGE_GRADIENTS] == HIDDEN
+        assert counted["sent"][DENSE_GRADIENTS] == counted["gradients"]  # 2 (W - 1) / W is 1
+
+
 @pytest.mark.parametrize("callback", [Throughput, Communication, Timeline, RankMonitor])
 def test_no_callback_of_ours_makes_updates_wait_for_the_step(callback: type) -> None:
     assert not {"on_after_backward", "on_before_optimizer_step"} & set(vars(callback))
@@ -247,10 +305,10 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
 
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     of_ranks = torch.zeros(2, 4, len(KINDS))
-    of_ranks[0, 0], of_ranks[1, 0] = torch.tensor([8.0, 2000, 0, 5, 0, 0]), torch.tensor([8.0, 4000, 0, 5, 0, 0])
+    of_ranks[0, 0, :4], of_ranks[1, 0, :4] = torch.tensor([8.0, 2000, 0, 5]), torch.tensor([8.0, 4000, 0, 5])
     of_ranks[:, 1] = of_ranks[:, 0] / 2
-    of_ranks[:, 2] = torch.tensor([1.0, 1, 1, 0, 0, 2])
-    of_ranks[:, 3] = torch.tensor([0.0, 0.002, 0, 0, 0, 0.0001])
+    of_ranks[:, 2, (0, 1, 2, -1)] = torch.tensor([1.0, 1, 1, 2])
+    of_ranks[:, 3, (1, -1)] = torch.tensor([0.002, 0.0001])
     print_table(of_ranks, 1, 7, console)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     assert "Bytes sent per rank and step (2 ranks, 7 steps)" in lines
