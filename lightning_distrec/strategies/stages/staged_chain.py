@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_distrec import spans
 from lightning_distrec.strategies.stages.chain import StageLayout
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
+from lightning_distrec.strategies.stages.stage import SpannedStage
 from lightning_distrec.strategies.stages.stage_options import Schedule
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -40,20 +41,6 @@ class Blocks(nn.Module):
         return value
 
 
-class SpannedStage(PipelineStage):
-    """A stage whose work on each micro-batch is a span."""
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute a micro-batch's output."""
-        with spans.span(f"{spans.STAGE_FORWARD} {self.stage_index} {fwd_chunk_id}"):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute a micro-batch's gradients."""
-        with spans.span(f"{spans.STAGE_BACKWARD} {self.stage_index} {bwd_chunk_id}"):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
 class StagedChain:
     """Computes a chain over the ranks of a pipeline, for inputs of any shape."""
 
@@ -68,7 +55,7 @@ class StagedChain:
         """context: around the forward of a stage, as the Trainer's precision has it."""
         self._layout, self._ranks, self._schedule, self._device = layout, ranks, schedule, device
         self.blocks = [Blocks(layout, stage, context) for stage in ranks.stages]
-        self._schedules: dict[Any, Any] = {}
+        self._schedules: dict[Any, tuple[Any, list[SpannedStage]]] = {}
         self._loss_of: LossOf | None = None
         self._infers = False
 
@@ -83,10 +70,12 @@ class StagedChain:
         loss_of: called on the last stage. Returns the output of each micro-batch there, and [] on the others.
         """
         num = len(arguments)
-        schedule = self._schedule_for(value, num, loss_of is not None)
+        schedule, stages = self._schedule_for(value, num, loss_of is not None)
         self._loss_of = loss_of
         for blocks in self.blocks:
             blocks.arguments = arguments
+        for stage in stages:
+            stage.begin_step()
         numbers = torch.arange(num)
         inputs = (value,) if 0 in self._ranks.stages else ()
         try:
@@ -101,23 +90,23 @@ class StagedChain:
             for blocks in self.blocks:
                 blocks.arguments = []
 
-    def _schedule_for(self, value: Tensor, num: int, learns: bool) -> Any:
-        """Return the schedule for inputs of a shape: torch's stages have buffers of fixed shapes."""
+    def _schedule_for(self, value: Tensor, num: int, learns: bool) -> tuple[Any, list[SpannedStage]]:
+        """Return the schedule, and its stages, for inputs of a shape: torch's stages have buffers of fixed shapes."""
         key = tuple(value.shape), value.dtype, num, learns
         self._infers = learns and key not in self._schedules
         if key not in self._schedules:
-            stages: list[Any] = [
+            stages = [
                 SpannedStage(blocks, stage, self._ranks.num_stages, self._device, group=self._ranks.pipeline)
                 for stage, blocks in zip(self._ranks.stages, self.blocks, strict=True)
             ]
             loss = self._loss if learns else None
             if len(stages) > 1:
-                made: Any = ScheduleInterleaved1F1B(stages, num, loss, scale_grads=False)
+                made: Any = ScheduleInterleaved1F1B(list(stages), num, loss, scale_grads=False)
             elif self._schedule == "1f1b" and learns and num >= self._ranks.num_stages:
                 made = Schedule1F1B(stages[0], num, loss, scale_grads=False)
             else:
                 made = ScheduleGPipe(stages[0], num, loss, scale_grads=False)
-            self._schedules[key] = made
+            self._schedules[key] = made, stages
         return self._schedules[key]
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
