@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_distrec.advice.chosen_options import ChosenOptions
 from lightning_distrec.advice.planned_share import planned_share
 from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -15,9 +16,9 @@ from lightning_distrec.strategies.estimates.estimate import (
     TORCHREC,
     TORCHREC_FSDP,
     Estimate,
-    Job,
     estimate_strategies,
 )
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, TableSize, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
@@ -51,24 +52,26 @@ def advise(
     device_type: str,
     profile: StepProfile | None = None,
     table_settings: TableSettings | None = None,
+    options: ChosenOptions | None = None,
 ) -> Advice:
     """Return which strategy to take for this module, which stays as it is; no memory beyond its own is needed.
 
     settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
     profile: of a training step; None: no batch was run. table_settings: of torchrec_sharded; None: its defaults.
+    options: of the other strategies; None: their defaults.
     """
-    profile = profile or StepProfile()
+    profile, options = profile or StepProfile(), options or ChosenOptions()
     conversion = Conversion()
-    sizes = measure_module(module, settings, device_type, conversion)
+    sizes = measure_module(module, settings, device_type, conversion, options.dense)
     planned, why_not = None, ""
     if sizes.tables and TORCHREC not in sizes.refused:
         table_settings = table_settings or TorchRecShardedStrategy().table_settings
         planned, why_not = planned_share(module, job, settings, device_type, table_settings, profile)
-    estimates = estimate_strategies(sizes, job, profile, planned)
-    stages, stages_notes = estimate_stages(module, sizes, job, settings, profile)
+    estimates = estimate_strategies(sizes, job, profile, planned, options.dense)
+    stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, device_type, options.stages)
     estimates.append(stages)
     chosen, reason = _choose(sizes, estimates, job, conversion.min_rows)
-    notes = _notes(sizes, job, profile, why_not) + stages_notes
+    notes = _notes(sizes, job, profile, why_not) + stages_notes + ([options.note] if options.note else [])
     return Advice(job=job, estimates=estimates, chosen=chosen, reason=reason, notes=notes)
 
 

@@ -16,7 +16,8 @@ from lightning_distrec.sharding.plan.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.strategies.estimates.estimate import Job, TablesShare
+from lightning_distrec.strategies.estimates.estimate import TablesShare
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.tables.plan import new_plan
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings

@@ -9,7 +9,7 @@ from lightning_distrec.advice.advise import MAX_MEMORY_SHARE, Advice
 from lightning_distrec.strategies.estimates.estimate import Estimate
 from lightning_distrec.units import format_bytes, quantity
 
-MEMORY_COLUMNS = ("parameters", "gradients", "optimizer state", "gathered", "exchange", "activations")
+MEMORY_COLUMNS = ("parameters", "gradients", "optimizer state", "gathered", "exchange", "activations", "recomputed")
 
 
 def print_advice(advice: Advice, console: Console) -> None:
@@ -22,14 +22,15 @@ def print_advice(advice: Advice, console: Console) -> None:
         caption="Estimated, not measured: " + "; ".join(advice.notes) + "." if advice.notes else None,
         caption_justify="left",
     )
-    for heading in ("strategy", *MEMORY_COLUMNS, "total", "", "sent per step"):
+    uses = [use for use in MEMORY_COLUMNS if use != "recomputed" or any(use in e.memory for e in advice.estimates)]
+    for heading in ("strategy", *uses, "total", "", "sent per step"):
         text.add_column(heading, justify="left" if heading in ("strategy", "") else "right")
     for estimate in advice.estimates:
         name = f"> {estimate.strategy}" if estimate.strategy == advice.chosen else f"  {estimate.strategy}"
         if estimate.refused:
-            text.add_row(name, *([""] * (len(MEMORY_COLUMNS) + 1)), "refused", "")
+            text.add_row(name, *([""] * (len(uses) + 1)), "refused", "")
             continue
-        memory = [format_bytes(estimate.memory[use]) if use in estimate.memory else "-" for use in MEMORY_COLUMNS]
+        memory = [format_bytes(estimate.memory[use]) if use in estimate.memory else "-" for use in uses]
         sent = "-" if estimate.sent_total is None else format_bytes(estimate.sent_total)
         text.add_row(name, *memory, format_bytes(estimate.total), _fit(advice, estimate), sent)
     console.print(text)
@@ -64,6 +65,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
                 "fits": advice.fits(estimate),
                 "sent_bytes_per_step": estimate.sent
                 and {kind: round(number) for kind, number in estimate.sent.items()},
+                "idle_share": estimate.idle and round(estimate.idle, 4),
             }
             for estimate in advice.estimates
         ],

@@ -5,8 +5,18 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_distrec.advice.idle_time import (
+    HOST_SECONDS,
+    Action,
+    StageTimes,
+    actions_of,
+    idle_share,
+    max_kept,
+    times_of_stages,
+)
 from lightning_distrec.errors import DistRecError, UnsupportedError
-from lightning_distrec.strategies.estimates.estimate import Estimate, Job, replicated_memory
+from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
@@ -21,32 +31,67 @@ PIPELINE = "pipeline_parallel"
 
 
 def estimate_stages(
-    module: LightningModule, sizes: ModuleSizes, job: Job, settings: Any, profile: StepProfile
+    module: LightningModule,
+    sizes: ModuleSizes,
+    job: Job,
+    settings: Any,
+    profile: StepProfile,
+    device_type: str,
+    options: StageOptions | None = None,
 ) -> tuple[Estimate, list[str]]:
-    """Return what pipeline_parallel needs with its defaults, and what was assumed; or why it refuses the module."""
-    options = StageOptions()
+    """Return what pipeline_parallel needs, and what was assumed; or why it refuses the module.
+
+    options: None: its defaults.
+    """
+    options = options or StageOptions()
     if job.num_ranks < 2:
         return Estimate(strategy=PIPELINE, refused="one rank is no pipeline: use at least 2"), []
     try:
-        layout = _layout(_copied(module), options, job, settings)
+        layout = _layout(_copied(module), options, job, settings, profile)
         _check_order(layout.chain, profile)
     except DistRecError as error:
         return Estimate(strategy=PIPELINE, refused=str(error)), []
-    num_replicas = job.num_ranks // layout.num_stages
-    of_stages = [_memory(layout, stage, sizes, job, profile) for stage in range(layout.num_stages)]
-    memory = max(of_stages, key=lambda of_stage: sum(of_stage.values()))
+    num_ranks = layout.num_stages // options.stages_per_rank
+    num_replicas = job.num_ranks // num_ranks
+    num = _num_parts(profile, options, num_ranks)
+    of_ranks = [
+        _memory(layout, actions_of(options.schedule, rank, num_ranks, layout.num_stages, num), sizes, job, profile)
+        for rank in range(num_ranks)
+    ]
+    memory = max(of_ranks, key=lambda of_rank: sum(of_rank.values()))
     sent = None
     if profile.blocks is not None:
-        sent = _sent(layout, sizes, job, profile.blocks.input_bytes, num_replicas)
-    num = num_parts(profile.batch_size or options.microbatches, options.microbatches)
-    idle = (layout.num_stages - 1) / (num + layout.num_stages - 1)
+        sent = _sent(layout, num_ranks, sizes, job, profile.blocks.input_bytes, num_replicas)
+    idle, idle_note = _idle(layout, num_ranks, num, options, profile, device_type)
     of = quantity(layout.num_stages, "stage") + (f" (stages: {layout.num_stages})" if num_replicas > 1 else "")
     note = (
-        f"pipeline_parallel is estimated with {of} of '{layout.chain.path}' and "
-        f"{num} micro-batches, so that ranks idle {idle:.0%} of a step at best; memory is "
-        "the fullest stage's, and one batch is for all ranks of a pipeline"
+        f"pipeline_parallel is estimated with {of} of '{layout.chain.path}' and {idle_note}; memory is "
+        "the fullest rank's, and one batch is for all ranks of a pipeline"
     )
-    return Estimate(strategy=PIPELINE, memory=memory, sent=sent), [note]
+    return Estimate(strategy=PIPELINE, memory=memory, sent=sent, idle=idle), [note]
+
+
+def _num_parts(profile: StepProfile, options: StageOptions, num_ranks: int) -> int:
+    def fits(num: int) -> bool:  # as StagedChain has it
+        return options.stages_per_rank == 1 or num % max(1, num // num_ranks) == 0
+
+    return num_parts(profile.batch_size or options.microbatches, options.microbatches, fits)
+
+
+def _idle(
+    layout: StageLayout, num_ranks: int, num: int, options: StageOptions, profile: StepProfile, device_type: str
+) -> tuple[float, str]:
+    """Return the share of a step in which ranks idle, and what it was computed from."""
+    measured, host = profile.times.of_chain(layout.chain.paths), 0.0
+    if measured is None:
+        equal = [1.0] * layout.num_stages
+        times = StageTimes(forward=equal, backward=equal, loss=0.0)
+    else:
+        times = times_of_stages(measured, layout.begins, num, options.schedule)
+        host = HOST_SECONDS if device_type == "cpu" else 0.0
+    idle = idle_share(times, num_ranks, num, options.schedule, host)
+    origin = "with stages of equal times" if measured is None else "by the times of its blocks on this CPU"
+    return idle, f"{num} micro-batches ({options.schedule}): ranks idle {idle:.0%} of a step {origin}"
 
 
 def _copied(module: LightningModule) -> LightningModule:
@@ -56,7 +101,9 @@ def _copied(module: LightningModule) -> LightningModule:
         return module
 
 
-def _layout(module: LightningModule, options: StageOptions, job: Job, settings: Any) -> StageLayout:
+def _layout(
+    module: LightningModule, options: StageOptions, job: Job, settings: Any, profile: StepProfile
+) -> StageLayout:
     """Return where the module is split: over all ranks, or as many stages as its blocks are enough for.
 
     Raises DistRecError: pipeline_parallel would refuse the module, or its optimizers.
@@ -64,15 +111,28 @@ def _layout(module: LightningModule, options: StageOptions, job: Job, settings: 
     trainer: Any = SimpleNamespace(precision=job.precision, callbacks=settings.callbacks)
     refuse_run(trainer, module)
     refuse_sharded(module, PIPELINE)
-    num_blocks = len(find_chain(module, options.chain).blocks)
-    possible = [num for num in range(2, min(num_blocks, job.num_ranks) + 1) if job.num_ranks % num == 0]
-    layout = split_chain(module, options, max(possible, default=job.num_ranks))
+    times = None
+    if options.split == "time" and (measured := profile.times.of_chain(find_chain(module, options.chain).paths)):
+        times = [int(1e9 * seconds) for seconds in measured.forward]
+        times[0] += int(1e9 * measured.before)
+        times[-1] += int(1e9 * measured.after)
+    layout = split_chain(module, options, _num_stages(module, options, job), times)
     try:
         optimizers = configured_optimizers(module)
     except Exception:  # it needs a Trainer: `measure_module` has noted why
         optimizers = []
     refuse_optimizers(optimizers, module)
     return layout
+
+
+def _num_stages(module: LightningModule, options: StageOptions, job: Job) -> int:
+    """Return the number of stages: what was asked for, or as many as ranks and blocks are enough for."""
+    if options.stages is not None:
+        return options.stages
+    num_blocks = len(find_chain(module, options.chain).blocks)
+    limit = min(num_blocks // options.stages_per_rank, job.num_ranks)
+    possible = [num for num in range(2, limit + 1) if job.num_ranks % num == 0]
+    return max(possible, default=job.num_ranks) * options.stages_per_rank
 
 
 def _check_order(chain: Chain, profile: StepProfile) -> None:
@@ -86,30 +146,35 @@ def _check_order(chain: Chain, profile: StepProfile) -> None:
             )
 
 
-def _memory(layout: StageLayout, stage: int, sizes: ModuleSizes, job: Job, profile: StepProfile) -> dict[str, float]:
-    memory = replicated_memory((p for p in sizes.parameters if layout.stage_of[p.name] == stage), job)
+def _memory(
+    layout: StageLayout, actions: list[Action], sizes: ModuleSizes, job: Job, profile: StepProfile
+) -> dict[str, float]:
+    """Return the memory of a rank that computes these."""
+    stages = {stage for _, stage, _ in actions}
+    memory = replicated_memory((p for p in sizes.parameters if layout.stage_of[p.name] in stages), job)
     memory["parameters"] += sizes.buffer_bytes  # every rank has all of them
-    if profile.activation_bytes is not None:
-        saved, chain = profile.blocks.saved_bytes if profile.blocks else {}, layout.chain
-        others = (chain.path_of(i) for i in range(len(chain.blocks)) if i not in layout.blocks_of(stage))
-        memory["activations"] = float(profile.activation_bytes - sum(saved.get(path, 0) for path in others))
+    if profile.saved is not None:
+        of_block = [float(profile.saved.first_in(path)) for path in layout.chain.paths]
+        of_stage = {stage: sum(of_block[number] for number in layout.blocks_of(stage)) for stage in stages}
+        memory["activations"] = profile.saved.kept() - sum(of_block) + max_kept(actions, of_stage)
     return memory
 
 
 def _sent(
-    layout: StageLayout, sizes: ModuleSizes, job: Job, inputs: dict[str, int], num_replicas: int
+    layout: StageLayout, num_ranks: int, sizes: ModuleSizes, job: Job, inputs: dict[str, int], num_replicas: int
 ) -> dict[str, float]:
     """Return what the rank that sends the most sends: outputs on, gradients back, and gradients to its replicas."""
-    of_stages = []
+    of_ranks = []
     entering = [inputs.get(layout.chain.path_of(begin), 0) for begin in layout.begins]  # the first may get it by name
-    for stage in range(layout.num_stages):
-        own = [p for p in sizes.parameters if layout.stage_of[p.name] == stage and p.requires_grad]
+    for rank in range(num_ranks):
+        stages = set(range(rank, layout.num_stages, num_ranks))
+        own = [p for p in sizes.parameters if layout.stage_of[p.name] in stages and p.requires_grad]
         gradients = sum(p.numel * job.itemsize(p) for p in own)
-        of_stages.append(
+        of_ranks.append(
             {
-                "stage outputs": float(sum(entering[stage + 1 : stage + 2])),
-                "stage gradients": float(entering[stage] if stage else 0),
+                "stage outputs": float(sum(sum(entering[stage + 1 : stage + 2]) for stage in stages)),
+                "stage gradients": float(sum(entering[stage] for stage in stages if stage)),
                 "dense gradients": 2 * (num_replicas - 1) / num_replicas * gradients,
             }
         )
-    return max(of_stages, key=lambda sent: sum(sent.values()))
+    return max(of_ranks, key=lambda sent: sum(sent.values()))

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advice.advise import Advice, advise
+from lightning_distrec.advice.chosen_options import ChosenOptions, options_of
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
@@ -20,7 +21,8 @@ from lightning_distrec.cli.recipe_builder import (
 )
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-from lightning_distrec.strategies.estimates.estimate import Job
+from lightning_distrec.strategies.estimates.dense_options import watched_layers
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.units import parse_bytes
 
@@ -45,24 +47,26 @@ def advise_on(options: Namespace) -> Advice:
         raise ConfigError("advise: this machine has no GPU to read the memory from. Set --device-memory 80GB.")
     memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
     job = Job(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
+    chosen = options_of(settings.strategy)
     if options.no_batch:
         profile = StepProfile(notes=("no batch was read (--no-batch)",))
     else:
-        profile = _profile_first_batch(built, precision)
-    return advise(built.model, job, settings, device, profile)
+        profile = _profile_first_batch(built, precision, chosen)
+    return advise(built.model, job, settings, device, profile, options=chosen)
 
 
-def _profile_first_batch(built: RecipeBuilder, precision: str) -> StepProfile:
+def _profile_first_batch(built: RecipeBuilder, precision: str, chosen: ChosenOptions) -> StepProfile:
     """Run a step with the first training batch on the CPU. Where that fails, the profile has the reason."""
     module = built.model
     try:
         batch = _first_batch(module, built.datamodule)
         if not built.on_meta:
             module.configure_model()
+        layers = watched_layers(module, chosen.dense)
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
-    return profile_step(module, batch, count_samples(batch), precision)
+    return profile_step(module, batch, count_samples(batch), precision, takes_times=True, layers=layers)
 
 
 def _first_batch(module: LightningModule, data: LightningDataModule | None) -> Any:

@@ -14,7 +14,8 @@ from lightning_distrec.absent_tensors import AbsentTensor
 from lightning_distrec.advice.advise import Advice, advise
 from lightning_distrec.callbacks.sent_bytes import STAGE_GRADIENTS, STAGE_OUTPUTS
 from lightning_distrec.sharding.weights.shard_of import without_guards
-from lightning_distrec.strategies.estimates.estimate import Estimate, Job
+from lightning_distrec.strategies.estimates.estimate import Estimate
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from tests.support.advised_models import BATCH, KINDS, batches
 from tests.support.embedding_models import loader

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_distrec.advice.advise import Advice, advise
 from lightning_distrec.advice.report import as_json, print_advice
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.strategies.estimates.estimate import Estimate, Job, estimate_strategies
+from lightning_distrec.strategies.estimates.estimate import Estimate, estimate_strategies
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.module_sizes import measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from tests.benchmarks.decision_tree import PICTURE, drawn
@@ -243,7 +244,7 @@ def test_stages_are_estimated_where_a_chain_is_split() -> None:
     assert stages.memory["activations"] < row(advice, "ddp_tuned").memory["activations"]
     # The second of four stages: 384 numbers for each example on, and the gradients of 512 back.
     assert stages.sent == {"stage outputs": 16 * 512 * 4, "stage gradients": 16 * 512 * 4, "dense gradients": 0}
-    assert "ranks idle 43% of a step at best" in advice.notes[-1]  # 3 / (4 + 3)
+    assert "(gpipe): ranks idle 43% of a step with stages of equal times" in advice.notes[-1]  # 3 / (4 + 3)
     replicas = of(module, profile, num_ranks=8)
     assert "4 stages (stages: 4)" in replicas.notes[-1]
     assert row(replicas, "pipeline_parallel").sent["dense gradients"] == stages.memory["parameters"]

@@ -1,6 +1,5 @@
-"""What one step shows about the blocks of a module's containers: what is passed on, and what is kept for backward."""
+"""What one step shows about the blocks of a module's containers: what is passed on from one to the next."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +16,16 @@ class BlockProfile:
     """Of its first argument."""
     follows: set[str] = field(default_factory=set)
     """Those whose first argument is the very output of the block before."""
-    saved_bytes: Counter[str] = field(default_factory=Counter)
-    """What its forward keeps for backward."""
-    running: list[str] = field(default_factory=list)
-    """The blocks whose forward runs at the moment."""
+
+
+def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return path -> block of all nn.Sequentials and nn.ModuleLists in a module."""
+    return {
+        f"{name}.{number}": block
+        for name, container in module.named_modules()
+        if name and isinstance(container, (nn.Sequential, nn.ModuleList))
+        for number, block in enumerate(container)
+    }
 
 
 @contextmanager
@@ -30,22 +35,19 @@ def watch_blocks(module: nn.Module, found: BlockProfile) -> Iterator[None]:
 
     def watch(path: str, before: str, block: nn.Module, hooks: ExitStack) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-            found.running.append(path)
             if args and isinstance(args[0], Tensor):
                 found.input_bytes[path] = args[0].numel() * args[0].itemsize
                 if before in outputs and outputs[before] is args[0]:
                     found.follows.add(path)
 
         def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            found.running.pop()
             outputs[path] = output
 
         hooks.callback(block.register_forward_pre_hook(enter).remove)
         hooks.callback(block.register_forward_hook(leave).remove)
 
     with ExitStack() as hooks:
-        for name, container in module.named_modules():
-            if name and isinstance(container, (nn.Sequential, nn.ModuleList)):
-                for number, block in enumerate(container):
-                    watch(f"{name}.{number}", f"{name}.{number - 1}", block, hooks)
+        for path, block in blocks_of(module).items():
+            container, _, number = path.rpartition(".")
+            watch(path, f"{container}.{int(number) - 1}", block, hooks)
         yield

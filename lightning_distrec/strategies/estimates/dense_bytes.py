@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS, state_numbers
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.strategies.estimates.estimate import TRUE_ITEMSIZE
+from lightning_distrec.strategies.estimates.job import TRUE_ITEMSIZE
 
 
 def dense_bytes(

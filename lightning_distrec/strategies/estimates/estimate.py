@@ -3,41 +3,27 @@
 Estimated from sizes, without ranks. Sent bytes are those of ring collectives, and of all-to-alls among equal ranks.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+
+from lightning_distrec.errors import DistRecError
+from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, target_bytes
+from lightning_distrec.strategies.data_parallel.powersgd import sent_numbers
+from lightning_distrec.strategies.estimates.activation_budget import MAX_MEMORY_SHARE
+from lightning_distrec.strategies.estimates.dense_options import DenseOptions
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, ParameterSize, TableSize
+from lightning_distrec.strategies.estimates.sharded_bytes import ShardedBytes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 
 DDP, FSDP, TORCHREC = "ddp_tuned", "fsdp_tuned", "torchrec_sharded"
 TORCHREC_FSDP = "torchrec_sharded with dense: fsdp"
 
-TRUE_ITEMSIZE = {"16-true": 2, "bf16-true": 2, "64-true": 8}
-MIXED_ITEMSIZE = {"16-mixed": 2, "bf16-mixed": 2}
 ID_BYTES = 4
 ROW_ITEMSIZE = 4
 """Rows and their gradients are sent as float32, unless quantized_comms chooses another type."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Where a module is to train."""
-
-    num_ranks: int
-    num_nodes: int
-    memory_bytes: int
-    """Memory of one rank."""
-    precision: str = "32-true"
-
-    def itemsize(self, parameter: ParameterSize) -> int:
-        """Return the bytes of one element of a parameter in this precision."""
-        return TRUE_ITEMSIZE.get(self.precision, parameter.itemsize)
-
-    @property
-    def sent_share(self) -> float:
-        """The share of a collective's bytes that leaves a rank: all but its own shard."""
-        return (self.num_ranks - 1) / self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +32,11 @@ class Estimate:
 
     strategy: str
     memory: dict[str, float] = field(default_factory=dict)
-    """Use of memory -> bytes: parameters, gradients, optimizer state, gathered, exchange, activations."""
+    """Use of memory -> bytes: parameters, gradients, optimizer state, gathered, exchange, activations, recomputed."""
     sent: dict[str, float] | None = None
     """What is sent in a step -> bytes that leave a rank; None: unknown without a batch."""
+    idle: float | None = None
+    """The share of a step in which ranks of a pipeline wait for each other."""
     refused: str = ""
     """Why the strategy refuses the module."""
 
@@ -73,40 +61,71 @@ class TablesShare:
 
 
 def estimate_strategies(
-    sizes: ModuleSizes, job: Job, profile: StepProfile, planned: TablesShare | None = None
+    sizes: ModuleSizes,
+    job: Job,
+    profile: StepProfile,
+    planned: TablesShare | None = None,
+    options: DenseOptions | None = None,
 ) -> list[Estimate]:
-    """Return what each strategy needs. planned: of the tables, by a plan; None: they are spread evenly."""
+    """Return what each strategy needs.
+
+    planned: of the tables, by a plan; None: they are spread evenly. options: None: the defaults.
+    """
+    options = options or DenseOptions()
     every, dense = sizes.parameters, sizes.dense_parameters
     rows = _rows_sent(sizes.tables, job, profile)
     if planned is not None and rows is not None:
         rows = planned.sent
-    estimates = [
-        Estimate(strategy=DDP, memory=replicated_memory(every, job), sent=_ddp_sent(every, job)),
-        Estimate(strategy=FSDP, memory=_fsdp_memory(every, job), sent=_fsdp_sent(every, job)),
-    ]
+    compression = _compression_memory(every, job, options)
+    replicated = Estimate(
+        strategy=DDP, memory=_added(replicated_memory(every, job), compression), sent=_ddp_sent(every, job, options)
+    )
+    try:
+        shards = ShardedBytes(job, options.fsdp)
+        sharded = Estimate(strategy=FSDP, memory=shards.memory(every), sent=shards.sent(every))
+    except DistRecError as error:
+        sharded = Estimate(strategy=FSDP, refused=str(error))
+    estimates = [replicated, sharded]
     if sizes.tables or TORCHREC in sizes.refused:
         tables = _tables_memory(sizes.tables, job) if planned is None else planned.memory
         sent = None if rows is None else rows | _ddp_sent(dense, job)
         estimates.append(Estimate(strategy=TORCHREC, memory=_added(replicated_memory(dense, job), tables), sent=sent))
-        sent = None if rows is None else rows | _fsdp_sent(dense, job)
-        estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(_fsdp_memory(dense, job), tables), sent=sent))
-    return [_completed(estimate, sizes, profile) for estimate in estimates]
+        shards = ShardedBytes(job)
+        sent = None if rows is None else rows | shards.sent(dense)
+        estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(shards.memory(dense), tables), sent=sent))
+    asked = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
+    return [
+        _completed(estimate, sizes, profile, job, asked.get(estimate.strategy, False)) for estimate in estimates
+    ]
 
 
 def dense_memory(sizes: ModuleSizes, job: Job, is_sharded: bool) -> dict[str, float]:
     """Return the memory of the layers without tables on a rank: replicated as under DDP, or sharded by FSDP."""
-    memory = _fsdp_memory(sizes.dense_parameters, job) if is_sharded else replicated_memory(sizes.dense_parameters, job)
+    dense = sizes.dense_parameters
+    memory = ShardedBytes(job).memory(dense) if is_sharded else replicated_memory(dense, job)
     return _added(memory, {"parameters": float(sizes.buffer_bytes)})
 
 
-def _completed(estimate: Estimate, sizes: ModuleSizes, profile: StepProfile) -> Estimate:
+def _completed(
+    estimate: Estimate, sizes: ModuleSizes, profile: StepProfile, job: Job, checkpointing: ActivationCheckpointing
+) -> Estimate:
     """Return the estimate with buffers and activations, or with the reason why its strategy refuses the module."""
     refused = next((why for strategy, why in sizes.refused.items() if estimate.strategy.startswith(strategy)), "")
-    if refused:
-        return Estimate(strategy=estimate.strategy, refused=refused)
+    if refused or estimate.refused:
+        return Estimate(strategy=estimate.strategy, refused=refused or estimate.refused)
     memory = _added(estimate.memory, {"parameters": float(sizes.buffer_bytes)})
     if profile.activation_bytes is not None:
         memory["activations"] = float(profile.activation_bytes)
+    if checkpointing and profile.saved is not None:
+        layers = sizes.recomputed.get(estimate.strategy, [])
+        if isinstance(checkpointing, str):
+            target = target_bytes(checkpointing)
+            if target is None:
+                others = sum(bytes_ for use, bytes_ in memory.items() if use != "activations")
+                target = int(MAX_MEMORY_SHARE * job.memory_bytes - others)
+            layers = profile.saved.last_that_fit(layers, target)
+        memory["activations"] = float(profile.saved.kept(layers))
+        memory["recomputed"] = float(max(map(profile.saved.of_layer, layers), default=0))
     return Estimate(strategy=estimate.strategy, memory=memory, sent=estimate.sent)
 
 
@@ -122,33 +141,6 @@ def replicated_memory(parameters: Iterable[ParameterSize], job: Job) -> dict[str
     return memory
 
 
-def _fsdp_memory(parameters: list[ParameterSize], job: Job) -> dict[str, float]:
-    memory = _no_memory()
-    gathered: dict[int | None, float] = {}
-    for parameter in parameters:
-        itemsize, local_numel = job.itemsize(parameter), _local_numel(parameter, job)
-        memory["parameters"] += local_numel * itemsize
-        memory["optimizer state"] += parameter.state_numel * itemsize * local_numel / max(parameter.numel, 1)
-        memory["gradients"] += local_numel * itemsize if parameter.requires_grad else 0
-        if parameter.is_sharded:
-            gathered_itemsize = MIXED_ITEMSIZE.get(job.precision, itemsize)
-            copies = 2 if parameter.requires_grad else 1  # the parameter, and its gradient before reduce-scatter
-            gathered[parameter.block] = (
-                gathered.get(parameter.block, 0.0) + copies * parameter.numel * gathered_itemsize
-            )
-    if job.num_ranks > 1:
-        in_blocks = [total for block, total in gathered.items() if block is not None]
-        memory["gathered"] = gathered.get(None, 0.0) + max(in_blocks, default=0.0)
-    return memory
-
-
-def _local_numel(parameter: ParameterSize, job: Job) -> int:
-    """Return the number of elements of a parameter on one rank: FSDP2 shards dim 0, padded to the same on all ranks."""
-    if not parameter.is_sharded or not parameter.rows:
-        return parameter.numel
-    return math.ceil(parameter.rows / job.num_ranks) * (parameter.numel // parameter.rows)
-
-
 def _tables_memory(tables: Iterable[TableSize], job: Job) -> dict[str, float]:
     """Return a rank's share of the tables, which stay 32 bits wide (16 where they are) in any precision."""
     memory = _no_memory()
@@ -160,29 +152,31 @@ def _tables_memory(tables: Iterable[TableSize], job: Job) -> dict[str, float]:
     return memory
 
 
-def _ddp_sent(parameters: Iterable[ParameterSize], job: Job) -> dict[str, float]:
-    averaged = [p for p in parameters if p.requires_grad and not p.has_sparse_gradient]
-    gradient_bytes = sum(p.numel * job.itemsize(p) for p in averaged)
-    return {"dense gradients": 2 * job.sent_share * gradient_bytes}
+def _compression_memory(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions) -> dict[str, float]:
+    """Return what PowerSGD keeps: what it has left over, of all gradients, and the matrices that it sends."""
+    if options.powersgd is None:
+        return {}
+    kept = 0
+    for p in parameters:
+        if p.requires_grad:
+            sent = sent_numbers(_shape(p), options.powersgd.matrix_rank)
+            kept += job.itemsize(p) * (p.numel + (sent if sent < p.numel else 0))
+    return {"exchange": float(kept)}
 
 
-def _fsdp_sent(parameters: list[ParameterSize], job: Job) -> dict[str, float]:
-    """Return the bytes of all-gathers, two per block (one for the last, which backward reuses), and reduce-scatters."""
-    last = max((p.block for p in parameters if p.block is not None), default=None)
-    gathered = scattered = averaged = 0.0
-    for parameter in parameters:
-        itemsize = job.itemsize(parameter)
-        if not parameter.is_sharded:
-            averaged += parameter.numel * itemsize if parameter.requires_grad else 0
-            continue
-        numel = _local_numel(parameter, job) * job.num_ranks
-        times = 1 if last is not None and parameter.block == last else 2
-        gathered += times * numel * MIXED_ITEMSIZE.get(job.precision, itemsize)
-        scattered += numel * itemsize if parameter.requires_grad else 0
-    return {
-        "gathered parameters": job.sent_share * gathered,
-        "dense gradients": job.sent_share * (scattered + 2 * averaged),
-    }
+def _ddp_sent(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions | None = None) -> dict[str, float]:
+    options = options or DenseOptions()
+    sent = 0
+    for p in parameters:
+        if p.requires_grad and not p.has_sparse_gradient:
+            numel = p.numel if options.powersgd is None else sent_numbers(_shape(p), options.powersgd.matrix_rank)
+            sent += numel * (job.itemsize(p) if options.comm_dtype == "fp32" else 2)
+    return {"dense gradients": 2 * job.sent_share * sent}
+
+
+def _shape(parameter: ParameterSize) -> torch.Size:
+    """Return a parameter's shape as a matrix."""
+    return torch.Size((parameter.rows, parameter.numel // max(parameter.rows, 1)))
 
 
 def _rows_sent(tables: list[TableSize], job: Job, profile: StepProfile) -> dict[str, float] | None:

@@ -14,6 +14,7 @@ from lightning_distrec.optimizers.translation import translate
 from lightning_distrec.optimizers.updates_in_backward import why_not_in_backward
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -65,6 +66,8 @@ class ModuleSizes:
     buffer_bytes: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     """Strategy -> why it would refuse the module."""
+    recomputed: dict[str, list[str]] = field(default_factory=dict)
+    """Strategy -> the paths of the layers that may compute their activations again."""
     notes: list[str] = field(default_factory=list)
     """What was assumed."""
 
@@ -75,16 +78,24 @@ class ModuleSizes:
         return [parameter for parameter in self.parameters if parameter.name not in tables]
 
 
-def measure_module(module: LightningModule, settings: Any, device_type: str, conversion: Conversion) -> ModuleSizes:
+def measure_module(
+    module: LightningModule,
+    settings: Any,
+    device_type: str,
+    conversion: Conversion,
+    options: DenseOptions | None = None,
+) -> ModuleSizes:
     """Return the sizes of a module, which stays as it is: they are measured on a configured copy without memory.
 
     settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
     """
     with torch.random.fork_rng(devices=[]):  # what configure_model draws must not change what is drawn later
-        return _measure(module, settings, device_type, conversion)
+        return _measure(module, settings, device_type, conversion, options or DenseOptions())
 
 
-def _measure(module: LightningModule, settings: Any, device_type: str, conversion: Conversion) -> ModuleSizes:
+def _measure(
+    module: LightningModule, settings: Any, device_type: str, conversion: Conversion, options: DenseOptions
+) -> ModuleSizes:
     sizes = ModuleSizes()
     try:
         measured = meta_copy(module)
@@ -98,7 +109,12 @@ def _measure(module: LightningModule, settings: Any, device_type: str, conversio
     else:
         optimizers = _optimizers_or_note(measured, sizes)
     sizes.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in measured.buffers())
-    _measure_parameters(measured, optimizers, sizes)
+    _measure_parameters(measured, optimizers, options.fsdp, sizes)
+    for strategy, find in (("ddp_tuned", options.ddp_layers), ("fsdp_tuned", options.fsdp_layers)):
+        try:
+            sizes.recomputed[strategy] = list(find(measured))
+        except DistRecError as error:
+            sizes.refused.setdefault(strategy, str(error))
     _measure_tables(measured, optimizers, settings, device_type, conversion, sizes)
     return sizes
 
@@ -114,7 +130,9 @@ def _optimizers_or_note(measured: LightningModule, sizes: ModuleSizes) -> list[O
         return None
 
 
-def _measure_parameters(measured: LightningModule, optimizers: list[Optimizer] | None, sizes: ModuleSizes) -> None:
+def _measure_parameters(
+    measured: LightningModule, optimizers: list[Optimizer] | None, options: FSDPOptions, sizes: ModuleSizes
+) -> None:
     state_numel = _state_numel(optimizers, measured, sizes)
     sparse = {
         id(submodule.weight)
@@ -124,7 +142,7 @@ def _measure_parameters(measured: LightningModule, optimizers: list[Optimizer] |
     blocks: list[nn.Module] = []
     try:
         refuse_module(measured)
-        blocks = choose_blocks(measured, "auto", FSDPOptions().min_num_parameters)
+        blocks = choose_blocks(measured, options.wrap, options.min_num_parameters)
     except DistRecError as error:
         sizes.refused["fsdp_tuned"] = str(error)
     block_of = {id(parameter): i for i, block in enumerate(blocks) for parameter in block.parameters()}

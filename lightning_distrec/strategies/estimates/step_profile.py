@@ -2,9 +2,10 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_distrec.sharding.proxies import FEATURE
-from lightning_distrec.strategies.estimates.block_profile import BlockProfile, watch_blocks
+from lightning_distrec.strategies.estimates.block_profile import BlockProfile, blocks_of, watch_blocks
+from lightning_distrec.strategies.estimates.saved_activations import SavedActivations, count_saved
+from lightning_distrec.strategies.estimates.timed_blocks import StepTimes, time_steps
 
 
 @dataclass(frozen=True)
@@ -32,39 +35,56 @@ class StepProfile:
     batch_size: int | None = None
     activation_bytes: int | None = None
     """What a forward keeps for its backward, without parameters; None: not measured."""
+    saved: SavedActivations | None = None
+    """The same by layers."""
     lookups: dict[str, Lookups] = field(default_factory=dict)
     """Path of a module with tables -> what it looks up."""
     blocks: BlockProfile | None = None
     """Of the blocks of containers; None: no step was run."""
+    times: StepTimes = field(default_factory=StepTimes)
+    """When blocks of containers begin and end in a few steps."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and why."""
 
 
-def profile_step(module: LightningModule, batch: Any, batch_size: int | None, precision: str) -> StepProfile:
+def profile_step(
+    module: LightningModule,
+    batch: Any,
+    batch_size: int | None,
+    precision: str,
+    takes_times: bool = False,
+    layers: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> StepProfile:
     """Run a training step with this batch and return what it keeps for its backward and looks up; drop its gradients.
 
     The step runs on the module itself, on the device that it is on: its buffers may change.
+    takes_times: whether it runs a few times more, to measure how long blocks take. layers: those that may compute their
+    activations again, by path.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
     lookups: dict[str, Lookups] = {}
     batch_sizes: list[int] = []
-    blocks = BlockProfile()
+    blocks, times = BlockProfile(), StepTimes()
     autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
     try:
         with (
             _count_lookups(module, lookups, batch_sizes),
             watch_blocks(module, blocks),
-            _count_saved_bytes(module, blocks) as saved_bytes,
+            count_saved(module, {**blocks_of(module), **layers}) as saved,
             autocast,
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # self.log without a Trainer
             loss = module.training_step(batch, 0)
             loss = loss["loss"] if isinstance(loss, dict) else loss
-            activation_bytes = sum(saved_bytes.values())
+            activation_bytes = saved.kept()
             if isinstance(loss, Tensor):
                 loss.backward()
+        if takes_times:
+            with autocast, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                times = time_steps(module, lambda: module.training_step(batch, 0))
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         note = f"activations are left out: training_step failed on a batch without a Trainer ({reason})"
@@ -73,27 +93,14 @@ def profile_step(module: LightningModule, batch: Any, batch_size: int | None, pr
         module.zero_grad(set_to_none=True)
     if batch_sizes:  # a lookup's stride is the batch size; the caller's is only the first tensor's length
         batch_size = batch_sizes[0]
-    return StepProfile(batch_size=batch_size, activation_bytes=activation_bytes, lookups=lookups, blocks=blocks)
-
-
-@contextmanager
-def _count_saved_bytes(module: nn.Module, blocks: BlockProfile) -> Iterator[dict[int, int]]:
-    """Yield address of a storage -> its bytes, for all that autograd saves inside; parameters and buffers excluded."""
-    own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
-    saved_bytes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        # By storage, because several saved tensors may be views of one.
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                if storage.data_ptr() not in saved_bytes:
-                    blocks.saved_bytes.update(dict.fromkeys(blocks.running, storage.nbytes()))
-                saved_bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved_bytes
+    return StepProfile(
+        batch_size=batch_size,
+        activation_bytes=activation_bytes,
+        saved=saved,
+        lookups=lookups,
+        blocks=blocks,
+        times=times,
+    )
 
 
 @contextmanager

@@ -25,6 +25,11 @@ class Chain:
         """Return the path of a block in the module."""
         return f"{self.path}.{block}" if self.path else str(block)
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all blocks."""
+        return [self.path_of(number) for number in range(len(self.blocks))]
+
 
 @dataclass(frozen=True)
 class StageLayout:

@@ -28,7 +28,8 @@ from lightning_distrec.sharding.planning.topology import (
 )
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
-from lightning_distrec.strategies.estimates.estimate import Job, dense_memory
+from lightning_distrec.strategies.estimates.estimate import dense_memory
+from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.module_sizes import measure_module
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.sampled_step import sample_step

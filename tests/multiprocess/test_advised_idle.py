@@ -1,0 +1,108 @@
+"""The idle time that `advise` estimates for pipeline_parallel is that of real ranks, whose blocks take known times."""
+
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_distrec import PipelineParallelStrategy, StageSchedule
+from lightning_distrec.advice.advise import advise
+from lightning_distrec.advice.chosen_options import ChosenOptions
+from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.step_profile import profile_step
+from lightning_distrec.strategies.stages.stage_options import StageOptions
+from tests.support.embedding_models import loader
+from tests.support.parameters import slow_except
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+WIDTH, BATCH, STEPS = 6, 8, 7
+SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
+
+
+class _Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ms: float) -> Tensor:
+        ctx.ms = ms
+        time.sleep(len(values) * ms / 1000)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        time.sleep(len(gradient) * 1.5 * ctx.ms / 1000)
+        return gradient, None
+
+
+class Sleeping(nn.Module):
+    """A layer that takes its time for each example, in backward half as much again."""
+
+    def __init__(self, ms: float) -> None:
+        super().__init__()
+        self.layer, self.ms = nn.Linear(WIDTH, WIDTH), ms
+
+    def forward(self, values: Tensor) -> Tensor:
+        return _Sleeps.apply(self.layer(values), self.ms)
+
+
+class Unequal(pl.LightningModule):
+    """Blocks of unequal times, and a loss that takes its time too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Sleeping(ms) for ms in (1.0, 1.5, 1.0, 0.5, 1.5, 1.0, 0.5, 1.0)))
+        self.head = Sleeping(1.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.blocks(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _batches(num: int) -> list[Tensor]:
+    return [torch.ones(BATCH, WIDTH) * number for number in range(num)]
+
+
+def _idle(folder: str, options: dict[str, Any]) -> float:
+    """Return the median idle share of the steps after the first two."""
+    shown: list[Any] = [StageSchedule(f"{folder}/schedule.svg", step=step) for step in range(2, STEPS)]
+    strategy = PipelineParallelStrategy(**options)
+    devices = rank_and_num_ranks()[1]
+    trainer = pl.Trainer(strategy=strategy, devices=devices, callbacks=shown, **DEFAULTS)
+    trainer.fit(Unequal(), loader(_batches(STEPS)))
+    return statistics.median(each.bubble for each in shown)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "gpipe, 8 micro-batches": {"microbatches": 8},
+    "split": {"split": ["blocks.2"]},
+    "split by time": {"split": "time"},
+}
+OF_FOUR: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "1f1b, 8 micro-batches": {"schedule": "1f1b", "microbatches": 8},
+    "two by two": {"stages": 2},
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), slow_except([(2, CASES)], [(2, CASES), (2, MORE), (4, OF_FOUR)]))
+def test_ranks_idle_as_long_as_is_estimated(tmp_path, num_ranks: int, cases: dict[str, dict[str, Any]]) -> None:
+    module = Unequal()
+    profile = profile_step(module, _batches(2)[1], BATCH, "32-true", takes_times=True)
+    found = run_each_on_ranks({case: (_idle, str(tmp_path), options) for case, options in cases.items()}, num_ranks)[0]
+    job = Job(num_ranks=num_ranks, num_nodes=1, memory_bytes=10**9)
+    for case, options in cases.items():
+        chosen = ChosenOptions(stages=StageOptions(**options))
+        estimates = advise(module, job, SETTINGS, "cpu", profile, options=chosen).estimates
+        estimate = next(each for each in estimates if each.strategy == "pipeline_parallel")
+        assert estimate.idle == pytest.approx(found[case], rel=0.1), case
