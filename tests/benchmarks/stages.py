@@ -1,6 +1,6 @@
-"""Times steps of `pipeline_parallel` against one process and `ddp_tuned`, and its bubble against the ideal.
+"""Times steps of `pipeline_parallel` against one process and `ddp_tuned`, and its bubble against ideal and estimate.
 
-python -m tests.benchmarks.stages [PICTURE.svg]
+OMP_NUM_THREADS=1 python -m tests.benchmarks.stages [PICTURE.svg]
 """
 
 import statistics
@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_distrec import PipelineParallelStrategy, StageSchedule, TunedDDPStrategy
+from lightning_distrec.advice.advise import advise
+from lightning_distrec.advice.chosen_options import ChosenOptions
+from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
+from lightning_distrec.strategies.stages.stage_options import StageOptions
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -92,6 +98,17 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
 }
 
 
+def estimated(options: dict[str, Any], profile: StepProfile) -> float:
+    """Return the idle share that `advise` estimates."""
+    settings = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
+    job = Job(num_ranks=2, num_nodes=1, memory_bytes=10**10)
+    chosen = ChosenOptions(stages=StageOptions(**options))
+    estimates = advise(Blocks(), job, settings, "cpu", profile, options=chosen).estimates
+    idle = next(each for each in estimates if each.strategy == "pipeline_parallel").idle
+    assert idle is not None
+    return idle
+
+
 def main(picture: str = "") -> None:
     """Print a row for each contender: the lowest of its rounds, and the median and the highest."""
     rounds = 3
@@ -102,14 +119,18 @@ def main(picture: str = "") -> None:
                 path = picture if picture and name.startswith("1f1b, 4") else str(Path(folder) / "schedule.svg")
                 found[name].append(run_on_ranks(measured, num_ranks, options, path)[0])
     alone = min(each["ms"] for each in found["one process"])
-    print("| | ms per step | against one process | idle | ideal | largest difference of a loss | weights of rank 0 |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    profile = profile_step(Blocks(), next(iter(_data(0, 1))), BATCH, "32-true", takes_times=True)
+    columns = ["", "ms per step", "against one process", "idle", "estimated", "ideal", "largest difference of a loss"]
+    print(f"| {' | '.join([*columns, 'weights of rank 0'])} |\n{'| --- ' * 8}|")
     for name, each in found.items():
         times = [one["ms"] for one in each]
         reference = found["one process"][0]["losses"]
         far = max(abs(a - b) for one in each for a, b in zip(one["losses"], reference, strict=True))
         bubbles = [one["bubble"] for one in each if one["bubble"] is not None]
-        idle = f"{statistics.median(bubbles):.1%} | {each[0]['ideal']:.1%}" if bubbles else "|"
+        options = CONTENDERS[name][1]
+        idle = "| |"
+        if options is not None:
+            idle = f"{statistics.median(bubbles):.1%} | {estimated(options, profile):.1%} | {each[0]['ideal']:.1%}"
         ms = f"{min(times):.0f} ({statistics.median(times):.0f}, {max(times):.0f})"
         print(
             f"| {name} | {ms} | {alone / min(times):.2f} | {idle} "

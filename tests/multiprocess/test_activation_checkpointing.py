@@ -1,6 +1,7 @@
 """Layers that recompute their activations: bitwise the same numbers, and less memory."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec.advice.advise import advise
+from lightning_distrec.advice.chosen_options import ChosenOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.activations import budget
+from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
+from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.step_profile import profile_step
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.units import parse_bytes
 from tests.support.dense_models import WIDTH, Recording, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -170,6 +177,47 @@ def test_as_few_layers_recompute_as_it_takes_to_reach_a_target(found: list[dict[
     assert "4 of 4 layers recompute" in message
     assert message.endswith("the target is 1 B, which all layers together do not reach.")
     assert "0 of 4 layers recompute. A step" in found[0]["averaged"][0]
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("ddp", DenseOptions()),
+        ("ddp, all", DenseOptions(ddp_checkpointing=True)),
+        ("ddp, by path", DenseOptions(ddp_checkpointing=["layers.0", "layers.3"])),
+        ("ddp, auto", DenseOptions(ddp_checkpointing="auto")),
+        ("ddp, nothing", DenseOptions(ddp_checkpointing="1B")),
+        ("fsdp, all", DenseOptions(fsdp=FSDPOptions(wrap=["Layer"], activation_checkpointing=True))),
+    ],
+)
+def test_what_remains_is_estimated(found: list[dict[str, Any]], case: str, options: DenseOptions) -> None:
+    memory = _memory(case, options)
+    whole, kept = (found[0][each]["kept"][1] for each in (case.partition(",")[0], case))
+    states = NUM_LAYERS * torch.get_rng_state().nbytes  # of the random generator: left out of estimates
+    if case.startswith("fsdp"):  # what a forward allocates has gathered parameters too
+        spared = _memory("fsdp", DenseOptions())["activations"] - memory["activations"]
+        assert spared == pytest.approx(whole - kept, rel=0.1, abs=states + 1000)
+    else:
+        assert memory["activations"] == pytest.approx(kept, rel=0.1, abs=states + 1000)
+    if case in ("ddp, all", "ddp, nothing"):
+        assert memory["recomputed"] == pytest.approx((whole - kept) / NUM_LAYERS, rel=0.1)
+
+
+def test_what_remains_below_a_target_is_estimated(found: list[dict[str, Any]]) -> None:
+    whole = found[0]["ddp"]["kept"][1]
+    memory = _memory("ddp", DenseOptions(ddp_checkpointing=f"{int(0.6 * whole)}B"))
+    assert memory["activations"] == pytest.approx(found[0]["ddp, half"]["kept"][1], rel=0.1)
+
+
+def _memory(case: str, options: DenseOptions) -> dict[str, float]:
+    """Return what `advise` estimates."""
+    module = Deep()
+    batch = next(iter(loader(0, 2, batch_size=8)))
+    profile = profile_step(module, batch, 8, "32-true", layers=watched_layers(module, options))
+    settings = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
+    job = Job(num_ranks=2, num_nodes=1, memory_bytes=10**10)
+    advice = advise(module, job, settings, "cpu", profile, options=ChosenOptions(dense=options))
+    return next(each for each in advice.estimates if each.strategy.startswith(case.partition(",")[0])).memory
 
 
 @pytest.mark.parametrize("said", REFUSED)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from lightning_distrec import Communication, TorchRecShardedStrategy
 from lightning_distrec.absent_tensors import AbsentTensor
 from lightning_distrec.advice.advise import Advice, advise
-from lightning_distrec.callbacks.sent_bytes import STAGE_GRADIENTS, STAGE_OUTPUTS
+from lightning_distrec.advice.chosen_options import ChosenOptions, options_of
+from lightning_distrec.callbacks.sent_bytes import OTHER, STAGE_GRADIENTS, STAGE_OUTPUTS
 from lightning_distrec.sharding.weights.shard_of import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate
 from lightning_distrec.strategies.estimates.job import Job
@@ -24,6 +25,8 @@ from tests.support.trainers import DEFAULTS
 
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
 NUM_RANKS, STEPS = 2, 3
+KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")
+"""What PowerSGD keeps."""
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 
 
@@ -43,6 +46,8 @@ class CountsBytes(pl.Callback):
         parameters = [p for p in pl_module.parameters() if not isinstance(p, AbsentTensor)]
         states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         tables = getattr(trainer.strategy, "run_tables", None)
+        compression = getattr(getattr(trainer.strategy, "run", None), "compression", None)
+        of_compression = [] if compression is None else [getattr(compression._state, kept) for kept in KEPT]
         for kernel, _ in tables.shards.kernels if tables else []:
             states += [v for of_table in kernel.split_optimizer_states() for v in of_table]
         self.held = {
@@ -50,6 +55,8 @@ class CountsBytes(pl.Callback):
             "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer state": _bytes(state for state in states if state.dim()),
         }
+        if of_compression:
+            self.held["exchange"] = _bytes(tensor for kept in of_compression for tensor in kept.values())
 
 
 def _run(kind: str, optimizer: str, strategy: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, float]]:
@@ -82,14 +89,49 @@ BY_TABLE: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
-def _advice(kind: str, optimizer: str, options: dict[str, Any] | None = None, **job: Any) -> Advice:
+WITH_OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    f"{strategy}: {options}": (kind, "AdamW", strategy, options)
+    for kind, strategy, options in (
+        ("Chained", "ddp_tuned", {"comm_dtype": "bf16"}),
+        ("Chained", "ddp_tuned", {"powersgd": {"matrix_rank": 4, "start_step": 0}}),
+        ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "min_num_parameters": 1000}),
+        ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "reduce_dtype": "bf16", "reshard_after_forward": True}),
+        ("Wide", "fsdp_tuned", {"reshard_after_forward": False, "wrap": ["blocks.0", "blocks.2"]}),
+        ("Wide", "fsdp_tuned", {"forward_prefetch": 2, "reduce_dtype": "bf16"}),
+        ("Chained", "pipeline_parallel", {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "chain": "blocks"}),
+    )
+}
+OF_FOUR: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    f"{strategy}: {options}": (kind, "AdamW", strategy, options)
+    for kind, strategy, options in (
+        ("Wide", "fsdp_tuned", {"replicas": 2}),
+        ("Wide", "fsdp_tuned", {"replicas": 2, "param_dtype": "bf16"}),
+        ("Chained", "pipeline_parallel", {"stages": 2, "schedule": "1f1b"}),
+        ("Chained", "ddp_tuned", {"powersgd": {"matrix_rank": 2, "start_step": 0}}),
+    )
+}
+
+
+def _chosen(strategy: str, options: dict[str, Any]) -> ChosenOptions:
+    """Return options as those of a YAML."""
+    kind = f"lightning_distrec.{type(StrategyRegistry.get(strategy)).__name__}"
+    return options_of(SimpleNamespace(class_path=kind, init_args=SimpleNamespace(**options)))
+
+
+def _advice(
+    kind: str,
+    optimizer: str,
+    options: dict[str, Any] | None = None,
+    chosen: ChosenOptions | None = None,
+    **job: Any,
+) -> Advice:
     module = KINDS[kind](optimizer)
     batch = batches(0, 1)[0]
     module.configure_model()
     profile = profile_step(module, batch, BATCH, "32-true")
     wanted = {"num_ranks": NUM_RANKS, "num_nodes": 1, "memory_bytes": 10**9} | job
     settings = TorchRecShardedStrategy(**(options or {})).table_settings
-    return advise(module, Job(**wanted), SETTINGS, "cpu", profile, settings)
+    return advise(module, Job(**wanted), SETTINGS, "cpu", profile, settings, chosen)
 
 
 def _row(advice: Advice, strategy: str) -> Estimate:
@@ -99,7 +141,8 @@ def _row(advice: Advice, strategy: str) -> Estimate:
 @pytest.fixture(scope="module")
 def counted() -> list[dict[str, Any]]:
     """Rank -> case -> what it holds and what it sends."""
-    return run_each_on_ranks({name: (_run, *case) for name, case in (CASES | BY_TABLE).items()}, NUM_RANKS, 110)
+    cases = CASES | BY_TABLE | WITH_OPTIONS
+    return run_each_on_ranks({name: (_run, *case) for name, case in cases.items()}, NUM_RANKS, 150)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,6 +167,29 @@ def test_a_rank_sends_what_is_estimated(case: str, counted: list[dict[str, Any]]
     assert _row(_advice(kind, optimizer, options), strategy).sent_total == pytest.approx(
         sum(_sent(case, counted).values()), rel=0.1, abs=600
     )
+
+
+def _check(case: tuple[str, str, str, dict[str, Any]], of_ranks: list[Any]) -> None:
+    """Check memory within 1 %, and what is sent within 10 %, on the ranks that hold and send the most."""
+    kind, optimizer, strategy, options = case
+    row = _row(_advice(kind, optimizer, None, _chosen(strategy, options), num_ranks=len(of_ranks)), strategy)
+    held = max((held for held, _ in of_ranks), key=lambda held: sum(held.values()))
+    assert {part: row.memory[part] for part in held} == pytest.approx(held, rel=0.01, abs=7000)
+    sent = max(sum(sent.values()) - sent[OTHER] * (strategy != "fsdp_tuned") for _, sent in of_ranks)
+    assert row.sent_total == pytest.approx(sent, rel=0.1, abs=600)
+
+
+@pytest.mark.parametrize("case", WITH_OPTIONS)
+def test_options_change_what_a_rank_holds_and_sends(case: str, counted: list[dict[str, Any]]) -> None:
+    _check(WITH_OPTIONS[case], [of_rank[case] for of_rank in counted])
+
+
+@pytest.mark.slow
+def test_options_change_what_four_ranks_hold_and_send() -> None:
+    found = run_each_on_ranks({name: (_run, *case) for name, case in OF_FOUR.items()}, 4)
+    for name, case in OF_FOUR.items():
+        print(name)
+        _check(case, [of_rank[name] for of_rank in found])
 
 
 def test_the_fullest_stage_holds_and_sends_what_is_estimated() -> None:

@@ -82,6 +82,32 @@ def test_the_settings_of_the_yaml_count(run: Run) -> None:
     assert half["precision"] == "bf16-true"
 
 
+def test_options_of_the_strategy_of_the_yaml_count(run: Run) -> None:
+    def of(strategy: str, kind: str = "", **options: Any) -> dict[str, Any]:
+        given = {"strategy": {"class_path": f"lightning_distrec.{kind}", "init_args": options}} if kind else {}
+        found = json.loads(run("Chained", IDS, "--json", **given)[1])
+        assert (f"options of {kind} are those of the YAML" in found["assumed"]) == bool(kind)
+        return next(each for each in found["strategies"] if each["strategy"] == strategy)
+
+    plain = of("ddp_tuned")
+    half = of("ddp_tuned", "TunedDDPStrategy", comm_dtype="bf16")
+    assert half["sent_bytes_per_step"]["dense gradients"] * 2 == plain["sent_bytes_per_step"]["dense gradients"]
+    squeezed = of("ddp_tuned", "TunedDDPStrategy", powersgd={"matrix_rank": 1})
+    assert squeezed["sent_bytes_per_step"]["dense gradients"] * 50 < plain["sent_bytes_per_step"]["dense gradients"]
+    again = of("ddp_tuned", "TunedDDPStrategy", activation_checkpointing=["blocks"])
+    assert again["memory_bytes"]["activations"] < plain["memory_bytes"]["activations"]
+    assert again["memory_bytes"]["recomputed"] > 0
+    sharded = of("fsdp_tuned", "TunedFSDPStrategy", param_dtype="bf16", wrap=["blocks"])
+    assert sharded["memory_bytes"]["gathered"] < of("fsdp_tuned")["memory_bytes"]["gathered"]
+    refused = of("fsdp_tuned", "TunedFSDPStrategy", param_dtype="fp16")
+    assert "gradients of 16 bits need loss scaling" in refused["refused"]
+    staged = of("pipeline_parallel", "PipelineParallelStrategy", split=["blocks.1"], microbatches=2)
+    assert staged["memory_bytes"]["parameters"] > of("pipeline_parallel")["memory_bytes"]["parameters"]
+    assert 0 < staged["idle_share"] < 1
+    unknown = of("pipeline_parallel", "PipelineParallelStrategy", chain="block")
+    assert "did you mean 'blocks'" in unknown["refused"]
+
+
 def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
     assert "no batch was read (--no-batch)" in " ".join(run("Wide", IDS, "--no-batch")[1].split())
     assert (

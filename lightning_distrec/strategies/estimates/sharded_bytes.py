@@ -86,7 +86,8 @@ class ShardedBytes:
 
     def _times(self, parameter: ParameterSize, last: int | None) -> int:
         wanted = self._options.reshard_after_forward
-        is_kept = parameter.block is None or wanted is False or (wanted == "auto" and parameter.block == last)
+        is_in_block = parameter.block is not None
+        is_kept = is_in_block and (wanted is False or (wanted == "auto" and parameter.block == last))
         return 1 if is_kept else 2
 
     def _gathered_itemsize(self, parameter: ParameterSize) -> int:
