@@ -14,7 +14,7 @@ from tests.support.faulty_script import fail_at_start, fit_and_validate, hang_at
 from tests.support.launches import ONE_THREAD
 from tests.support.parameters import slow_except
 from tests.support.processes import processes_with
-from tests.support.ranks import FAREWELL_SECONDS, RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import FAREWELL_SECONDS, RankFailed, rank_and_num_ranks, run_on_ranks, words_of_ranks
 from tests.support.slurm import Slurm
 
 NUM_RANKS = 3
@@ -30,10 +30,8 @@ def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
     while left := processes_with("watchdog/process", str(folder)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-    said = re.split(r"^--- rank (\d+) ", str(failed.value), flags=re.MULTILINE)[1:]
     assert "was not done" not in str(failed.value)
-    raised = {int(rank): words for rank, words in zip(said[::2], said[1::2], strict=True)}
-    return {rank: words + (folder / f"{rank}.out").read_text() for rank, words in raised.items()}
+    return {r: words + (folder / f"{r}.out").read_text() for r, words in words_of_ranks(failed.value).items()}
 
 
 def _run(kind: str, folder: str, options: dict[str, Any]) -> list[float]:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -30,6 +31,12 @@ FAREWELL_SECONDS = 60
 
 class RankFailed(AssertionError):
     """A rank raised, died or took too long; the message holds its traceback."""
+
+
+def words_of_ranks(failed: RankFailed) -> dict[int, str]:
+    """Return rank -> what it said at its end."""
+    parts = re.split(r"^--- rank (\d+) ", str(failed), flags=re.MULTILINE)[1:]
+    return {int(rank): words for rank, words in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def run_on_ranks(

@@ -78,17 +78,20 @@ class StagedChain:
             stage.begin_step()
         numbers = torch.arange(num)
         inputs = (value,) if 0 in self._ranks.stages else ()
+        target = numbers if loss_of is not None else None
+        by_user: BaseException
         try:
-            target = numbers if loss_of is not None else None
-            outputs: list[Tensor] = []
             merged = schedule.step(*inputs, target=target, microbatch=numbers, return_outputs=loss_of is None)
-            if merged is not None:
-                outputs = list(merged.chunk(num))
-            return outputs
+            return [] if merged is None else list(merged.chunk(num))
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            by_user = error.__cause__
         finally:
             self._loss_of = None
             for blocks in self.blocks:
                 blocks.arguments = []
+        raise by_user  # what a block raises, which torch's stages replace by an error of their own
 
     def _schedule_for(self, value: Tensor, num: int, learns: bool) -> tuple[Any, list[SpannedStage]]:
         """Return the schedule, and its stages, for inputs of a shape: torch's stages have buffers of fixed shapes."""
