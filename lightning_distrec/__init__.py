@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+    from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
     from lightning_distrec.strategies.pipeline import PipelineParallelStrategy
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
@@ -63,6 +64,7 @@ __all__ = [
     "ShardingGroupOptions",
     "StageSchedule",
     "TableOptions",
+    "TensorParallelOptions",
     "Throughput",
     "Timeline",
     "TorchRecShardedStrategy",
@@ -89,6 +91,7 @@ _HOMES = {
     "ShardingGroupOptions": "lightning_distrec.sharding.groups.options",
     "StageSchedule": "lightning_distrec.callbacks.stage_schedule",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
+    "TensorParallelOptions": "lightning_distrec.strategies.fully_sharded.tensor_parallel.options",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "Timeline": "lightning_distrec.callbacks.timeline",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",

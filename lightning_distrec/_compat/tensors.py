@@ -139,6 +139,16 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has compiled a module, or its calls.
+
+    Source: torch/nn/modules/module.py; torch/_dynamo/eval_frame.py, which is slow to import.
+    """
+    kind = type(module)
+    is_wrapper = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
+    return is_wrapper or vars(module).get("_compiled_call_impl") is not None
+
+
 def replace_calls(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
     """Let calls of a module go to `call`, past its forward and its hooks; returns an undo.
 

@@ -13,10 +13,11 @@ from lightning_distrec.optimizers.step_hooks import register_update_pre_hook
 
 @contextmanager
 def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Inside of the context let a step see each param group split into one of DTensors and one of plain tensors.
+    """Inside of the context let a step see each param group split into DTensors, by their mesh, and plain tensors.
 
-    torch's foreach updates refuse both at once. The step's closure, hooks, schedulers and checkpoints see the groups as
-    they were made. Raises UnsupportedError: the step computes something over a group, which would differ when split.
+    torch's foreach updates refuse several kinds at once. The step's closure, hooks, schedulers and checkpoints see the
+    groups as they were made. Raises UnsupportedError: the step computes something over a group, which would differ when
+    split.
     """
     groups: list[Any] = []
     split_groups: list[list[dict[str, Any]]] = []
@@ -56,9 +57,9 @@ def _copy_changes(optimizer: Optimizer, split_groups: list[list[dict[str, Any]]]
 
 
 def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
-    kinds: tuple[list[Any], list[Any]] = ([], [])
+    kinds: dict[Any, list[Any]] = {}
     for parameter in group["params"]:
-        kinds[isinstance(parameter, DTensor)].append(parameter)
-    if not all(kinds):
+        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    if len(kinds) < 2:
         return [group]
-    return [{**group, "params": parameters} for parameters in kinds]
+    return [{**group, "params": parameters} for parameters in kinds.values()]

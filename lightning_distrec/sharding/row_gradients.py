@@ -48,7 +48,7 @@ class LocalShard:
     num_summed: int | None = None
     """How many different rows the gradient has that a lookup has just left here; None: there was one before."""
     on_reset: list[Callable[[torch.Tensor], Any]] = field(default_factory=list)
-    """Called with the numbers of rows, counted from the first, that start anew because other ids have them now."""
+    """Called with the numbers of rows, counted from the first, that begin again because other ids have them now."""
 
 
 def local_shards_of(kernel: Any) -> list[LocalShard]:

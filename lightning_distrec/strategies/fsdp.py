@@ -30,7 +30,10 @@ from lightning_distrec.strategies.fully_sharded.fully_sharded_module import (
 from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizers
 from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.group import TensorParallelGroup
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
 from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
+from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import (
     MatmulPrecision,
@@ -66,6 +69,9 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             node, so that parameters are gathered within nodes, and gradients are summed between them.
         reshard_after_forward: whether to free a block's parameters after forward, and gather them again for backward.
             "auto": for all blocks but the last.
+        tensor_parallel: size: ranks that compute one batch together, each with its part of some layers; plan: path of
+            an nn.Linear or nn.Embedding (`*`: any name) -> "colwise", "rowwise" or "colwise_gather_output", or "auto":
+            see TensorParallelOptions. None: each rank computes batches of its own.
         activation_checkpointing: layers that recompute their activations in backward instead of keeping them: true for
             the blocks, or a list of class names and paths; "auto", or a size like "4GiB": as few of the layers that
             repeat as it takes for activations to fit into 80 % of the rank's memory, or into the size.
@@ -95,6 +101,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         min_num_parameters: int = 1_000_000,
         replicas: int | Literal["nodes"] = 1,
         reshard_after_forward: Literal["auto"] | bool = "auto",
+        tensor_parallel: TensorParallelOptions | dict[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointing = False,
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
@@ -115,6 +122,9 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             min_num_parameters=min_num_parameters,
             replicas=replicas,
             reshard_after_forward=reshard_after_forward,
+            tensor_parallel=None
+            if tensor_parallel is None
+            else as_options("tensor_parallel", TensorParallelOptions, tensor_parallel),
             activation_checkpointing=activation_checkpointing,
             cpu_offload=cpu_offload,
             param_dtype=param_dtype,
@@ -124,6 +134,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             backward_prefetch=backward_prefetch,
         )
         self._mesh: DeviceMesh | None = None
+        self._group: TensorParallelGroup | None = None
         super().__init__(
             uneven_inputs=uneven_inputs,
             checkpoint=checkpoint,
@@ -136,10 +147,21 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks: (data_parallel,), or (replicate, shard). `self.device_mesh` is that too, in configure_model."""
+        """The ranks: (data_parallel,), (replicate, shard) or (data_parallel, tensor_parallel).
+
+        `self.device_mesh` is that too, in configure_model.
+        """
         if self._mesh is None:  # as in Lightning's ModelParallelStrategy
             raise RuntimeError("Accessing the device mesh before processes have initialized is not allowed.")
         return self._mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # All ranks of a tensor-parallel group have the same batches.
+        if (group := self._group) is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": group.num_replicas, "rank": group.replica}
 
     # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
 
@@ -149,6 +171,8 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         ranks_on_node = self.session.consensus.all_gather(self.num_local_ranks)
         if self._mesh is None:  # one for all runs: parameters that stay sharded between them are on it
             self._mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
+            if self._fsdp_options.tensor_parallel is not None:
+                self._group = TensorParallelGroup(self._mesh, self._wait.total_seconds())
         set_device_and_mesh(self.module, self.module.device, self._mesh)
 
     @override
@@ -160,9 +184,9 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             self._layer_sync.apply(module)
         drop_unfinished_step(module)
         self.precision_plugin.convert_module(module)
-        run.sharded = sharded = shard_module(
-            module, self._fsdp_options, self.device_mesh, self.root_device, str(trainer.precision), consensus
-        )
+        options, mesh, precision = self._fsdp_options, self.device_mesh, str(trainer.precision)
+        sharded = shard_module(module, options, mesh, self.root_device, precision, consensus, self._group)
+        run.sharded = sharded
         run.undo.callback(sharded.teardown)
         self.model = module
         if run.is_fitting:
@@ -176,27 +200,29 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
             run.buffers = sharded.begin_training(optimizers, consensus)
             sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, self.world_size)
+        dealt = self.distributed_sampler_kwargs
+        run.session.checkpoints.positions.data_ranks = dealt["rank"], dealt["num_replicas"]
         run.session.checkpoints.begin(tables=None)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self.before_training_step()
-        with spans.span(spans.FORWARD), run.sharded.step():
+        with spans.span(spans.FORWARD), run.sharded.step(*args):
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step():
+        with self.run.evaluation_step(), self.run.sharded.step(*args):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step():
+        with self.run.evaluation_step(), self.run.sharded.step(*args):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step():
+        with self.run.evaluation_step(), self.run.sharded.step(*args):
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
@@ -207,7 +233,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.run.sharded.backward():
+        with self.run.sharded.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -216,8 +242,15 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(full_value(tensor), *args, **kwargs)
+    def reduce(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if group is None and self._group is not None:
+            group = self._group.replicas  # so that sums count each batch once
+        return super().reduce(full_value(tensor), group, *args, **kwargs)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        decisions = self.session.consensus.all_gather(bool(decision))
+        return False not in decisions if all else True in decisions
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -227,6 +260,10 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
         unshard_module(self.module, full)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_group": None}
 
     @property
     @override

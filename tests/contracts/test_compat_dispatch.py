@@ -38,6 +38,13 @@ def test_a_function_that_is_first_called_while_watched_is_compiled_afterwards() 
     assert compiled
 
 
+def test_a_compiled_module_is_told_from_others() -> None:
+    plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    compiled = [dispatch.is_compiled(module) for module in (plain, in_place, torch.compile(plain, backend="eager"))]
+    assert compiled == [False, True, True]
+
+
 def test_arguments_are_named() -> None:
     assert dispatch.argument_names(ATEN.narrow.default) == ["self", "dim", "start", "length"]
 

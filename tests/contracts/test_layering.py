@@ -42,6 +42,7 @@ STRATEGIES = {
     "strategies/checkpoints/tables",
     "strategies/data_parallel",
     "strategies/fully_sharded",
+    "strategies/fully_sharded/tensor_parallel",
     "strategies/stages",
     "strategies/estimates",
     "strategies/tables",
@@ -94,7 +95,9 @@ MAY_IMPORT = {
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/checkpoints/in_memory"},
     "strategies/activations": BELOW_STRATEGIES,
     "strategies/data_parallel": BELOW_STRATEGIES | {"strategies/run"},
-    "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/run", "strategies/activations"},
+    "strategies/fully_sharded/tensor_parallel": BELOW_STRATEGIES,
+    "strategies/fully_sharded": BELOW_STRATEGIES
+    | {"strategies/run", "strategies/activations", "strategies/fully_sharded/tensor_parallel"},
     "strategies/stages": BELOW_STRATEGIES
     | {"strategies/run", "strategies/checkpoints", "strategies/fully_sharded", "strategies/estimates"},
     "strategies/estimates": BELOW_STRATEGIES

@@ -1,6 +1,6 @@
 """Notes which rows get a gradient, from the ids with which FBGEMM's kernels are called: a flag for each row of a shard.
 
-Rows that start anew, because other ids have them now, are noted too.
+Rows that begin again, because other ids have them now, are noted too.
 
 It is noted when the gradient arrives, before rows are updated by it; nothing waits for a device. On the host, rows'
 numbers are gathered first and many flags are written together: they are in no cache, and together they wait for memory.

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 NOTHING = nullcontext()
@@ -10,11 +11,11 @@ NOTHING = nullcontext()
 class ReplicatedLayers:
     """In the place of a FullyShardedModule: nothing is to be done around layers that DDP averages."""
 
-    def step(self) -> AbstractContextManager[None]:
+    def step(self, *args: object) -> AbstractContextManager[None]:
         """Do nothing around a step."""
         return NOTHING
 
-    def backward(self) -> AbstractContextManager[None]:
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Do nothing around backward."""
         return NOTHING
 

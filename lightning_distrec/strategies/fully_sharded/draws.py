@@ -7,19 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_distrec._compat.tensors import local_offsets
+from lightning_distrec.errors import UnsupportedError
 
 
 def draw_full(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Do a random operator of torch, such as aten.normal_, on a DTensor; every rank draws all of it."""
     target: DTensor = args[0]
+    if any(placement.is_partial() for placement in target.placements):
+        raise UnsupportedError(
+            "a step draws random numbers into a sum over ranks that is not complete. Add them to the sum, out of place."
+        )
     local = target.to_local()
-    full = torch.empty(target.shape, dtype=local.dtype, device=local.device)
+    # bernoulli alone reads its values: they are probabilities.
+    reads = operator.name() == "aten::bernoulli"
+    full = target.full_tensor() if reads else torch.empty(target.shape, dtype=local.dtype, device=local.device)
     drawn: Tensor = operator(full, *args[1:], **options)
-    # Without a source rank nothing is sent: each rank takes its own shard.
-    shard = distribute_tensor(drawn, target.device_mesh, target.placements, src_data_rank=None)
+    for dim, (offset, length) in enumerate(zip(local_offsets(target), local.shape, strict=True)):
+        drawn = drawn.narrow(dim, offset, length)
     if not operator.name().split("::")[1].split(".")[0].endswith("_"):
-        return shard
+        mesh, placements, shape = target.device_mesh, target.placements, target.shape
+        return DTensor.from_local(drawn.clone(), mesh, placements, run_check=False, shape=shape, stride=target.stride())
     with torch.no_grad():
-        local.copy_(shard.to_local())
+        local.copy_(drawn)
     return target

@@ -1,4 +1,4 @@
-"""Which ranks share one copy of the parameters: the device mesh of a fully sharded module."""
+"""Which ranks share one copy of the parameters, and which compute one batch: the mesh of a fully sharded module."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,21 +16,31 @@ def make_mesh(
 ) -> DeviceMesh:
     """Collective. Return a mesh of all ranks: (data_parallel,), or (replicate, shard) with more than one replica.
 
-    Consecutive ranks share one replica of the parameters.
+    Consecutive ranks share one replica of the parameters. (data_parallel, tensor_parallel) with tensor_parallel, where
+    consecutive ranks have the same batches.
     ranks_on_node: for each rank, the number of ranks on its node.
-    Raises ConfigError: the ranks cannot be divided evenly among the replicas; nothing to offload from.
+    Raises ConfigError: the ranks cannot be divided evenly among replicas or groups; nothing to offload from.
     """
     if options.cpu_offload and device.type != "cuda":
         raise ConfigError(
             f"cpu_offload=true: the ranks compute on {device.type}, so everything is on the host already. Remove it."
         )
     num_ranks, replicas = len(ranks_on_node), num_replicas(options.replicas, ranks_on_node)
-    if replicas == 1:
+    names = ("replicate", "shard")
+    if options.tensor_parallel is not None:
+        size, names = options.tensor_parallel.size, ("data_parallel", "tensor_parallel")
+        if num_ranks % size:
+            raise ConfigError(
+                f"tensor_parallel: {num_ranks} ranks cannot be groups of size={size}. Use a divisor of {num_ranks}, or "
+                "a multiple of the size as the number of ranks."
+            )
+        replicas = num_ranks // size
+    elif replicas == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))
     # By hand, because groups that init_device_mesh makes have torch's default timeout.
     ranks = torch.arange(num_ranks).view(replicas, -1)
     groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=names)
 
 
 def num_replicas(replicas: Replicas, ranks_on_node: Sequence[int]) -> int:

@@ -1,0 +1,48 @@
+"""Splits layers over the ranks of a tensor-parallel group, by torch's parallelize_module."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.mixed_operands import confine
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import make_style
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.plan import called_parts
+
+
+@dataclass(frozen=True)
+class SplitLayers:
+    """The layers that are split over a mesh; without a mesh there are none."""
+
+    mesh: DeviceMesh | None = None
+    styles: Mapping[nn.Module, str] = field(default_factory=dict)
+
+    def split(self, block: nn.Module) -> None:
+        """Let each rank keep its part of the layers in a block. All ranks have their weights in full, and alike."""
+        for layer in block.modules():
+            style = self.styles.get(layer)
+            if style is not None and not any(isinstance(p, DTensor) for p in layer.parameters(False)):
+                # Without a source rank nothing is sent: each rank takes its own part.
+                parallelize_module(layer, self.mesh, make_style(style), src_data_rank=None)
+
+    def confine(self, root: nn.Module) -> None:
+        """Let nothing but plain tensors leave the submodules that the root's own code calls."""
+        for part in called_parts(root).values():
+            if self.mesh is not None and part not in self.styles and any(m in self.styles for m in part.modules()):
+                confine(part, self.mesh)
+
+    def refuse_deepcopy(self, module: nn.Module) -> None:
+        """Let copy.deepcopy raise UnsupportedError."""
+
+        def deepcopy(memo: dict[int, Any]) -> nn.Module:
+            raise UnsupportedError(
+                "tensor_parallel: a module with layers that are split cannot be copied. Load "
+                "trainer.strategy.full_state_dict() into another module."
+            )
+
+        module.__deepcopy__ = deepcopy  # type: ignore[assignment]
