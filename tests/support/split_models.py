@@ -77,7 +77,8 @@ class Attention(nn.Module):
     def __init__(self, dim: int, heads: int, by_hand: bool, dropout: float) -> None:
         super().__init__()
         self.heads, self.by_hand, self.dropout = heads, by_hand, dropout
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(3))
+        self.key = nn.Linear(dim, dim, bias=False)  # a bias would have a gradient of 0, but for rounding
         self.scale = nn.Parameter(torch.ones(dim))
         self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril().bool(), persistent=False)
 
@@ -127,7 +128,7 @@ class SmallGPT(Split):
     def __init__(self, dropout: float = 0.0, dim: int = 8) -> None:
         super().__init__()
         self.codes = nn.Embedding(6, dim)
-        self.blocks = nn.ModuleList(Block(dim, 2, by_hand, dropout) for by_hand in (False, True))
+        self.blocks = nn.ModuleList(Block(dim, 4, by_hand, dropout) for by_hand in (False, True))
         self.last = nn.TransformerEncoderLayer(dim, 2, 2 * dim, dropout, batch_first=True, norm_first=True)
         self.head = nn.Linear(dim, 1)
 
@@ -138,11 +139,78 @@ class SmallGPT(Split):
         return self.head(self.last(hidden)).mean(1)
 
 
+class Descending(SmallGPT):
+    """Steps by gradients as they are: Adam makes any size of those that are nothing but rounding."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
 class Dropping(SmallGPT):
     """Draws in what is split, and in what is not."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
+
+
+class Pairs(Split):
+    """Pairs of layers that plan="auto" finds, at any depth, next to layers that have no partner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = nn.Sequential(nn.Linear(12, 8), nn.SiLU(), nn.Dropout(0.1), nn.Linear(8, 12), nn.Softmax(1))
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 12), hidden, nn.Linear(12, 8))
+        self.last = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.last(self.net(inputs)[:, None])[:, 0])
+
+
+class ByHand(Pairs):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        others = [*self.last.parameters(), *self.out.parameters()]
+        return [torch.optim.SGD(self.net.parameters(), 0.05), torch.optim.Adam(others, 0.01)]
+
+
+class Lookups(Split):
+    """Tables by rows and by columns, with a row that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({
+            "rows": nn.Embedding(8, 8, padding_idx=2),
+            "columns": nn.Embedding(8, 8, padding_idx=1),
+            "out": nn.Linear(8, 8),
+        })
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        ids = (inputs * 2 + 4).clamp(0, 7).long()
+        return self.head(self.net["out"](self.net["rows"](ids) * self.net["columns"](ids)).tanh().mean(1))
+
+
+class Frozen(SmallGPT):
+    """Some of what is split does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].attention.query.requires_grad_(False)
+        self.blocks[0].mlp.requires_grad_(False)
 
 
 OF_PERCEPTRON = {
@@ -155,8 +223,15 @@ OF_GPT = {
     **{"blocks.*.mlp.both": "colwise", "blocks.*.mlp.down": "rowwise"},
     **{"last.linear1": "colwise", "last.linear2": "rowwise", "codes": "colwise_gather_output"},
 }
-MODELS: dict[str, Any] = {"Perceptron": Perceptron, "SmallGPT": SmallGPT, "Dropping": Dropping}
-PLANS: dict[str, Any] = {"Perceptron": OF_PERCEPTRON, "SmallGPT": OF_GPT, "Dropping": OF_GPT}
+OF_LOOKUPS = {"net.rows": "rowwise", "net.columns": "colwise_gather_output", "net.out": "colwise_gather_output"}
+MODELS: dict[str, Any] = {
+    model.__name__: model for model in (Perceptron, SmallGPT, Dropping, Pairs, ByHand, Lookups, Frozen, Descending)
+}
+PLANS: dict[str, Any] = {
+    **{"Perceptron": OF_PERCEPTRON, "SmallGPT": OF_GPT, "Dropping": OF_GPT, "Frozen": OF_GPT, "Lookups": OF_LOOKUPS},
+    **{"Descending": OF_GPT},
+}
+"""Kind -> plan; others have what is found."""
 
 
 def seeded(kind: str) -> "pl.LightningModule":

@@ -53,7 +53,6 @@ from lightning_distrec.strategies.fully_sharded.shard_blocks import (
     modules_in_step,
 )
 from lightning_distrec.strategies.fully_sharded.tensor_parallel.group import TensorParallelGroup
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.mixed_operands import mixed_operands
 from lightning_distrec.strategies.fully_sharded.tensor_parallel.plan import planned_layers
 from lightning_distrec.strategies.fully_sharded.tensor_parallel.split import SplitLayers
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, BufferBroadcaster
@@ -93,7 +92,7 @@ def shard_module(
         blocks, styles = consensus.all_or_none("setup", lambda: _choose_layers(module, options, group))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
         log_replicated(replicated, rank_zero_info)
-        layers = SplitLayers() if group is None else SplitLayers(group.mesh, styles)
+        layers = SplitLayers() if group is None else SplitLayers(group.mesh, styles, options.tensor_parallel)
         sharding = Sharding(mesh if group is None else mesh["data_parallel"], device, *wanted, layers)
         sharding.shard(module, blocks, set(replicated.values()))
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
@@ -233,10 +232,9 @@ class FullyShardedModule:
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Around backward. Collective, unless gradients accumulate: averages those of replicated parameters."""
-        group = self._group
-        if group is not None:
-            group.check_loss(loss)
-        with explained_errors(self._module), NOTHING if group is None else mixed_operands(group.mesh):
+        if self._group is not None:
+            self._group.check_loss(loss)
+        with explained_errors(self._module):
             yield
         if self._syncs_gradients:
             self._replicated.average_gradients()

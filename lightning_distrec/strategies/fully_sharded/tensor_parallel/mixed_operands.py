@@ -5,11 +5,12 @@ tensors next to them: masks, norms' weights, residuals. All ranks of a group hav
 DTensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import wraps
+from threading import local
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,34 +19,47 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.first_batch import compare, tensors_in
 
 READ = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__", "__format__"}
 """Methods of a tensor that return values, of which a DTensor would return this rank's."""
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")}
 
 
+_of_thread = local()
+"""Has the MixedOperands in which this thread computes, as `active`."""
+
+
 class MixedOperands(TorchFunctionMode):
     """Inside of it functions of torch take DTensors of a group's mesh together with plain, replicated tensors."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, compares: bool = False) -> None:
+        """compares: whether each function is compared with what it computes of full tensors."""
         super().__init__()
-        self._mesh = mesh
+        self._mesh, self._compares = mesh, compares
+
+    def __enter__(self) -> "MixedOperands":
+        """Begin."""
+        _of_thread.active = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """End."""
+        _of_thread.active = None
+        super().__exit__(*exception)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the function. Collective where it reads values."""
+        """Call the function. Collective where it reads values, or compares. Raises UnsupportedError."""
         kwargs = kwargs or {}
-        found = [value for value in _tensors([*args, *kwargs.values()])]
+        found = list(tensors_in([*args, *kwargs.values()]))
         if not any(isinstance(value, DTensor) for value in found):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        if function is functional.scaled_dot_product_attention:
-            return _attention(self._replicated, *args, **kwargs)
         if name in READ:
             return function(_full(args[0]), *args[1:], **kwargs)
-        if all(isinstance(value, DTensor) for value in found):
-            return function(*args, **kwargs)
         writes = name in IN_PLACE or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
         written = args[0] if writes and args else kwargs.get("out")
         if isinstance(written, Tensor) and not isinstance(written, DTensor):
@@ -53,7 +67,19 @@ class MixedOperands(TorchFunctionMode):
                 f"tensor_parallel: {name} writes the output of a layer that is split into a tensor that is not. Write "
                 "it out of place: x = x + y."
             )
-        return function(*self._replicated(args), **self._replicated(kwargs))
+        args, kwargs = self._replicated(tuple(args)), self._replicated(dict(kwargs))
+        call = _attention if function is functional.scaled_dot_product_attention else function
+        if self._compares:
+            compare(call, function, args, kwargs)
+        try:
+            return call(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"tensor_parallel: {name} cannot be computed of the output of a layer that is split: {error} Use "
+                "colwise_gather_output for the layer; or, for queries, keys and values of one layer, a layer each."
+            ) from error
 
     def _replicated(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -65,25 +91,16 @@ class MixedOperands(TorchFunctionMode):
         return type(value)(self._replicated(each) for each in value) if type(value) in (list, tuple) else value
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _tensors(value)
-
-
 def _full(value: Any) -> Any:
     """Collective for a DTensor. Return it in full."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _attention(
-    replicated: Callable[[Any], Any],
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: DTensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **others: Any,
@@ -92,19 +109,18 @@ def _attention(
 
     torch's DTensor knows only the kernels of CUDA. Dropout draws for all heads, as one process does.
     """
-    tensors = [replicated(tensor) for tensor in (query, key, value)]
-    mesh, heads = tensors[0].device_mesh, query.dim() - 3
+    tensors: list[Any] = [query, key, value]
+    mesh, heads = query.device_mesh, query.dim() - 3
     placements: tuple[Placement, ...] = (Shard(heads),)
     is_split = dropout_p == 0 and all(
-        tensor.placements == placements and tensor.shape[heads] % tensor.device_mesh.size() == 0 for tensor in tensors
+        tensor.placements == placements and tensor.shape[heads] % mesh.size() == 0 for tensor in tensors
     )
     if not is_split:
         placements = (Replicate(),)
         tensors = [tensor.redistribute(placements=placements) for tensor in tensors]
-    mask = None if attn_mask is None else _mask(replicated(attn_mask), is_split)
-    local = [tensor.to_local() for tensor in tensors]
-    query, key, value = local
-    attended = functional.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **others)
+    mask = None if attn_mask is None else _mask(attn_mask, is_split)
+    of_rank = [tensor.to_local() for tensor in tensors]
+    attended = functional.scaled_dot_product_attention(*of_rank, mask, dropout_p, is_causal, **others)  # type: ignore[call-arg]
     return DTensor.from_local(attended, mesh, placements, run_check=False)
 
 
@@ -116,21 +132,25 @@ def _mask(mask: DTensor, is_split: bool) -> Tensor:
     return mask.to_local(grad_placements=[Partial()]) if is_split else mask.to_local()
 
 
-@contextmanager
-def mixed_operands(mesh: DeviceMesh) -> Iterator[None]:
-    """Around forward, and around a backward that computes activations again."""
-    with MixedOperands(mesh):
-        yield
+def confine(part: nn.Module, mesh: DeviceMesh, compares: bool, is_outermost: bool) -> None:
+    """Let a module compute with `MixedOperands`, the outermost one return plain tensors.
 
-
-def confine(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a module compute in `mixed_operands`, and return plain tensors."""
+    Those inside of it begin where backward computes activations again. compares: whether what is computed first, for
+    training and for evaluation, is compared with full tensors.
+    """
     forward = part.forward
+    to_compare = {True, False} if compares else set()
 
     @wraps(forward)
     def confined(*args: Any, **kwargs: Any) -> Any:
-        with mixed_operands(mesh):
-            return apply_to_collection(forward(*args, **kwargs), DTensor, _full, allow_frozen=True)
+        if getattr(_of_thread, "active", None) is not None:
+            return forward(*args, **kwargs)
+        with MixedOperands(mesh, is_outermost and part.training in to_compare):
+            result = forward(*args, **kwargs)
+        to_compare.discard(part.training)
+        if is_outermost:
+            result = apply_to_collection(result, DTensor, _full, allow_frozen=True)
+        return result
 
     confined.of_user = forward  # type: ignore[attr-defined]
     # An attribute of the instance: fully_shard's hooks are around it, and see plain tensors.

@@ -38,6 +38,10 @@ class TensorParallelOptions:
     nn.Linear in an nn.Sequential with functions of single elements in between, and those of torch's transformer
     layers."""
 
+    compare_first_batch: bool = True
+    """Whether each function of split tensors is compared with the same of full ones, values and gradients, on the first
+    batch of training and of evaluation. Takes the time and the memory of one function in full."""
+
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 2:
             raise ConfigError(

@@ -85,6 +85,10 @@ def _refuse(module: nn.Module, path: str, style: str, size: int, num_shards: int
         raise UnsupportedError(
             f"{name} is a {type(layer).__name__}, and torch splits nn.Linear and nn.Embedding. Name those in it."
         )
+    if not {of for of, _ in layer.named_parameters()} <= {"weight", "bias"}:
+        raise UnsupportedError(
+            f"{name} computes its weight from others (a parametrization, as weight_norm). Leave it out, or remove that."
+        )
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         raise UnsupportedError(
             f"{name} has max_norm or scale_grad_by_freq, which look at all rows. Leave it out, or remove them."
@@ -123,11 +127,16 @@ def _refuse_sizes(name: str, layer: nn.Module, style: str, size: int, num_shards
         )
 
 
+def can_be_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward."""
+    return type(module).forward is not nn.Module.forward
+
+
 def called_parts(module: nn.Module) -> dict[str, nn.Module]:
     """Return path -> the outermost submodules that are called, those in an nn.ModuleList for example."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        if type(child).forward is not nn.Module.forward:
+        if can_be_called(child):
             found[name] = child
         else:
             found |= {f"{name}.{path}": part for path, part in called_parts(child).items()}

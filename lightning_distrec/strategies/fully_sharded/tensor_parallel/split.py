@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.strategies.fully_sharded.tensor_parallel.mixed_operands import confine
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import make_style
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.plan import called_parts
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions, make_style
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.plan import called_parts, can_be_called
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class SplitLayers:
 
     mesh: DeviceMesh | None = None
     styles: Mapping[nn.Module, str] = field(default_factory=dict)
+    options: TensorParallelOptions | None = None
 
     def split(self, block: nn.Module) -> None:
         """Let each rank keep its part of the layers in a block. All ranks have their weights in full, and alike."""
@@ -32,9 +33,13 @@ class SplitLayers:
 
     def confine(self, root: nn.Module) -> None:
         """Let nothing but plain tensors leave the submodules that the root's own code calls."""
+        if self.mesh is None or self.options is None:
+            return
         for part in called_parts(root).values():
-            if self.mesh is not None and part not in self.styles and any(m in self.styles for m in part.modules()):
-                confine(part, self.mesh)
+            for module in part.modules():
+                has_split = module not in self.styles and any(layer in self.styles for layer in module.modules())
+                if has_split and can_be_called(module):
+                    confine(module, self.mesh, self.options.compare_first_batch, is_outermost=module is part)
 
     def refuse_deepcopy(self, module: nn.Module) -> None:
         """Let copy.deepcopy raise UnsupportedError."""
