@@ -32,6 +32,8 @@ class NormalizeRows(Callback):
         for name in self._names:
             if name not in known:
                 raise ConfigError(f"NormalizeRows: the module has no parameter '{name}'; it has {', '.join(known)}.")
+            if refuse := getattr(trainer.strategy, "refuse_to_scale", None):
+                refuse(name, self._max_norm)
 
     @override
     def on_train_batch_end(

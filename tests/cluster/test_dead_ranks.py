@@ -144,6 +144,17 @@ def test_a_signal_to_one_rank_ends_all_within_seconds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sync_interval", [1, 4])
+def test_a_dead_rank_or_a_signal_to_one_ends_the_groups_that_it_is_not_in(tmp_path: Path, sync_interval: int) -> None:
+    groups = {"sharding_groups": {"size": 1, "sync_interval": sync_interval}}
+    said = _fails(tmp_path / "killed", "kill in a step", **groups)
+    assert GONE in said[0]
+    assert GONE in said[2]
+    said = _fails(tmp_path / "asked", "term in a step", **groups)
+    assert all("Exception: 143" in words for words in said.values()), said
+
+
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_under_slurm_it_is_named_with_its_node(slurm: Slurm, tmp_path: Path) -> None:
     environment = ONE_THREAD | {"FAULTY_FOLDER": str(tmp_path)}

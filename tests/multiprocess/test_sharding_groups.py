@@ -1,11 +1,14 @@
 """Tables that are sharded within groups of ranks, each with a replica: exact at sync_interval=1, or with a warning."""
 
 import copy
+import os
 import re
 from collections.abc import Container, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
@@ -15,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
-from lightning_distrec import Communication, TorchRecShardedStrategy
+from lightning_distrec import Communication, NormalizeRows, TorchRecShardedStrategy
+from lightning_distrec.callbacks.normalize_rows import scale_rows
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import (
@@ -34,7 +38,7 @@ from tests.support.parameters import slow_except
 from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.resuming import Life, Run, live, problems_of
-from tests.support.trainers import make_trainer
+from tests.support.trainers import DEFAULTS, make_trainer
 from tests.support.weighted_models import PositionWeighted
 
 EVERY_TYPE: dict[str, Any] = {
@@ -47,6 +51,7 @@ EVERY_TYPE: dict[str, Any] = {
 BY_ROWS: dict[str, Any] = {"sharding_types": ["table_wise", "row_wise"]}
 STEPS = 7
 GROUPS = (range(2), range(2, 4))
+WIDE = "ebc.embedding_bags.wide.weight"
 LIMIT = 0.05
 """Of norms, where gradients are clipped."""
 
@@ -157,6 +162,10 @@ AVERAGED: dict[str, tuple[Any, ...]] = {
     "RowWiseAdagrad": call(ClickModel, "RowWiseAdagrad", BY_ROWS, {"sync_interval": 3}),
     "clipped": call(ClickModel, "SGD", EVERY_TYPE, {"sync_interval": 3}, gradient_clip_val=LIMIT),
     "used in part": call(UsedInPart, "Adam", {}, {"sync_interval": 3}),
+    "norm below a maximum": call(
+        *(ClickModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}),
+        callbacks=[NormalizeRows([WIDE, WIDE.replace("wide", "narrow")], max_norm=0.4)],
+    ),
     "unfrozen": call(Unfrozen, "Adam", EVERY_TYPE, {"sync_interval": 3}),
     "validated": call(EvaluatedModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}, val_check_interval=4),
 }
@@ -240,6 +249,9 @@ def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tupl
             clip_by_one_norm(models)
         for optimizer in optimizers:
             optimizer.step()
+        if "callbacks" in options:
+            for table, model in product(("wide", "narrow"), models):
+                scale_rows(model.ebc.embedding_bags[table].weight.detach(), 0.4)
         if step + 1 in synchronized:
             average(models, optimizers)
         if step + 1 == scored:
@@ -372,6 +384,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "replicated": (SIZE_2 | {"tables": {"wide": {"replicated": True}}}, "PlanError: .*within sharding_groups"),
     "gathered": (AT_3 | {"tables": {"wide": {"gathered_weight": True}}}, "ConfigError: .*each group has other weights"),
     "averages": (AT_3, "ConfigError: (rank .: )?the callback EMAWeightAveraging averages weights of which each group"),
+    "norm 1": (AT_3, "ConfigError: (rank .: )?NormalizeRows: rows of '.*wide.weight' are to have norm 1"),
     "incremental": (SIZE_2 | INCREMENTAL, "ConfigError: .*'incremental'"),
     "in memory": (SIZE_2 | {"checkpoint": {"in_memory": {"every": 2}}}, "ConfigError: .*'in_memory'"),
     "mapped": (SIZE_2 | {"tables": {"narrow": {"ids": "dynamic"}}}, "PlanError: .*each of the sharding_groups"),
@@ -386,7 +399,7 @@ def refuse_each() -> dict[str, str]:
         model = seeded(ClickModel, *OPTIMIZERS["SGD"])
         given = {"sharding_groups": {"size": 1 + rank % 2}} if name == "unequal" else copy.deepcopy(options)
         try:
-            callbacks = [EMAWeightAveraging()] if name == "averages" else []
+            callbacks = {"averages": [EMAWeightAveraging()], "norm 1": [NormalizeRows([WIDE])]}.get(name, [])
             make_trainer(given, callbacks=callbacks).fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -398,6 +411,28 @@ def test_what_groups_cannot_be_is_refused_on_every_rank_before_the_first_step() 
     for of_rank in run_on_warm_ranks(refuse_each, 4):
         for name, (_, wanted) in REFUSED.items():
             assert re.match(wanted, of_rank[name], re.DOTALL), of_rank[name]
+
+
+def fit_on_unequal_nodes() -> str:
+    """Fit in groups of two, on nodes of three ranks and of one, as torchrun would tell it; return the error."""
+    rank = rank_and_num_ranks()[0]
+    node, local = divmod(rank, 3)
+    os.environ.update(TORCHELASTIC_RUN_ID="none", LOCAL_RANK=str(local), GROUP_RANK=str(node), WORLD_SIZE="4")
+    os.environ.update(GROUP_WORLD_SIZE="2", LOCAL_WORLD_SIZE=str((3, 1)[node]))
+    model = seeded(ClickModel, *OPTIMIZERS["SGD"])
+    strategy = TorchRecShardedStrategy(sharding_groups={"size": 2})
+    try:
+        trainer = pl.Trainer(strategy=strategy, **DEFAULTS)
+        trainer.fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
+    except ConfigError as error:
+        assert not model.losses
+        return str(error)
+    return ""
+
+
+def test_groups_that_lie_on_their_nodes_differently_are_refused() -> None:
+    for said in run_on_warm_ranks(fit_on_unequal_nodes, 4):
+        assert "size=2 makes groups that lie on unequal numbers of ranks of their nodes (the nodes have 3, 1" in said
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ class FullTables(DistRecStrategy[AnyRun]):
         """
         return scale_rows(self.module, name, max_norm)
 
+    def refuse_to_scale(self, name: str, max_norm: float | None) -> None:
+        """Raise ConfigError: groups of ranks average rows of a table, so that they do not keep norm 1."""
+        refuse_to_scale(self.module, name, max_norm)
+
 
 @without_guards
 @torch.no_grad()
@@ -77,6 +81,19 @@ def scale_rows(module: nn.Module, name: str, max_norm: float | None) -> bool:
     with rewriting():
         _scale(tables, name, max_norm)
     return True
+
+
+def refuse_to_scale(module: nn.Module, name: str, max_norm: float | None) -> None:
+    """Raise ConfigError: rows of a table are to have norm 1, and groups of ranks average them."""
+    tables = sharded_tables_of(module)
+    if tables is None or max_norm is not None or tables.keys_in_tree().get(name, name) not in tables.shards:
+        return
+    groups = tables.groups
+    if groups.num_replicas > 1 and not groups.exchanges_gradients:
+        raise ConfigError(
+            f"NormalizeRows: rows of '{name}' are to have norm 1, but with sync_interval={groups.sync_interval} groups "
+            "average rows, and a mean of such rows is shorter. Set max_norm, which means keep, or sync_interval=1."
+        )
 
 
 def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
