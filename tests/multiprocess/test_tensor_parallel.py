@@ -36,6 +36,10 @@ def _split(kind: str, settings: dict[str, Any], size: int = 2, **options: Any) -
     return _fit(kind, strategy, settings, rank_and_num_ranks()[1])
 
 
+def _lone(kind: str, settings: dict[str, Any]) -> Outcome:
+    return _split(kind, settings, plan={"net.0": "colwise", "net.8": "rowwise"})
+
+
 def _check_same(ours: Outcome, alone: Outcome, case: str, most: float) -> None:
     for name, values in alone[0].items():
         assert values, name
@@ -51,6 +55,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "dropout": (_split, "Dropping", DOUBLE),
     "clipped and accumulated": (_split, "SmallGPT", FEWER_STEPS),
     "pairs that are found": (_split, "Pairs", DOUBLE),
+    "layers without a partner": (_lone, "Perceptron", DOUBLE),
     "by hand": (_split, "ByHand", DOUBLE),
 }
 OF_FOUR: dict[str, tuple[Any, ...]] = {"transformer": (_split, "SmallGPT", DOUBLE)}

@@ -10,16 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec._compat.tensors import local_offsets
-from lightning_distrec.errors import UnsupportedError
 
 
 def draw_full(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Do a random operator of torch, such as aten.normal_, on a DTensor; every rank draws all of it."""
     target: DTensor = args[0]
-    if any(placement.is_partial() for placement in target.placements):
-        raise UnsupportedError(
-            "a step draws random numbers into a sum over ranks that is not complete. Add them to the sum, out of place."
-        )
     local = target.to_local()
     # bernoulli alone reads its values: they are probabilities.
     reads = operator.name() == "aten::bernoulli"
@@ -27,6 +22,10 @@ def draw_full(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     drawn: Tensor = operator(full, *args[1:], **options)
     for dim, (offset, length) in enumerate(zip(local_offsets(target), local.shape, strict=True)):
         drawn = drawn.narrow(dim, offset, length)
+    # A sum over ranks that is not complete yet, of a layer that is split: the first one has the numbers, others 0.
+    coordinates = target.device_mesh.get_coordinate() or ()
+    if any(p.is_partial() and place for p, place in zip(target.placements, coordinates, strict=True)):
+        drawn = torch.zeros_like(drawn)
     if not operator.name().split("::")[1].split(".")[0].endswith("_"):
         mesh, placements, shape = target.device_mesh, target.placements, target.shape
         return DTensor.from_local(drawn.clone(), mesh, placements, run_check=False, shape=shape, stride=target.stride())

@@ -1,7 +1,7 @@
 """Compares each function that is called with split tensors with the same function of full ones, on the first batch.
 
 torch's DTensor has no rule for some functions, which raises an error, and a wrong one for a few others, which does not:
-torch 2.13 adds up each rank's part alone in a cumsum, and draws alike on all ranks in exponential_. Gradients are
+torch 2.13 adds up each rank's part alone in cumsum(dim=-1), and draws alike on all ranks in exponential_. Gradients are
 compared too, by one product with random numbers.
 """
 

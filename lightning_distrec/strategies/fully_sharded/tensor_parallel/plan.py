@@ -117,13 +117,12 @@ def _refuse_sizes(name: str, layer: nn.Module, style: str, size: int, num_shards
     rows, columns = (int(length) for length in layer.weight.shape)  # type: ignore[union-attr, operator]
     by_rows = (style == "rowwise") == isinstance(layer, nn.Embedding)
     length, parts = (rows, size * num_shards) if by_rows else (columns, size)
-    what = "embeddings" if isinstance(layer, nn.Embedding) else "features"
-    side = ("its rows" if by_rows else "its columns") if what == "embeddings" else ("output" if by_rows else "input")
+    names = ("rows", "columns") if isinstance(layer, nn.Embedding) else ("output features", "input features")
     if length % parts:
         ranks = f"{size} ranks" + (f", and over {num_shards} more by FSDP" if by_rows and num_shards > 1 else "")
         raise ConfigError(
-            f"{name} has {length} {side} {what}, which cannot be divided evenly over {ranks}. Use another size, or "
-            "leave it out of plan."
+            f"{name} has {length} {names[not by_rows]}, which cannot be divided evenly over {ranks}. Use another size, "
+            "or leave it out of plan."
         )
 
 
