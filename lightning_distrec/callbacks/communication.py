@@ -12,13 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table as TextTable
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_distrec._compat.tensors import watch_sends
+from lightning_distrec._compat.tensors import watch_functional_collectives, watch_sends
 from lightning_distrec._compat.torch import has_comm_hook, watch_collectives
 from lightning_distrec._compat.torchrec import ddp_of_data_parallel_tables
 from lightning_distrec.callbacks.sent_bytes import (
@@ -33,10 +31,11 @@ from lightning_distrec.callbacks.sent_bytes import (
     kind_of,
     reduced_bytes,
     ring_bytes,
+    sent_by_parts,
     sent_by_stage,
 )
+from lightning_distrec.callbacks.sent_table import print_table
 from lightning_distrec.callbacks.steps import LogTimes, log
-from lightning_distrec.units import format_bytes
 
 
 @dataclass
@@ -79,6 +78,7 @@ class Communication(Callback):
         self._reductions: list[tuple[DistributedDataParallel, float, float]] = []
         self._ranks_on_node: int | None = None
         self._evaluating = False
+        self._split_over: list[int] = []
         self._fit = SentTotals()
         self._since_log = SentTotals()
         self._ended: deque[tuple[str, float]] = deque()
@@ -125,6 +125,11 @@ class Communication(Callback):
         undo = ExitStack()
         undo.callback(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
         undo.callback(watch_sends(self._count_send))
+        if hasattr(trainer.strategy, "device_mesh"):
+            undo.callback(watch_functional_collectives(self._count_parts))
+            names = trainer.strategy.device_mesh.mesh_dim_names or ()
+            split = trainer.strategy.device_mesh["tensor_parallel"] if "tensor_parallel" in names else None
+            self._split_over = [] if split is None else split.mesh.tolist()
         self._unwatch = undo.close
 
     @override
@@ -212,6 +217,13 @@ class Communication(Callback):
         if not self._evaluating:
             self._ended.append((kind, nan))  # stages wait for what they receive, not for what they send
 
+    def _count_parts(self, name: str, part: Tensor, ranks: list[int]) -> None:
+        if len(ranks) > 1:
+            kind, sent, across = sent_by_parts(name, part, ranks, self._split_over, self._ranks_on_node)
+            self._count(kind, sent, across, calls=1)
+            if not self._evaluating:
+                self._ended.append((kind, nan))
+
     def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
         if not self._evaluating:
             self._fit.add(kind, sent, across_nodes, calls)
@@ -256,48 +268,3 @@ def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
         for sharded in setup.shards.sharded.values():
             found += ddp_of_data_parallel_tables(sharded)
     return found
-
-
-def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console: Console | None = None) -> None:
-    """Print the table. per_step: shape (ranks, 4, kinds), bytes sent, those across nodes, calls, and their seconds."""
-    ranks = len(per_step)
-    several_nodes = ranks_on_node is not None and ranks_on_node < ranks
-    text = TextTable(
-        title=f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)",
-        title_justify="left",
-        caption="All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are "
-        "computed.",
-        caption_justify="left",
-    )
-    of_nodes = ["across nodes"] if several_nodes else []
-    headings = ["kind", "mean", "max", "on rank", *of_nodes, "source", "calls", "ms", "MB/s"]
-    for heading in headings:
-        text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
-    sent, across, calls, seconds = per_step.unbind(1)
-    # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
-    is_computed = [kind == DENSE_GRADIENTS and not calls[:, i].any() for i, kind in enumerate(KINDS)]
-    sources = ["computed" if of_kind else "counted" for of_kind in is_computed]
-    times = [_times(*(float(numbers[:, i].mean()) for numbers in (sent, calls, seconds))) for i in range(len(KINDS))]
-    columns = [(kind, sent[:, i], across[:, i], sources[i], times[i]) for i, kind in enumerate(KINDS)]
-    for kind, by_rank, away, source, of_time in [*columns, ("total", sent.sum(1), across.sum(1), "", ("", "", ""))]:
-        if kind in RARE_KINDS and not by_rank.any():
-            continue
-        text.add_row(
-            kind,
-            format_bytes(float(by_rank.mean())),
-            format_bytes(float(by_rank.max())),
-            str(int(by_rank.argmax())) if float(by_rank.max()) > float(by_rank.min()) else "all",
-            *([format_bytes(float(away.mean()))] if several_nodes else []),
-            source,
-            *of_time,
-        )
-    (console or Console()).print(text)
-
-
-def _times(sent: float, calls: float, seconds: float) -> tuple[str, str, str]:
-    """Return calls, milliseconds and MB/s as texts; empty where they are not known (seconds: nan)."""
-    if not calls:
-        return "", "", ""
-    if seconds > 0:
-        return f"{calls:.1f}", f"{1000 * seconds:.2f}", f"{sent / seconds / 1e6:.1f}"
-    return f"{calls:.1f}", "", ""

@@ -13,13 +13,15 @@ IDS = "ids"
 ROWS = "rows"
 ROW_GRADIENTS = "row gradients"
 DENSE_GRADIENTS = "dense gradients"
+GATHERED = "gathered parameters"
+SPLIT_LAYERS = "parts of split layers"
 REPLICAS = "replicas of tables"
 STAGE_OUTPUTS = "stage outputs"
 STAGE_GRADIENTS = "stage gradients"
 OTHER = "control messages and other"
-KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS, OTHER)
-RARE_KINDS = (REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS)
+RARE_KINDS = (GATHERED, SPLIT_LAYERS, REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS)
 """Shown only where something of them is sent: most jobs have none."""
+KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, *RARE_KINDS, OTHER)
 
 EXCHANGES = ("all_to_all_single", "all_to_all")
 """Each chunk has a destination, so that bytes are counted exactly."""
@@ -32,6 +34,8 @@ WITH_FUTURES = (*EXCHANGES, "all_reduce", "all_gather", "broadcast")
 """Gloo shows when these are complete; of the others, such as reduce_scatter_tensor, it has no future."""
 HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
 """The modules that exchange DDP's gradients in Python."""
+FSDP = "torch.distributed.fsdp."
+"""The modules that gather parameters, and sum and scatter their gradients."""
 STAGE_REPLICAS = "lightning_distrec.strategies.stages.gradients"
 """The module that averages the gradients of a stage's replicas."""
 
@@ -51,6 +55,8 @@ def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
         return IDS
     if name in EXCHANGES or caller.startswith(_OF_ROWS):
         return ROW_GRADIENTS if in_backward() else ROWS
+    if caller.startswith(FSDP):
+        return GATHERED if name.startswith("all_gather") else DENSE_GRADIENTS
     if caller.startswith("lightning_distrec.sharding.groups."):
         return REPLICAS
     if caller == STAGE_REPLICAS:
@@ -68,6 +74,18 @@ def sent_by_stage(
     sent = float(_bytes(tensor))
     is_away = ranks_on_node is not None and to_rank // ranks_on_node != rank // ranks_on_node
     return STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS, sent, sent if is_away else 0.0
+
+
+def sent_by_parts(
+    name: str, part: Tensor, ranks: list[int], split_over: list[int], ranks_on_node: int | None
+) -> tuple[str, float, float]:
+    """Return the same of a collective by which DTensors exchange their parts, with the kind of the exchange.
+
+    ranks: those of the collective. split_over: the ranks of this one's tensor-parallel group.
+    """
+    argument = {"all_reduce": "tensor", "all_gather_into_tensor": "input_tensor"}.get(name, "input")
+    sent, across = ring_bytes(name, {argument: part}, ranks, ranks_on_node)
+    return SPLIT_LAYERS if split_over and ranks == split_over else OTHER, sent, across
 
 
 def exchanged_bytes(

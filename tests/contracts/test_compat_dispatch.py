@@ -4,7 +4,9 @@ import inspect
 
 import torch
 from torch import distributed
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import placement_types
 
 from lightning_distrec._compat import tensors as dispatch
 
@@ -87,3 +89,14 @@ def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
     assert distributed.P2POp is original
     for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
         assert "dist.P2POp(dist.isend, send_tensor, peer_global_rank" in inspect.getsource(getattr(PipelineStage, name))
+
+
+def test_collectives_of_dtensors_are_watched_and_the_watch_can_be_undone() -> None:
+    names = [name for name in ("all_reduce", "all_gather_single", "reduce_scatter_single") if hasattr(functional, name)]
+    originals = {name: getattr(functional, name) for name in names}
+    assert "all_reduce" in names
+    undo = dispatch.watch_functional_collectives(lambda *_: None)
+    assert all(getattr(functional, name) is not original for name, original in originals.items())
+    undo()
+    assert all(getattr(functional, name) is original for name, original in originals.items())
+    assert "return funcol.all_reduce(" in inspect.getsource(placement_types)  # read when it is called

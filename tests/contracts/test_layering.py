@@ -101,7 +101,8 @@ MAY_IMPORT = {
     "strategies/stages": BELOW_STRATEGIES
     | {"strategies/run", "strategies/checkpoints", "strategies/fully_sharded", "strategies/estimates"},
     "strategies/estimates": BELOW_STRATEGIES
-    | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"},
+    | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"}
+    | {"strategies/fully_sharded/tensor_parallel"},
     "strategies/tables/replicas": BELOW_STRATEGIES,
     "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates", "strategies/tables/replicas"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,

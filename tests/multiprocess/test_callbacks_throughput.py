@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication, PipelineParallelStrategy, RankMonitor, Throughput, Timeline
-from lightning_distrec.callbacks.communication import print_table
 from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
     IDS,
@@ -28,6 +27,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     STAGE_OUTPUTS,
     sent_by_stage,
 )
+from lightning_distrec.callbacks.sent_table import print_table
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.weights.shard_of import without_guards
 from tests.support.chain_models import Transformer

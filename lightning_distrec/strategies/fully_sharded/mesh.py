@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, Replicas
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
 
 
 def make_mesh(
@@ -28,19 +29,24 @@ def make_mesh(
     num_ranks, replicas = len(ranks_on_node), num_replicas(options.replicas, ranks_on_node)
     names = ("replicate", "shard")
     if options.tensor_parallel is not None:
-        size, names = options.tensor_parallel.size, ("data_parallel", "tensor_parallel")
-        if num_ranks % size:
-            raise ConfigError(
-                f"tensor_parallel: {num_ranks} ranks cannot be groups of size={size}. Use a divisor of {num_ranks}, or "
-                "a multiple of the size as the number of ranks."
-            )
-        replicas = num_ranks // size
+        names = ("data_parallel", "tensor_parallel")
+        replicas = num_groups(options.tensor_parallel, num_ranks)
     elif replicas == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))
     # By hand, because groups that init_device_mesh makes have torch's default timeout.
     ranks = torch.arange(num_ranks).view(replicas, -1)
     groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=names)
+
+
+def num_groups(options: TensorParallelOptions, num_ranks: int) -> int:
+    """Return the number of tensor-parallel groups. Raises ConfigError: the ranks cannot be divided evenly."""
+    if num_ranks % options.size:
+        raise ConfigError(
+            f"tensor_parallel: {num_ranks} ranks cannot be groups of size={options.size}. Use a divisor of "
+            f"{num_ranks}, or a multiple of the size as the number of ranks."
+        )
+    return num_ranks // options.size
 
 
 def num_replicas(replicas: Replicas, ranks_on_node: Sequence[int]) -> int:
