@@ -57,6 +57,8 @@ class MeetingPoint:
     """Whether all ranks are on one node: then rank 0 listens at `host` only, even where that is the loopback."""
     launcher_pid: int | None = None
     """The process that has started this one and is rank 0, if there is one: without it there is nobody to wait for."""
+    hint: str = ""
+    """Why there may be nobody else, and what to do; said where nobody else has arrived."""
 
 
 class Watch(Protocol):
@@ -192,7 +194,7 @@ def _find(point: MeetingPoint, waiting: _Waiting, timeout: timedelta) -> Store:
                 return PrefixStore(point.identity, client)
         if point.launcher_pid not in (None, os.getppid()):
             raise RendezvousError("the process that has started this rank (rank 0) is gone. Its own output says why.")
-        waiting.pause(lambda: f"waiting for rank 0 at {point.host}, port {_ports_in_words(point.ports)}")
+        waiting.pause(lambda: f"waiting for rank 0 at {point.host}, port {_ports_in_words(point.ports)}{point.hint}")
 
 
 def _reachable(host: str, port: int) -> int | None:
@@ -218,7 +220,8 @@ def _gather(
 
     def what() -> str:
         arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
-        report = f"{arrived}; waiting for {_named(sorted(missing), nodes)}"
+        hint = point.hint if len(missing) == num_ranks - 1 else ""
+        report = f"{arrived}; waiting for {_named(sorted(missing), nodes)}{hint}"
         store.set(MISSING, report)
         return report
 

@@ -58,3 +58,12 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: s
     assert "ValueError: the user's code failed" in done.stderr
     assert "terminate called" not in done.stderr
     assert "core dumped" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_local_rank_that_is_there_by_chance_is_named() -> None:
+    leaked = {"LOCAL_RANK": "0", "PROCESS_GROUP_TIMEOUT_SECONDS": "3"}
+    done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", **leaked)
+    assert done.returncode == 1
+    assert "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1 (the environment has LOCAL_RANK=0" in done.stderr
+    assert "unset LOCAL_RANK): not within timeout_seconds=3." in done.stderr

@@ -15,8 +15,7 @@ LAYERS = ["TransformerEncoderLayer"]
 SQUEEZED = {"powersgd": {"matrix_rank": 1, "start_step": 0}}
 
 CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
-    "ddp recomputes": ("TunedDDPStrategy", {"activation_checkpointing": LAYERS}, "", 0.0),
-    "ddp recomputes what it takes": (
+    "ddp recomputes": (
         "TunedDDPStrategy",
         {"activation_checkpointing": "1MB"},
         "activation checkpointing: 2 of 2 layers recompute",

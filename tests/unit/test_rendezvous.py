@@ -128,6 +128,16 @@ def test_a_rank_that_is_missing_is_named_on_all(point: MeetingPoint) -> None:
     assert all(line.startswith(f"{wanted}, after") for line in said), said
 
 
+def test_why_nobody_else_may_come_is_told_where_nobody_has_come(point: MeetingPoint) -> None:
+    hinted = replace(point, hint=" (unset LOCAL_RANK)")
+    (alone,) = _run(_rank(hinted, 0, 3, [], seconds=0.5))
+    assert "1 of 3 ranks arrived at 127.0.0.1; waiting for rank 1 on node1, rank 2 on node2 (unset LOCAL" in str(alone)
+    (lost,) = _run(_rank(hinted, 1, 3, [], seconds=0.5))
+    assert "(unset LOCAL_RANK): not within timeout_seconds=0.5" in str(lost)
+    outcomes = _run(*(_rank(hinted, rank, 3, [], seconds=1) for rank in (0, 1)))
+    assert not any("unset LOCAL_RANK" in str(outcome) for outcome in outcomes)
+
+
 def test_a_missing_first_rank_is_reported_by_the_others(point: MeetingPoint) -> None:
     said: list[str] = []
     (outcome,) = _run(_rank(point, 1, 2, said, seconds=1))

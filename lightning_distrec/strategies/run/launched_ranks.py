@@ -162,4 +162,16 @@ def _meeting_point(environment: ClusterEnvironment, rank: int) -> MeetingPoint:
         return environment.launched.point
     host, port = environment.main_address, environment.main_port
     launcher = os.environ.get(LAUNCHER_PID) if rank and isinstance(environment, LightningEnvironment) else None
-    return MeetingPoint(host, (port,), type(environment).__name__, launcher_pid=int(launcher) if launcher else None)
+    name, pid = type(environment).__name__, int(launcher) if launcher else None
+    return MeetingPoint(host, (port,), name, launcher_pid=pid, hint=_hint(environment))
+
+
+def _hint(environment: ClusterEnvironment) -> str:
+    """Return what may be wrong where Lightning takes its environment for that of a launcher."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is None or LAUNCHER_PID in os.environ or not isinstance(environment, LightningEnvironment):
+        return ""
+    return (
+        f" (the environment has LOCAL_RANK={local_rank}, by which Lightning expects a launcher to start every rank, "
+        "and starts none; where this process has it by chance, from a shell or a parent process, unset LOCAL_RANK)"
+    )
