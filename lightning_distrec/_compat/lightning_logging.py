@@ -16,11 +16,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
 )
 from lightning.pytorch.trainer.states import RunningStage
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 _theirs: Callable[..., None] = LightningModule.log
 _DEVICE_OF = attrgetter("device")
+_MOVES = nn.Module.to
 _ACCUMULATED = (torch.float32, torch.float64)
 """Types of values that are added up as they are."""
 
@@ -191,8 +192,12 @@ def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int |
 
 
 def _is_on_its_device(metric: Metric) -> bool:
-    """Whether moving this metric to its device, as upstream does at each call, moves nothing."""
-    device = metric.device
+    """Whether moving this metric to its device, as upstream does at each call, changes nothing."""
+    device, kind, own = metric.device, type(metric), metric.__dict__
+    if kind.to is not _MOVES or kind._apply is not Metric._apply or "to" in own or "_apply" in own:
+        return False  # it has its own way to move, which upstream calls
+    if metric._dtype != torch.get_default_dtype():
+        return False  # Metric._apply sets it, after set_dtype too
     if metric._modules or (metric._computed is not None and not isinstance(metric._computed, Tensor)):
         return False
     found = [metric._forward_cache, metric._computed, *metric._buffers.values(), *metric._parameters.values()]

@@ -154,6 +154,55 @@ def test_a_wrong_call_after_right_ones_raises_as_upstream_s(wrong: Any) -> None:
     assert raised[0] == raised[1]
 
 
+class MovesItself(MeanMetric):
+    """Counts how often it is moved."""
+
+    moves = 0
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        self.moves += 1
+        return super().to(*args, **options)
+
+
+class AppliesItself(MeanMetric):
+    """Counts what is applied to it."""
+
+    moves = 0
+
+    def _apply(self, fn: Any, exclude_state: Any = "") -> Any:
+        self.moves += 1
+        return super()._apply(fn, exclude_state)
+
+
+def _moved(kind: type[MeanMetric], lean: bool) -> list[Any]:
+    """Return what a metric has noted after each of its logs, and its type."""
+    found: list[Any] = []
+
+    def logs(module: Any, index: int) -> None:
+        if index == 0:
+            module.mean = kind()
+        if index == 3:
+            module.mean.set_dtype(torch.float64)
+        module.mean.update(float(index))
+        module.log("mean", module.mean, on_epoch=True)
+        found.append((getattr(module.mean, "moves", 0), module.mean.dtype))
+
+    trainer = pl.Trainer(**OPTIONS)
+    undo = _lightning_logging.log_at_less_python(trainer) if lean else lambda: None
+    trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
+    undo()
+    return found
+
+
+@pytest.mark.parametrize("kind", [MovesItself, AppliesItself, MeanMetric])
+def test_metrics_are_moved_where_that_changes_something(kind: type[MeanMetric]) -> None:
+    ours, theirs = _moved(kind, True), _moved(kind, False)
+    assert ours == theirs
+    assert len(ours) == 6
+    if kind is not MeanMetric:
+        assert ours[-1][0] > ours[0][0]
+
+
 def test_a_call_that_recurs_takes_few_functions() -> None:
     counts: dict[int, int] = {}
 
