@@ -58,7 +58,7 @@ class MeetingPoint:
     launcher_pid: int | None = None
     """The process that has started this one and is rank 0, if there is one: without it there is nobody to wait for."""
     hint: str = ""
-    """Why there may be nobody else, and what to do; said where nobody else has arrived."""
+    """Why there may be nobody else, and what to do: part of the report where nobody else has arrived."""
 
 
 class Watch(Protocol):
