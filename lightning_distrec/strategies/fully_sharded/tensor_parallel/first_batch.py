@@ -120,7 +120,9 @@ def _gradients(split: _Trial, full: _Trial) -> tuple[list[Tensor], list[Tensor]]
 
 def _are_close(split: Sequence[Tensor], full: Sequence[Tensor]) -> bool:
     """Collective. Return whether tensors are equal but for rounding."""
-    return len(split) == len(full) and all(_is_close(_full(s), f) for s, f in zip(split, full, strict=True))
+    return len(split) == len(full) and all(
+        _is_close(_full(s.detach()), f.detach()) for s, f in zip(split, full, strict=True)
+    )
 
 
 def _is_close(value: Tensor, expected: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lightning_distrec._compat.torch import version_of
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.strategies.fully_sharded.tensor_parallel.first_batch import compare, tensors_in
 
@@ -37,6 +38,7 @@ class MixedOperands(TorchFunctionMode):
         """compares: whether each function is compared with what it computes of full tensors."""
         super().__init__()
         self._mesh, self._compares = mesh, compares
+        self._shared: tuple[Tensor, int | None, Any] | None = None
 
     def __enter__(self) -> "MixedOperands":
         """Begin."""
@@ -46,7 +48,7 @@ class MixedOperands(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         """End."""
-        _of_thread.active = None
+        _of_thread.active = self._shared = None
         super().__exit__(*exception)
 
     def __torch_function__(
@@ -80,6 +82,19 @@ class MixedOperands(TorchFunctionMode):
                 f"tensor_parallel: {name} cannot be computed of the output of a layer that is split: {error} Use "
                 "colwise_gather_output for the layer; or, for queries, keys and values of one layer, a layer each."
             ) from error
+
+    def share(self, tensor: Tensor) -> Any:
+        """Return a tensor as a DTensor, the same one for all layers that take it one after the other.
+
+        Their gradients of it are added up on each rank, and then over the ranks: queries, keys and values send one.
+        """
+        if not tensor.requires_grad:
+            return self._replicated(tensor)
+        known, version, shared = self._shared or (None, None, None)
+        if known is not tensor or version != version_of(tensor):
+            shared = self._replicated(tensor)
+            self._shared = tensor, version_of(tensor), shared
+        return shared
 
     def _replicated(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -130,6 +145,14 @@ def _mask(mask: DTensor, is_split: bool) -> Tensor:
         return mask.redistribute(placements=[Shard(mask.dim() - 3)]).to_local()
     mask = mask.redistribute(placements=[Replicate()])
     return mask.to_local(grad_placements=[Partial()]) if is_split else mask.to_local()
+
+
+def share_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Before the forward of a layer that is split: see `MixedOperands.share`."""
+    active: MixedOperands | None = getattr(_of_thread, "active", None)
+    if active is None or not args or not isinstance(args[0], Tensor) or isinstance(args[0], DTensor):
+        return None
+    return active.share(args[0]), *args[1:]
 
 
 def confine(part: nn.Module, mesh: DeviceMesh, compares: bool, is_outermost: bool) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_distrec.errors import UnsupportedError
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.mixed_operands import confine
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.mixed_operands import confine, share_input
 from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions, make_style
 from lightning_distrec.strategies.fully_sharded.tensor_parallel.plan import called_parts, can_be_called
 
@@ -28,6 +28,7 @@ class SplitLayers:
         for layer in block.modules():
             style = self.styles.get(layer)
             if style is not None and not any(isinstance(p, DTensor) for p in layer.parameters(False)):
+                layer.register_forward_pre_hook(share_input)
                 # Without a source rank nothing is sent: each rank takes its own part.
                 parallelize_module(layer, self.mesh, make_style(style), src_data_rank=None)
 
