@@ -35,6 +35,9 @@ def returns_remapped_features(managed: Any) -> bool:
     return bool(managed._return_remapped_features)
 
 
+_BY_FEATURE = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
+
+
 def hash_zch_settings(module: Any) -> dict[str, Any]:
     """Return what a HashZchManagedCollisionModule was built with. Source: torchrec/modules/hash_mc_modules.py."""
     config = module._eviction_config
@@ -42,6 +45,8 @@ def hash_zch_settings(module: Any) -> dict[str, Any]:
     return {
         "policy": "" if module._eviction_policy_name is None else module._eviction_policy_name.value,
         "ttl_hours": 0 if config is None else int(config.single_ttl or 0),
+        "ttl_by_feature": tuple(config.per_feature_ttl or ()) if module._eviction_policy_name == _BY_FEATURE else (),
+        "drops": module.disable_fallback,
         "percent_reserved": module._percent_reserved_slots if reserves else 0.0,
     }
 
@@ -49,13 +54,11 @@ def hash_zch_settings(module: Any) -> dict[str, Any]:
 def why_hash_zch_differs(module: Any, name: str) -> str:
     """Return the setting by which a HashZchManagedCollisionModule maps ids as `IdMapping` does not; "" for none."""
     rows, buckets = module.output_size(), module.buckets()
-    by_feature = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
     reasons = {
         "output_segments of unequal size": module._output_segments
         != [rows // buckets * bucket for bucket in range(buckets + 1)],
-        "eviction_policy_name=PER_FEATURE_TTL_EVICTION": module._eviction_policy_name == by_feature,
         "opt_in_prob below 100, which draws ids at random,": 0 < module._opt_in_prob < 100,
-        "disable_fallback=True, which leaves ids out,": module.disable_fallback,
+        "disable_fallback=True and no_bag=True": module.disable_fallback and module._no_bag,
         "track_id_freq or write_runtime_meta_dim": module._hash_zch_runtime_meta is not None,
         "inference_dispatch_div_train_world_size=True": module.input_mapper._inference_dispatch_div_train_world_size,
         "is_inference=True": module._is_inference,

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -190,11 +190,26 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     specs = specs_of(managed)
     if isinstance(specs, str):
         return specs
-    if odd := odd_dim(_configs(inner)):
+    if odd := odd_dim(_configs(inner)) or _why_not_mapped(inner, specs):
         return odd
     inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
     collisions = collisions_of(managed)
     return [Table(inner_path, of, inner, mapping=specs[of.name], collisions=collisions) for of in _configs(inner)]
+
+
+def _why_not_mapped(collection: Collection, specs: dict[str, MappingSpec]) -> str | None:
+    """Return why the mappings do not go together with a collection; None where they do."""
+    for config in _configs(collection):
+        hours, features = specs[config.name].ttl_by_feature, config.feature_names
+        if hours and len(hours) != len(features):
+            return f"table '{config.name}' has per_feature_ttl={list(hours)} for the features {features}"
+    if not any(spec.drops for spec in specs.values()):
+        return None
+    if not isinstance(collection, EmbeddingBagCollection):
+        return "disable_fallback=True leaves ids out, and the ranks that look sequences up do not know which"
+    if collection.is_weighted() or any(of.pooling == PoolingType.MEAN for of in collection.embedding_bag_configs()):
+        return "disable_fallback=True leaves ids out, but not their weights, and means would count them"
+    return None
 
 
 def managed_module(table: Table) -> nn.Module | None:

@@ -19,7 +19,7 @@ from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.spec import specs_of
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from tests.support.adapted_models import Adapted, MapsByHand, Subclassed
+from tests.support.adapted_models import Adapted, EvictsByFeature, MapsByHand, Subclassed
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
 from tests.support.mapped_models import (
@@ -127,19 +127,19 @@ def test_the_collections_of_an_adapter_are_sharded() -> None:
     assert sum(of_rank[""]["evicted"] for of_rank in two) == one[0][""]["evicted"] > 10
 
 
-def _by_hand(options: dict[str, Any], steps: int) -> dict[str, Tensor]:
+def _by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int) -> dict[str, Tensor]:
     """Train plain tables of rows by a plain loop, and reset the rows that ids are evicted from."""
-    model = seeded(ManagedModel, **options)
-    bags = model.mc._embedding_module
+    model = seeded(kind, **options)
+    tables_of_rows = model.mc._embedding_module
     optimizer = model.configure_optimizers()
     tables = {
         config.name: (
             id_mapping.IdMapping(spec, 0, spec.num_buckets, torch.device("cpu")),
-            bags.embedding_bags[config.name].weight,
+            tables_of_rows.embedding_bags[config.name].weight,
             _first_rows(config),
             [FEATURES.index(feature) for feature in config.feature_names],
         )
-        for config in bags.embedding_bag_configs()
+        for config in tables_of_rows.embedding_bag_configs()
         for spec in [specs_of(model.mc)[config.name]]  # type: ignore[index]
     }
     with patch.object(id_mapping, "current_hour", Clock()):
@@ -148,7 +148,9 @@ def _by_hand(options: dict[str, Any], steps: int) -> dict[str, Tensor]:
             by_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
             for mapping, weight, first_rows, features in tables.values():
                 ids = torch.cat([by_feature[feature] for feature in features])
-                evicted = mapping.learn(ids)
+                hours = [torch.cat([torch.full_like(by_feature[f], h) for f, h in zip(features, ttl, strict=True)])
+                         for ttl in [mapping.spec.ttl_by_feature] if ttl]  # fmt: skip
+                evicted = mapping.learn(ids, *hours)
                 with torch.no_grad():
                     weight[evicted] = first_rows[mapping.ids.view(-1)[evicted] % len(first_rows)]
                     for state in optimizer.state[weight].values():
@@ -156,8 +158,10 @@ def _by_hand(options: dict[str, Any], steps: int) -> dict[str, Tensor]:
                             state[evicted] = 0.0
                 for feature in features:
                     by_feature[feature] = mapping.find(by_feature[feature])
-            features = KeyedJaggedTensor(FEATURES, torch.cat(by_feature), lengths=batch["lengths"])
-            scores = model.over(bags(features).values()).squeeze(-1)
+            rows, bags = torch.cat(by_feature), torch.arange(len(batch["lengths"])).repeat_interleave(batch["lengths"])
+            lengths = torch.bincount(bags[rows >= 0], minlength=len(batch["lengths"]))
+            features = KeyedJaggedTensor(FEATURES, rows[rows >= 0], lengths=lengths)
+            scores = model.over(tables_of_rows(features).values()).squeeze(-1)
             optimizer.zero_grad()
             torch.nn.functional.binary_cross_entropy_with_logits(scores, batch["label"]).backward()
             optimizer.step()
@@ -171,9 +175,11 @@ def _first_rows(config: Any) -> Tensor:
     return config.init_fn(torch.empty(config.num_embeddings, config.embedding_dim))  # type: ignore[no-any-return]
 
 
-EVICTING: dict[str, dict[str, Any]] = {
-    "fused": {"evicts": True},
-    "dense": {"evicts": True, "optimizer": "Adam"},
+EVICTING: dict[str, tuple[type[ManagedModel], dict[str, Any]]] = {
+    "fused": (ManagedModel, {"evicts": True}),
+    "dense": (ManagedModel, {"evicts": True, "optimizer": "Adam"}),
+    "left out": (ManagedModel, {"evicts": True, "disable_fallback": True}),
+    "by feature": (EvictsByFeature, {}),
 }
 
 
@@ -286,7 +292,9 @@ REFUSED: dict[str, tuple[type[ManagedModel], dict[str, Any], dict[str, Any], str
     "torchrec's": (ManagedModel, {"total_num_buckets": 3}, {}, "have 3 buckets, which 2 ranks cannot share evenly"),
     "subclass": (Subclassed, {}, {}, "_Own is a subclass and may map ids in another way. Unsharded, each of 2 ranks"),
     "by hand": (MapsByHand, {}, {}, "ManagedCollisionCollection is used outside of a ManagedCollisionEmbedding"),
-    "unserved": (ManagedModel, {"disable_fallback": True}, {}, "disable_fallback=True, which leaves ids out, is not"),
+    "unserved": (ManagedModel, {"track_id_freq": True}, {}, "HashZchManagedCollisionModule with track_id_freq"),
+    "sequences": (ManagedSequences, {"disable_fallback": True}, {}, "the ranks that look sequences up do not know"),
+    "hours": (EvictsByFeature, {"hours": (1,)}, {}, "per_feature_ttl=[1] for the features ['item', 'shop']"),
 }
 
 
@@ -309,23 +317,24 @@ def test_what_would_map_ids_otherwise_is_refused() -> None:
 
 def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     path, twice = str(tmp_path), (0, 2 * STEPS)
-    one = run_each_on_ranks({name: (_train, ManagedModel, options, twice) for name, options in EVICTING.items()}, 1)[0]
+    one = run_each_on_ranks({name: (_train, *of, twice) for name, of in EVICTING.items()}, 1)[0]
     two = run_each_on_ranks(
         {
-            f"{when} {name}": (_train, ManagedModel, options, steps, saves)
-            for name, options in EVICTING.items()
+            f"{when} {name}": (_train, *of, steps, saves)
+            for name, of in EVICTING.items()
             for when, steps, saves in (("all", twice, ""), ("half", (0, STEPS), f"{path}/{name}.ckpt"))
         },
         2,
     )
     later = (STEPS, 2 * STEPS)
-    resumes = {name: (_train, ManagedModel, of, later, "", f"{path}/{name}.ckpt") for name, of in EVICTING.items()}
+    resumes = {name: (_train, *of, later, "", f"{path}/{name}.ckpt") for name, of in EVICTING.items()}
     resumed = {num_ranks: run_each_on_ranks(resumes, num_ranks)[0] for num_ranks in (1, 3)}
     for name in EVICTING:
         wanted = one[name]["state"]
         assert one[name]["evicted"] == sum(of_rank[f"all {name}"]["evicted"] for of_rank in two) > 10
         assert too_far(two[0][f"all {name}"]["state"], wanted, 1e-5) == {}, name
-        by_hand = _by_hand(EVICTING[name], 2 * STEPS)
+        assert one[name]["shared"] > 0, "they are left out, where the module says so"
+        by_hand = _by_hand(*EVICTING[name], 2 * STEPS)
         assert too_far({key: wanted[key] for key in by_hand}, by_hand, 1e-5) == {}, name
         for num_ranks, found in resumed.items():
             assert too_far(found[name]["state"], wanted, 1e-5) == {}, (name, num_ranks)

@@ -14,13 +14,16 @@ BLOCK, ROUNDS = 16, 8
 class LoopedMapping(IdMapping):
     """Learns by loops; the kernel says which row an id probes first."""
 
-    def learn(self, ids: Tensor) -> Tensor:
+    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
         spec = self.spec
         self.now += 1
         hour = id_mapping.current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.now
         before = hour if spec.counts_hours else self.protected_from
         state = {name: tensor.flatten().tolist() for name, tensor in self._all()}
+        stamps = dict.fromkeys(ids.tolist(), stamp)
+        for i, hours in zip(ids.tolist(), [] if ttl_hours is None else ttl_hours.tolist(), strict=False):
+            stamps[i] = max(stamps[i], hour + hours)
         distinct, counted = torch.unique(ids, return_counts=True)
         firsts = self._probe(distinct, 1, may_share=True, among_own=True).tolist()
         probed = {i: self._probed(first) for i, first in zip(distinct.tolist(), firsts, strict=True)}
@@ -29,17 +32,17 @@ class LoopedMapping(IdMapping):
         for i, rows in probed.items():
             own = [row for row in rows if state["ids"][row] == i]
             if own:
-                self._note(state, own[0], stamp, sights[i], False)
+                self._note(state, own[0], stamps[i], sights[i], False)
             else:
                 new.append(i)
         waiting = self._enough(new, probed, sights, state)
         for begin in range(0, spec.max_probe, BLOCK):
             while taken := _one_each(waiting, lambda i, b=begin: _first_free(probed[i][b : b + BLOCK], state["ids"])):
-                self._take(state, taken, stamp, sights, waiting)
+                self._take(state, taken, stamps, sights, waiting)
         evicted: list[int] = []
         for _ in range(ROUNDS if spec.policy != "none" else 0):
             taken = _one_each(waiting, lambda i: self._worst(probed[i], state, before))
-            self._take(state, taken, stamp, sights, waiting)
+            self._take(state, taken, stamps, sights, waiting)
             evicted += taken
         for name, tensor in self._all():
             tensor.view(-1).copy_(torch.tensor(state[name]))
@@ -75,11 +78,11 @@ class LoopedMapping(IdMapping):
         return min(old, key=lambda row: state[by][row] if by else 0, default=None)
 
     def _take(
-        self, state: Any, taken: dict[int, int], stamp: int, sights: dict[int, int], waiting: list[int]
+        self, state: Any, taken: dict[int, int], stamps: dict[int, int], sights: dict[int, int], waiting: list[int]
     ) -> None:
         for row, i in taken.items():
             state["ids"][row] = i
-            self._note(state, row, stamp, sights[i], True)
+            self._note(state, row, stamps[i], sights[i], True)
             waiting.remove(i)
 
     def _note(self, state: Any, row: int, stamp: int, sights: int, first_use: bool) -> None:

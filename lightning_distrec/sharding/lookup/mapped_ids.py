@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec._compat.torch import in_backward, saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.lookup.jagged import with_ids
+from lightning_distrec.sharding.lookup.jagged import with_ids, without_ids
 from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.weights.shard_of import without_guards
@@ -104,19 +104,28 @@ class MappedIds:
         for name, num_features in self._tables:
             end = first + sum(counts[feature : feature + num_features])
             ids = features.values()[first:end].long()
-            parts.append(self._rows_of(name, ids) if name in self._mappings else ids - self._first_rows[name])
+            if name in self._mappings:
+                parts.append(self._rows_of(name, ids, counts[feature : feature + num_features]))
+            else:
+                parts.append(ids - self._first_rows[name])
             feature, first = feature + num_features, end
-        arrived[self._place] = with_ids(features, torch.cat(parts))
+        rows = torch.cat(parts)
+        drops = any(mapping.spec.drops for mapping in self._mappings.values())
+        arrived[self._place] = without_ids(features, rows) if drops else with_ids(features, rows)
 
     def optimizer_stepped(self) -> None:
         """Rows that were looked up so far may be evicted from now on."""
         for mapping in self._mappings.values():
             mapping.optimizer_stepped()
 
-    def _rows_of(self, name: str, ids: Tensor) -> Tensor:
+    def _rows_of(self, name: str, ids: Tensor, of_features: list[int]) -> Tensor:
         mapping = self._mappings[name]
         if self._learns(name):
-            evicted = mapping.learn(ids)
+            ttl_hours = None
+            if mapping.spec.ttl_by_feature:
+                ttl_hours = torch.tensor(mapping.spec.ttl_by_feature, device=ids.device)
+                ttl_hours = ttl_hours.repeat_interleave(torch.tensor(of_features, device=ids.device))
+            evicted = mapping.learn(ids) if ttl_hours is None else mapping.learn(ids, ttl_hours)
             if evicted.numel():
                 self._resets[name](evicted, mapping.ids.view(-1)[evicted])
         return mapping.find(ids)

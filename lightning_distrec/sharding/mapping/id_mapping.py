@@ -73,33 +73,39 @@ class IdMapping(RowsOfIds):
         self._num_free = None
 
     def find(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one."""
-        return self._probe(ids, self.spec.max_probe, may_share=True)
+        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one; -1: it is to be left out."""
+        return self._probe(ids, self.spec.max_probe, may_share=not self.spec.drops)
 
     @torch.no_grad()
-    def learn(self, ids: Tensor) -> Tensor:
-        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from."""
+    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
+        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from.
+
+        ttl_hours: of each id, where features have their own.
+        """
         spec = self.spec
         self.now += 1
         hour = current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.now
+        given = ids
         ids, num_sights = torch.unique(ids, return_counts=True)
-        num_sights = num_sights.int()
+        num_sights, stamps = num_sights.int(), torch.full_like(num_sights, stamp, dtype=torch.int32)
+        if ttl_hours is not None:
+            stamps.scatter_reduce_(0, torch.searchsorted(ids, given), ttl_hours.int() + hour, "amax")
         rows, new, windows = self._look_for(ids)
         known = (rows >= 0).nonzero().squeeze(1)
-        self._note_use(rows[known], stamp, num_sights[known])
+        self._note_use(rows[known], stamps[known], num_sights[known])
         self.counts.looked_up += ids.numel()
         if not new.numel():
             return new
-        ids, num_sights = ids[new], num_sights[new]
+        ids, num_sights, stamps = ids[new], num_sights[new], stamps[new]
         if spec.min_sights > 1:
             num_sights, admitted = self._admitted(windows[:, 0], num_sights)
-            ids, windows, num_sights = ids[admitted], windows[admitted], num_sights[admitted]
+            ids, windows, num_sights, stamps = (of[admitted] for of in (ids, windows, num_sights, stamps))
         rows, evicted = self._take_rows(ids, windows, stamp, hour)
         has_row = (rows >= 0).nonzero().squeeze(1)
         rows = rows[has_row]
         self.ids.view(-1).index_copy_(0, rows, ids[has_row])
-        self._note_use(rows, stamp, num_sights[has_row], first_use=True)
+        self._note_use(rows, stamps[has_row], num_sights[has_row], first_use=True)
         self.counts.evicted += evicted.numel()
         self.counts.shared += new.numel() - rows.numel()
         return evicted
@@ -139,8 +145,8 @@ class IdMapping(RowsOfIds):
         )
         return rows  # type: ignore[no-any-return]
 
-    def _note_use(self, rows: Tensor, stamp: int, num_sights: Tensor, first_use: bool = False) -> None:
-        self.used.view(-1).index_fill_(0, rows, stamp)
+    def _note_use(self, rows: Tensor, stamps: Tensor, num_sights: Tensor, first_use: bool = False) -> None:
+        self.used.view(-1).index_copy_(0, rows, stamps)
         if self.sights.numel():
             sights = self.sights.view(-1)
             sights.index_copy_(0, rows, num_sights) if first_use else sights.index_add_(0, rows, num_sights)

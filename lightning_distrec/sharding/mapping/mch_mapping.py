@@ -91,7 +91,7 @@ class MchMapping(RowsOfIds):
         return torch.where(has_own, rows, shared)
 
     @torch.no_grad()
-    def learn(self, ids: Tensor) -> Tensor:
+    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
         """Note the ids, and once in an interval let them have rows. Return the rows that an id was evicted from.
 
         Where rows wait for the optimizer, as in a second lookup of one step, an update is put off to the next lookup.

@@ -41,12 +41,15 @@ class RowsOfIds(ABC):
         self._first_bucket = first_bucket
 
     @abstractmethod
-    def learn(self, ids: Tensor) -> Tensor:
-        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from."""
+    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
+        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from.
+
+        ttl_hours: of each id, where features have their own.
+        """
 
     @abstractmethod
     def find(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one."""
+        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one; -1: it is to be left out."""
 
     @abstractmethod
     def optimizer_stepped(self) -> None:

@@ -46,6 +46,10 @@ class MappingSpec:
     ttl_hours: int = 0
     min_sights: int = 1
     """How often an id is looked up in training until it gets a row of its own."""
+    drops: bool = False
+    """Whether ids without a row of their own are left out of their bags, in place of sharing one."""
+    ttl_by_feature: tuple[int, ...] = ()
+    """In place of `ttl_hours`: those of the table's features, in order. An id of several has the most."""
     managed: bool = False
     """Whether it is that of a ManagedCollisionCollection, whose names its state has."""
 
@@ -133,15 +137,17 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
     if reason := why_hash_zch_differs(module, name):
         return f"HashZchManagedCollisionModule with {reason} is not sharded"
     rows, buckets, settings = module.output_size(), module.buckets(), hash_zch_settings(module)
-    policies: dict[str, Policy] = {"": "none", "LRU_EVICTION": "ttl_lru", "SINGLE_TTL_EVICTION": "ttl"}
+    policies: dict[str, Policy] = {"": "none", "LRU_EVICTION": "ttl_lru"}
     return MappingSpec(
         num_rows=rows,
         num_buckets=buckets,
         num_ids=module.input_size(),
         max_probe=module.max_probe,
         num_reserved=math.floor(rows * settings["percent_reserved"] / 100 / buckets),
-        policy=policies[settings["policy"]],
+        policy=policies.get(settings["policy"], "ttl"),
         ttl_hours=settings["ttl_hours"],
+        ttl_by_feature=settings["ttl_by_feature"],
+        drops=settings["drops"],
         managed=True,
     )
 
