@@ -157,7 +157,10 @@ def _by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int) -> d
                         if state.dim():
                             state[evicted] = 0.0
                 for feature in features:
+                    has_row = torch.isin(by_feature[feature], mapping.ids)
                     by_feature[feature] = mapping.find(by_feature[feature])
+                    if mapping.spec.drops:
+                        by_feature[feature][~has_row] = -1
             rows, bags = torch.cat(by_feature), torch.arange(len(batch["lengths"])).repeat_interleave(batch["lengths"])
             lengths = torch.bincount(bags[rows >= 0], minlength=len(batch["lengths"]))
             features = KeyedJaggedTensor(FEATURES, rows[rows >= 0], lengths=lengths)
