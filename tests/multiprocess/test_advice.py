@@ -72,7 +72,8 @@ def _run(kind: str, optimizer: str, strategy: str, options: dict[str, Any]) -> t
     return counts.held, sent.bytes_per_step
 
 
-SPLIT = {"tensor_parallel": {"size": 2, "compare_first_batch": False}}
+GATES = dict.fromkeys(("gate.query", "gate.key", "gate.value"), "colwise") | {"gate.out": "rowwise"}
+SPLIT: dict[str, Any] = {"tensor_parallel": {"size": 2, "compare_first_batch": False}}
 """Not the first batch, on which exchanges are compared too."""
 
 
@@ -109,6 +110,7 @@ WITH_OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         ("Wide", "fsdp_tuned", {"reshard_after_forward": False, "wrap": ["blocks.0", "blocks.2"]}),
         ("Wide", "fsdp_tuned", {"forward_prefetch": 2, "reduce_dtype": "bf16"}),
         ("Chained", "fsdp_tuned", SPLIT),
+        ("Gated", "fsdp_tuned", {"tensor_parallel": SPLIT["tensor_parallel"] | {"plan": GATES}}),
         ("Chained", "pipeline_parallel", {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "chain": "blocks"}),
     )
 }

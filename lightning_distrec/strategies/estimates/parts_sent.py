@@ -9,15 +9,17 @@ def parts_sent(split_layers: Mapping[str, str], profile: BlockProfile, size: int
     """Return the bytes that a rank sends, by rings.
 
     split_layers: path -> style. size: ranks of a group, which compute the batch of the profile together.
-    A rowwise layer sums its outputs over the ranks, a colwise one the gradients of its inputs, where these have any.
+    A rowwise layer sums its outputs over the ranks, a colwise one the gradients of its inputs, where these have any; of
+    the same input, layers sum theirs once.
     """
     reduced = gathered = 0
+    of_inputs: dict[int, int] = {}
     for path, style in split_layers.items():
         if style == "rowwise":
             reduced += profile.output_bytes.get(path, 0)
         elif path in profile.learns_from:
-            reduced += profile.input_bytes[path]
+            of_inputs[profile.learns_from[path]] = profile.input_bytes[path]
         if style == "colwise_gather_output":
             gathered += profile.output_bytes.get(path, 0)
     share = (size - 1) / size
-    return share * (2 * reduced + gathered)
+    return share * (2 * (reduced + sum(of_inputs.values())) + gathered)
