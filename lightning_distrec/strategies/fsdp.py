@@ -199,7 +199,9 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         if run.is_fitting:
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
             run.buffers = sharded.begin_training(optimizers, consensus)
-            sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, self.world_size)
+            # Layers that are split take less: each rank of a group has a part of them.
+            shares = self.world_size if self._group is None else self._group.num_replicas
+            sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, shares)
         dealt = self.distributed_sampler_kwargs
         run.session.checkpoints.positions.data_ranks = dealt["rank"], dealt["num_replicas"]
         run.session.checkpoints.begin(tables=None)

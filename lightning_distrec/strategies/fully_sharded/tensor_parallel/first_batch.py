@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lightning_distrec.checkpoint.generators import generator_states, set_generator_states
 from lightning_distrec.errors import UnsupportedError
 
-NOT_COMPARED = {"__set__", "backward", "register_hook", "retain_grad", "requires_grad_"}
-"""Methods that compute nothing."""
+NOT_COMPARED = {"__get__", "__set__", "backward", "register_hook", "retain_grad", "requires_grad_"}
+"""What computes nothing: attributes and hooks."""
 DRAWN_APART = {"rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli", "bernoulli_"}
 """What DTensor draws on a GPU for each part, with other numbers than one process; so do functions named "dropout"."""
 

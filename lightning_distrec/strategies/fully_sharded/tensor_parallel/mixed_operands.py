@@ -162,15 +162,16 @@ def confine(part: nn.Module, mesh: DeviceMesh, compares: bool, is_outermost: boo
     training and for evaluation, is compared with full tensors.
     """
     forward = part.forward
-    to_compare = {True, False} if compares else set()
+    compared: set[tuple[bool, bool]] = set()
 
     @wraps(forward)
     def confined(*args: Any, **kwargs: Any) -> Any:
         if getattr(_of_thread, "active", None) is not None:
             return forward(*args, **kwargs)
-        with MixedOperands(mesh, is_outermost and part.training in to_compare):
+        kind = part.training, torch.is_grad_enabled()
+        with MixedOperands(mesh, compares and is_outermost and kind not in compared):
             result = forward(*args, **kwargs)
-        to_compare.discard(part.training)
+        compared.add(kind)
         if is_outermost:
             result = apply_to_collection(result, DTensor, _full, allow_frozen=True)
         return result
