@@ -17,7 +17,6 @@ from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 from tests.support.embedding_models import loader
-from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -89,12 +88,10 @@ def _idle(folder: str, options: dict[str, Any]) -> float:
     return min(shown, key=lambda each: each.seconds).bubble
 
 
-CASES: dict[str, dict[str, Any]] = {
+OF_TWO: dict[str, dict[str, Any]] = {
     "gpipe": {},
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
-}
-MORE: dict[str, dict[str, Any]] = {
     "gpipe, 8 micro-batches": {"microbatches": 8},
     "split": {"split": ["blocks.2"]},
     "split by time": {"split": "time"},
@@ -106,7 +103,8 @@ OF_FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), slow_except([(2, CASES)], [(2, CASES), (2, MORE), (4, OF_FOUR)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, OF_TWO), (4, OF_FOUR)])
 def test_ranks_idle_as_long_as_is_estimated(tmp_path, num_ranks: int, cases: dict[str, dict[str, Any]]) -> None:
     module = Unequal()
     profile = profile_step(module, _batches(2)[1], BATCH, "32-true", takes_times=True)
