@@ -54,10 +54,8 @@ def estimate_stages(
     num_ranks = layout.num_stages // options.stages_per_rank
     num_replicas = job.num_ranks // num_ranks
     num = _num_parts(profile, options, num_ranks)
-    of_ranks = [
-        _memory(layout, actions_of(options.schedule, rank, num_ranks, layout.num_stages, num), sizes, job, profile)
-        for rank in range(num_ranks)
-    ]
+    actions = [actions_of(options.schedule, rank, num_ranks, layout.num_stages, num) for rank in range(num_ranks)]
+    of_ranks = [_memory(layout, of_rank, options, sizes, job, profile) for of_rank in actions]
     memory = max(of_ranks, key=lambda of_rank: sum(of_rank.values()))
     sent = None
     if profile.blocks is not None:
@@ -147,7 +145,12 @@ def _check_order(chain: Chain, profile: StepProfile) -> None:
 
 
 def _memory(
-    layout: StageLayout, actions: list[Action], sizes: ModuleSizes, job: Job, profile: StepProfile
+    layout: StageLayout,
+    actions: list[Action],
+    options: StageOptions,
+    sizes: ModuleSizes,
+    job: Job,
+    profile: StepProfile,
 ) -> dict[str, float]:
     """Return the memory of a rank that computes these."""
     stages = {stage for _, stage, _ in actions}
@@ -156,7 +159,11 @@ def _memory(
     if profile.saved is not None:
         of_block = [float(profile.saved.first_in(path)) for path in layout.chain.paths]
         of_stage = {stage: sum(of_block[number] for number in layout.blocks_of(stage)) for stage in stages}
-        memory["activations"] = profile.saved.kept() - sum(of_block) + max_kept(actions, of_stage)
+        before, after = profile.saved.around(layout.chain.paths)
+        # gpipe computes the loss of the whole batch, the others of one micro-batch at a time.
+        of_loss = after if options.schedule == "gpipe" else after * len(stages) / (len(actions) / 2)
+        ends = before * (0 in stages) + of_loss * (layout.num_stages - 1 in stages)
+        memory["activations"] = ends + max_kept(actions, of_stage)
     return memory
 
 

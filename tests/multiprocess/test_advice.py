@@ -1,15 +1,17 @@
 """What is reckoned of a strategy's memory and exchanges is what its ranks hold and send."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_distrec import Communication, TorchRecShardedStrategy
+from lightning_distrec import Communication, PipelineParallelStrategy, TorchRecShardedStrategy
 from lightning_distrec.absent_tensors import AbsentTensor
 from lightning_distrec.advice.advise import Advice, advise
 from lightning_distrec.advice.chosen_options import ChosenOptions, options_of
@@ -206,6 +208,62 @@ def test_options_change_what_four_ranks_hold_and_send() -> None:
     for name, case in OF_FOUR.items():
         print(name)
         _check(case, [of_rank[name] for of_rank in found])
+
+
+class CountsKept(pl.Callback):
+    """Counts the most that autograd keeps at once in a step."""
+
+    def __init__(self) -> None:
+        self.live: Counter[int] = Counter()
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        own = {p.untyped_storage().data_ptr() for p in pl_module.parameters() if not isinstance(p, AbsentTensor)}
+        self.live.clear()
+        self.most = 0
+        counts = self
+
+        class Kept:
+            def __init__(self, tensor: Tensor) -> None:
+                self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
+                counts.live[self.key] += self.key not in own
+                counts.sizes[self.key] = tensor.untyped_storage().nbytes()
+                held = sum(counts.sizes[key] for key, times in counts.live.items() if times)
+                counts.most = max(counts.most, held)
+
+            def __del__(self) -> None:
+                counts.live[self.key] -= self.key not in own
+
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor)
+        self.hooks.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.hooks.__exit__(None, None, None)
+
+
+def _kept(options: dict[str, Any]) -> int:
+    counts = CountsKept()
+    strategy = PipelineParallelStrategy(**options)
+    trainer = pl.Trainer(strategy=strategy, devices=NUM_RANKS, callbacks=[counts], **DEFAULTS)
+    trainer.fit(KINDS["Chained"]("AdamW"), loader(batches(0, STEPS)))
+    return counts.most
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "1f1b": {"schedule": "1f1b", "microbatches": 8},
+    "interleaved": {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "chain": "blocks"},
+}
+
+
+@pytest.mark.slow
+def test_the_fullest_stage_keeps_the_activations_that_are_estimated() -> None:
+    of_ranks = run_each_on_ranks({case: (_kept, options) for case, options in STAGES.items()}, NUM_RANKS)
+    for case, options in STAGES.items():
+        advice = _advice("Chained", "AdamW", None, _chosen("pipeline_parallel", options))
+        estimated = _row(advice, "pipeline_parallel").memory["activations"]
+        assert estimated == pytest.approx(of_ranks[-1][case], rel=0.1), case  # it has the most weights
 
 
 def test_the_fullest_stage_holds_and_sends_what_is_estimated() -> None:

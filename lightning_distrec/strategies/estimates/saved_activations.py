@@ -50,6 +50,16 @@ class SavedActivations:
         """Return the bytes that are saved in a layer before anywhere else."""
         return sum(self.bytes_of[key] for key, savers in self.savers.items() if path in savers[0])
 
+    def around(self, paths: Collection[str]) -> tuple[int, int]:
+        """Return the bytes that are saved outside of these layers, before the last of them and after it."""
+        before = after = 0
+        for key, savers in self.savers.items():  # in the order in which they are saved
+            if not savers[0].isdisjoint(paths):
+                before, after = before + after, 0
+            else:
+                after += self.bytes_of[key]
+        return before, after
+
     def last_that_fit(self, paths: list[str], target: int) -> list[str]:
         """Return the layers that are left to compute again where as many of the last ones keep theirs as fit."""
         for number in range(len(paths) + 1):
