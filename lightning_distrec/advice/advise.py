@@ -152,7 +152,10 @@ def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, why_not: str) -> 
     if profile.activation_bytes is None and not profile.notes:
         notes.append("activations are left out: no batch was run")
     elif profile.activation_bytes is not None:
-        notes.append("activations are what the forward of one batch saves for backward, the same under each strategy")
+        notes.append(
+            "activations are what the forward of one batch saves for backward; in stages, and where layers compute "
+            "again, what remains of it"
+        )
         if job.precision.endswith("-true") and job.precision != "32-true":
             notes.append(f"activations were measured in 32 bits, not in {job.precision}")
     sparse = [parameter.name for parameter in sizes.parameters if parameter.has_sparse_gradient]

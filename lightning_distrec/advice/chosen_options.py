@@ -30,7 +30,8 @@ def options_of(strategy: Any) -> ChosenOptions:
     Raises ConfigError: a value cannot be.
     """
     kind = str(getattr(strategy, "class_path", "")).rpartition(".")[2]
-    given = dict(vars(getattr(strategy, "init_args", None) or object.__new__(_Nothing)))
+    arguments = getattr(strategy, "init_args", None)
+    given: dict[str, Any] = {} if arguments is None else dict(vars(arguments))
     note = f"options of {kind} are those of the YAML"
     if kind == "TunedDDPStrategy":
         powersgd = given.get("powersgd")
@@ -48,10 +49,6 @@ def options_of(strategy: Any) -> ChosenOptions:
         ends = {name: tuple(given.get(name) or ()) for name in ("first_stage", "last_stage")}
         return ChosenOptions(stages=_made(StageOptions, given | ends), note=note)
     return ChosenOptions()
-
-
-class _Nothing:
-    pass
 
 
 def _plain(value: Any) -> Any:
