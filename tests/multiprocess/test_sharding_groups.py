@@ -4,6 +4,7 @@ import copy
 import os
 import re
 from collections.abc import Container, Iterable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -35,8 +37,9 @@ from tests.support.click_model import (
 )
 from tests.support.console import fit_by_console
 from tests.support.parameters import slow_except
+from tests.support.pipelined_faults import Signalled
 from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.resuming import Life, Run, live, problems_of
 from tests.support.trainers import DEFAULTS, make_trainer
 from tests.support.weighted_models import PositionWeighted
@@ -322,6 +325,32 @@ LIVES = {
 def test_a_run_resumes_with_and_without_groups(name: str) -> None:
     """One that is saved between two synchronisations is made equal first, and counts from there."""
     assert problems_of(LIVES[name], live({name: LIVES[name]})[name]) == []
+
+
+def fit_stopped(folder: str, resumes: bool) -> tuple[int, State]:
+    """Fit until SIGTERM comes to rank 1 in the fourth step, or resume from what was saved then."""
+    rank, num_ranks = rank_and_num_ranks()
+    model = seeded(ClickModel, *OPTIMIZERS["Adagrad"])
+    options = {"stopping": {"on_sigterm": "checkpoint"}} | ({} if resumes else {"sharding_groups": {"size": 1}})
+    callbacks = [] if resumes else [Signalled({1: 0.0}, 3, False)]
+    trainer = make_trainer(options, callbacks=callbacks, default_root_dir=folder)
+    share = range(rank * 4 // num_ranks, (rank + 1) * 4 // num_ranks)
+    path = next(Path(folder).rglob("*.ckpt")) if resumes else None
+    with nullcontext() if resumes else pytest.raises(SIGTERMException):
+        loader = DataLoader([joined(step, share) for step in range(STEPS)], batch_size=None)
+        trainer.fit(model, loader, ckpt_path=path)
+    return trainer.global_step, model.final_state
+
+
+@pytest.mark.slow
+def test_groups_that_are_stopped_save_what_goes_on_without_groups(tmp_path: Path) -> None:
+    stopped = run_on_ranks(fit_stopped, 2, str(tmp_path), False)
+    assert len({step for step, _ in stopped}) == 1
+    assert 3 < stopped[0][0] < STEPS
+    step, state = run_on_ranks(fit_stopped, 2, str(tmp_path), True)[0]
+    assert step == STEPS
+    wanted = train_plain("exact Adagrad")
+    assert max(largest_difference(state, wanted).values()) <= limit_of("Adagrad")
 
 
 def count_bytes(interval: int) -> tuple[float, float]:
