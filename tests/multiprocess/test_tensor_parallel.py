@@ -94,7 +94,7 @@ def test_settings_of_fsdp_and_of_the_trainer_leave_the_numbers_as_they_are(num_r
     for name, (kind, settings, _) in variants.items():
         key = f"{kind} {settings}"
         alone.setdefault(key, _fit(kind, "auto", settings, 1))
-        within = {"64-true": 1e-9, "bf16-mixed": 2e-2}.get(settings.get("precision", ""), 1e-5)
+        within = {"64-true": 1e-9, "bf16-mixed": 5e-2}.get(settings.get("precision", ""), 1e-5)
         within = 1e-6 if "gradient_clip_val" in settings else within  # its norm is of 32 bits
         _check_same(first[name], alone[key], name, within)
 

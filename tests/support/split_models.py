@@ -167,26 +167,6 @@ class Pairs(Split):
         return self.out(self.last(self.net(inputs)[:, None])[:, 0])
 
 
-class ByHand(Pairs):
-    """Two optimizers, stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        others = [*self.last.parameters(), *self.out.parameters()]
-        return [torch.optim.SGD(self.net.parameters(), 0.05), torch.optim.Adam(others, 0.01)]
-
-
 class Lookups(Split):
     """Tables by rows and by columns, with a row that does not learn."""
 
@@ -202,6 +182,26 @@ class Lookups(Split):
     def forward(self, inputs: Tensor) -> Tensor:
         ids = (inputs * 2 + 4).clamp(0, 7).long()
         return self.head(self.net["out"](self.net["rows"](ids) * self.net["columns"](ids)).tanh().mean(1))
+
+
+class ByHand(SmallGPT):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        others = [*self.codes.parameters(), *self.last.parameters(), *self.head.parameters()]
+        return [torch.optim.SGD(self.blocks.parameters(), 0.05), torch.optim.Adam(others, 0.01)]
 
 
 class Frozen(SmallGPT):
@@ -229,7 +229,7 @@ MODELS: dict[str, Any] = {
 }
 PLANS: dict[str, Any] = {
     **{"Perceptron": OF_PERCEPTRON, "SmallGPT": OF_GPT, "Dropping": OF_GPT, "Frozen": OF_GPT, "Lookups": OF_LOOKUPS},
-    **{"Descending": OF_GPT},
+    **{"Descending": OF_GPT, "ByHand": OF_GPT},
 }
 """Kind -> plan; others have what is found."""
 

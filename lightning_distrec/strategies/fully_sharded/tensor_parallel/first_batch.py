@@ -19,9 +19,14 @@ NOT_COMPARED = {"__get__", "__set__", "backward", "register_hook", "retain_grad"
 """What computes nothing: attributes and hooks."""
 DRAWN_APART = {"rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli", "bernoulli_"}
 """What DTensor draws on a GPU for each part, with other numbers than one process; so do functions named "dropout"."""
-
+IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")}
 SMALL = 1e-3
 """Values below it may differ by their own rounding: what is left of sums that cancel."""
+
+
+def writes_in_place(name: str) -> bool:
+    """Return whether a function of this name writes to its first argument."""
+    return name in IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def compare(call: Callable[..., Any], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -32,19 +37,26 @@ def compare(call: Callable[..., Any], function: Any, args: Sequence[Any], kwargs
     name = getattr(function, "__name__", "")
     if name in NOT_COMPARED or name.startswith(("empty", "new_empty")):
         return
-    writes = name.endswith("_") or "out" in kwargs or name == "__setitem__" or name.startswith("__i")
+    writes = writes_in_place(name) or "out" in kwargs
     before = generator_states()
     try:
         # In a layer that recomputes its activations, these trials are no part of what it does again.
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            split = _Trial(call, args, kwargs, _as_it_is, writes)
+            split = _tried(call, args, kwargs, writes)
             has_drawn = "cuda" in before and not torch.equal(before["cuda"], generator_states()["cuda"])
             set_generator_states(before)
-            full = _Trial(function, args, kwargs, _full, writes)
+            full = _Trial(function, args, kwargs, full_of, writes)
+            if isinstance(split, RuntimeError):
+                raise not_computed(name, split) from split
             if has_drawn and ("dropout" in name or name in DRAWN_APART):
                 return
             same = _are_close(split.outputs, full.outputs) and _are_close(*_gradients(split, full))
-    except (RuntimeError, NotImplementedError):  # which the call itself raises next
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            f"tensor_parallel: the first batch's {name} does not fit into memory in full, where it is compared. Set "
+            "compare_first_batch: false, or compare with a smaller batch."
+        ) from error
+    except RuntimeError:  # which the call itself raises next
         return
     finally:
         set_generator_states(before)
@@ -53,6 +65,25 @@ def compare(call: Callable[..., Any], function: Any, args: Sequence[Any], kwargs
             f"tensor_parallel: {name} of the output of a layer that is split has other values, or gradients, than with "
             "the full output, because of a fault of torch's DTensor. Use colwise_gather_output for the layer."
         )
+
+
+def not_computed(name: str, error: RuntimeError) -> UnsupportedError:
+    """Return what is raised where DTensor cannot do a function."""
+    return UnsupportedError(
+        f"tensor_parallel: {name} cannot be computed of the output of a layer that is split: {error} Use "
+        "colwise_gather_output for the layer; or, for queries, keys and values of one layer, a layer each."
+    )
+
+
+def _tried(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool
+) -> "_Trial | RuntimeError":
+    try:
+        return _Trial(call, args, kwargs, _as_it_is, writes)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return error
 
 
 class _Trial:
@@ -121,7 +152,7 @@ def _gradients(split: _Trial, full: _Trial) -> tuple[list[Tensor], list[Tensor]]
 def _are_close(split: Sequence[Tensor], full: Sequence[Tensor]) -> bool:
     """Collective. Return whether tensors are equal but for rounding."""
     return len(split) == len(full) and all(
-        _is_close(_full(s.detach()), f.detach()) for s, f in zip(split, full, strict=True)
+        _is_close(full_of(s.detach()), f.detach()) for s, f in zip(split, full, strict=True)
     )
 
 
@@ -142,5 +173,6 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full_of(tensor: Any) -> Any:
+    """Collective for a DTensor. Return it in full; anything else as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

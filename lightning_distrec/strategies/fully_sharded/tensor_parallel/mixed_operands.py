@@ -20,12 +20,16 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.errors import UnsupportedError
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.first_batch import compare, tensors_in
+from lightning_distrec.strategies.fully_sharded.tensor_parallel.first_batch import (
+    compare,
+    full_of,
+    not_computed,
+    tensors_in,
+    writes_in_place,
+)
 
 READ = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__", "__format__"}
 """Methods of a tensor that return values, of which a DTensor would return this rank's."""
-IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")}
-
 
 _of_thread = local()
 """Has the MixedOperands in which this thread computes, as `active`."""
@@ -61,9 +65,8 @@ class MixedOperands(TorchFunctionMode):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         if name in READ:
-            return function(_full(args[0]), *args[1:], **kwargs)
-        writes = name in IN_PLACE or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
-        written = args[0] if writes and args else kwargs.get("out")
+            return function(full_of(args[0]), *args[1:], **kwargs)
+        written = args[0] if writes_in_place(name) and args else kwargs.get("out")
         if isinstance(written, Tensor) and not isinstance(written, DTensor):
             raise UnsupportedError(
                 f"tensor_parallel: {name} writes the output of a layer that is split into a tensor that is not. Write "
@@ -75,20 +78,17 @@ class MixedOperands(TorchFunctionMode):
             compare(call, function, args, kwargs)
         try:
             return call(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"tensor_parallel: {name} cannot be computed of the output of a layer that is split: {error} Use "
-                "colwise_gather_output for the layer; or, for queries, keys and values of one layer, a layer each."
-            ) from error
+        except RuntimeError as error:
+            if not isinstance(error, NotImplementedError) and "Sharding propagation failed" not in str(error):
+                raise  # a shape that does not fit, or a rank that has died
+            raise not_computed(name, error) from error
 
     def share(self, tensor: Tensor) -> Any:
         """Return a tensor as a DTensor, the same one for all layers that take it one after the other.
 
         Their gradients of it are added up on each rank, and then over the ranks: queries, keys and values send one.
         """
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or not torch.is_grad_enabled():
             return self._replicated(tensor)
         known, version, shared = self._shared or (None, None, None)
         if known is not tensor or version != version_of(tensor):
@@ -104,11 +104,6 @@ class MixedOperands(TorchFunctionMode):
         if isinstance(value, dict):
             return {key: self._replicated(each) for key, each in value.items()}
         return type(value)(self._replicated(each) for each in value) if type(value) in (list, tuple) else value
-
-
-def _full(value: Any) -> Any:
-    """Collective for a DTensor. Return it in full."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _attention(
@@ -173,7 +168,7 @@ def confine(part: nn.Module, mesh: DeviceMesh, compares: bool, is_outermost: boo
             result = forward(*args, **kwargs)
         compared.add(kind)
         if is_outermost:
-            result = apply_to_collection(result, DTensor, _full, allow_frozen=True)
+            result = apply_to_collection(result, DTensor, full_of, allow_frozen=True)
         return result
 
     confined.of_user = forward  # type: ignore[attr-defined]
