@@ -218,6 +218,27 @@ def test_a_schedule_is_drawn_with_its_bubble(
     assert any(work.startswith("stage backward, stage 0, micro-batch 1: ") for work in works)
 
 
+def _receives() -> list[int]:
+    """Receives that were made, and not yet waited for, at each forward of this rank's first block in the last step."""
+    model, found = Transformer(), []
+    trainer = _trainer(PipelineParallelStrategy(), max_steps=3, max_epochs=-1)
+
+    def look(*_: Any) -> None:
+        steps: Any = trainer.strategy.run.steps  # type: ignore[attr-defined]
+        ((_, (stage,)),) = steps._chain._schedules.values()
+        found.append(sum(map(len, (stage._receives or {}).values())))
+
+    model.blocks[2 * rank_and_num_ranks()[0]].register_forward_pre_hook(look)
+    trainer.fit(model)
+    return found[-4:]
+
+
+def test_a_step_has_asked_for_all_its_inputs_before_its_first_forward() -> None:
+    first, second = run_on_warm_ranks(_receives, 2)
+    assert first == [4, 4, 4, 4]  # the gradients of all micro-batches
+    assert second == [3, 2, 1, 0]
+
+
 def _further_runs() -> dict[str, Any]:
     pl.seed_everything(5)
     model = Sequence()
