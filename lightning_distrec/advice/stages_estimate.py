@@ -23,6 +23,7 @@ from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
 from lightning_distrec.strategies.stages.chain import Chain, StageLayout, find_chain, split_chain
 from lightning_distrec.strategies.stages.microbatches import num_parts
+from lightning_distrec.strategies.stages.pipeline_mesh import ranks_of_pipeline
 from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 from lightning_distrec.units import quantity
@@ -126,7 +127,7 @@ def _layout(
 def _num_stages(module: LightningModule, options: StageOptions, job: Job) -> int:
     """Return the number of stages: what was asked for, or as many as ranks and blocks are enough for."""
     if options.stages is not None:
-        return options.stages
+        return ranks_of_pipeline(options, job.num_ranks) * options.stages_per_rank
     num_blocks = len(find_chain(module, options.chain).blocks)
     limit = min(num_blocks // options.stages_per_rank, job.num_ranks)
     possible = [num for num in range(2, limit + 1) if job.num_ranks % num == 0]

@@ -104,6 +104,8 @@ def test_options_of_the_strategy_of_the_yaml_count(run: Run) -> None:
     staged = of("pipeline_parallel", "PipelineParallelStrategy", split=["blocks.1"], microbatches=2)
     assert staged["memory_bytes"]["parameters"] > of("pipeline_parallel")["memory_bytes"]["parameters"]
     assert 0 < staged["idle_share"] < 1
+    many = of("pipeline_parallel", "PipelineParallelStrategy", stages=4)
+    assert "2 ranks cannot be pipelines of 4 ranks each" in many["refused"]
     unknown = of("pipeline_parallel", "PipelineParallelStrategy", chain="block")
     assert "did you mean 'blocks'" in unknown["refused"]
 

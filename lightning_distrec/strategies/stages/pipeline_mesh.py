@@ -33,17 +33,23 @@ class PipelineRanks:
     """Of this pipeline's ranks, for what is sent once per step."""
 
 
-def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -> PipelineRanks:
-    """Collective. Return how the ranks are shared out.
-
-    Raises ConfigError: they cannot be divided evenly among pipelines.
-    """
+def ranks_of_pipeline(options: StageOptions, world: int) -> int:
+    """Return the number of ranks of each pipeline. Raises ConfigError: the ranks cannot be divided evenly."""
     num_ranks = world if options.stages is None else options.stages // options.stages_per_rank
     if num_ranks < 2 or world % num_ranks:
         raise ConfigError(
             f"pipeline_parallel: {world} ranks cannot be pipelines of {num_ranks} ranks each. Use at least 2 ranks, "
             "and a multiple of stages / stages_per_rank."
         )
+    return num_ranks
+
+
+def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -> PipelineRanks:
+    """Collective. Return how the ranks are shared out.
+
+    Raises ConfigError: they cannot be divided evenly among pipelines.
+    """
+    num_ranks = ranks_of_pipeline(options, world)
     replica, mine = divmod(rank, num_ranks)
     seconds = timeout.total_seconds()
     pipelines = [list(range(first, first + num_ranks)) for first in range(0, world, num_ranks)]
