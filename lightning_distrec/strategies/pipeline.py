@@ -223,6 +223,12 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         return loss
 
     @override
+    def reduce(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # All ranks of a pipeline have the same values, which sums count once.
+        same_stage = None if self._ranks is None else self._ranks.same_stage
+        return super().reduce(tensor, same_stage if group is None else group, *args, **kwargs)
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
         layout = layout_of(self.module)

@@ -61,6 +61,7 @@ OF_FOUR: dict[str, tuple[Any, ...]] = {
     "four stages": (_fit, "Transformer", {}, CLIPPED),
     "four stages, 1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, {}),
     "two replicas": (_fit, "Transformer", {"stages": 2, "microbatches": 2}, CLIPPED),
+    "metrics of two replicas": (_fit, "Measured", {"stages": 2}, {}),
     "two replicas of a sequence": (_fit, "Sequence", {"stages": 2, "schedule": "1f1b"}, CLIPPED),
 }
 

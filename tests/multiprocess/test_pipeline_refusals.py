@@ -67,6 +67,14 @@ class Stale(Sequence):
         return torch.optim.SGD(self.kept, 0.1)
 
 
+class Counts(Sequence):
+    """Logs a sum over examples."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("count", float(len(batch[0])), reduce_fx="sum", on_epoch=True, on_step=False)
+        return super().training_step(batch, batch_idx)
+
+
 class Clips(Sequence):
     """Clips by hand."""
 
@@ -135,6 +143,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "ddp_tuned afterwards": ((_afterwards, "ddp_tuned"), "ConfigError: TunedDDPStrategy: 'model."),
     "fsdp_tuned afterwards": ((_afterwards, "fsdp_tuned"), "ConfigError: TunedFSDPStrategy: 'model."),
     "stages": ((_refused, Sequence, {"stages": 3}, {}), "ConfigError: pipeline_parallel: 2 ranks cannot be pipelines"),
+    "a logged sum": ((_refused, Counts, MICRO, {}), "UnsupportedError: self.log('count') of the first batch is "),
+    "a logged sum of whole batches": ((_refused, Counts, {}, {}), "nothing"),
     "a sum of the batch": ((_refused, Summed, {}, {}), "nothing"),
     "moved to the first stage": ((_refused, AfterTheChain, {"first_stage": ["late"]}, {}), "nothing"),
 }

@@ -102,9 +102,10 @@ class Measured(Sequence):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.largest.update(self(batch[0]))
         self.log("largest", self.largest)
+        self.log("count", float(len(batch[0])), on_epoch=True, reduce_fx="sum", sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.validated.append(float(self.trainer.callback_metrics["largest"]))
+        self.validated += [float(self.trainer.callback_metrics[name]) for name in ("largest", "count")]
 
     def on_train_epoch_end(self) -> None:
         self.validated += [float(self.trainer.callback_metrics[name]) for name in ("error", "loss_epoch", "rate_epoch")]

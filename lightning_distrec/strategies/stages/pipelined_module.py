@@ -123,7 +123,7 @@ class PipelinedModule:
         message = self._message(found, weights_of([1] * num))
         if is_first:
             run = partial(step, batch, *others)
-            refused = self._refusal(run, torch.cat(outputs), message["loss"]) if self._is_last else ""
+            refused = self._refusal(run, torch.cat(outputs), message) if self._is_last else ""
             message["refused"] = self._ranks.messages.all_gather(refused)[-1]
         return found.result, message
 
@@ -154,8 +154,8 @@ class PipelinedModule:
             found.losses.append(loss.detach())
         return loss
 
-    def _refusal(self, run: Callable[[], Any], output: Tensor, loss: Tensor) -> str:
-        """Return why the mean of micro-batches' losses is not the batch's loss; "" if it is. On the last stage.
+    def _refusal(self, run: Callable[[], Any], output: Tensor, message: dict[str, Any]) -> str:
+        """Return what of the step is not the mean of the same of its micro-batches; "" if all is. On the last stage.
 
         A step that draws at random draws other numbers for a batch than for its micro-batches, and is not compared.
         """
@@ -164,17 +164,22 @@ class PipelinedModule:
         with torch.no_grad(), self._log.metrics_unchanged():
             of_batch = self._leave(run, 0, output, found)
         has_drawn, self._draws.has_drawn = self._draws.has_drawn, None
-        if (
-            has_drawn
-            or of_batch is None
-            or abs(float(of_batch) - float(loss)) <= CLOSE * max(1.0, abs(float(of_batch)))
-        ):
+        if has_drawn or of_batch is None:
             return ""
-        return (
-            f"training_step's loss of the first batch is {float(of_batch):.6g}, and the mean over its micro-batches is "
-            f"{float(loss):.6g}: it is not a mean over examples. schedule={self._options.schedule!r} needs such a "
-            "loss. Use schedule='gpipe', which computes it of the whole batch."
-        )
+        pairs = [("training_step's loss", of_batch, message["loss"])]
+        means = {call["name"]: call.get("value") for call in message["calls"]}
+        for call in found.calls[0]:
+            value, mean = call["value"], means.get(call["name"])
+            if mean is not None and isinstance(value, (Tensor, int, float)):
+                pairs.append((f"self.log({call['name']!r})", torch.as_tensor(value).detach().cpu(), mean))
+        for what, of_whole, mean in pairs:
+            if not torch.allclose(mean.double().cpu(), of_whole.detach().double().cpu(), rtol=CLOSE, atol=CLOSE):
+                return (
+                    f"{what} of the first batch is {_shown(of_whole)}, and the mean over its micro-batches is "
+                    f"{_shown(mean)}: it is not a mean over examples, as schedule={self._options.schedule!r} needs it. "
+                    "Use schedule='gpipe', which computes it of the whole batch."
+                )
+        return ""
 
     # -- evaluation
 
@@ -284,3 +289,7 @@ class _Found:
         self.result: Any = None
         self.losses: list[Tensor] = []
         self.calls: list[list[Call]] = []
+
+
+def _shown(value: Tensor) -> str:
+    return f"{float(value):.6g}" if value.numel() == 1 else str(value.tolist())
