@@ -172,10 +172,10 @@ class PipelinedModule:
             value, mean = call["value"], means.get(call["name"])
             if mean is not None and isinstance(value, (Tensor, int, float)):
                 pairs.append((f"self.log({call['name']!r})", torch.as_tensor(value).detach().cpu(), mean))
-        for what, of_whole, mean in pairs:
-            if not torch.allclose(mean.double().cpu(), of_whole.detach().double().cpu(), rtol=CLOSE, atol=CLOSE):
+        for what, of_all, mean in pairs:
+            if not torch.allclose(mean.double().cpu(), of_all.detach().double().cpu(), rtol=CLOSE, atol=CLOSE):
                 return (
-                    f"{what} of the first batch is {_shown(of_whole)}, and the mean over its micro-batches is "
+                    f"{what} of the first batch is {_shown(of_all)}, and the mean over its micro-batches is "
                     f"{_shown(mean)}: it is not a mean over examples, as schedule={self._options.schedule!r} needs it. "
                     "Use schedule='gpipe', which computes it of the whole batch."
                 )
