@@ -141,11 +141,16 @@ class InFlightBatch:
                 yield REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY
 
     def _form(self) -> int:
-        """Return a number for the types of all lookups in order; for an unready one, those of a batch before it."""
+        """Return a number for the types of all lookups in order; for an unready one, those of a batch before it.
+
+        Of one that a rank refuses there is none: the others may have had it ready once, and would differ for ever.
+        """
         assert self._step is not None
         form = 0
-        for i, lookup in enumerate(self._own):
-            if lookup is not None:
+        for i, (call, lookup) in enumerate(zip(self._step.calls, self._own, strict=True)):
+            if isinstance(call, ComputedCall) and call.is_reported:
+                self._step.forms[i] = 0
+            elif lookup is not None:
                 self._step.forms[i] = lookup.request.form
             form = (form * 1_000_003 + self._step.forms[i]) % 2**61
         return form
@@ -192,10 +197,11 @@ class InFlightBatch:
 
     def refused_calls(self) -> list[ComputedCall]:
         """Return the calls that a rank cannot compute ahead, alike on all ranks, once its status is agreed."""
-        if self._step is None or not self.agreed_status().ready:
+        if self._step is None:
             return []
         pairs = zip(self._step.calls, self.agreed_status().sizes, strict=False)
-        return [call for call, sizes in pairs if sizes == REFUSED and isinstance(call, ComputedCall)]
+        # The least is that of a rank that refuses; the largest may be another's, which does not.
+        return [call for call, (least, _) in pairs if least == REFUSED[0] and isinstance(call, ComputedCall)]
 
     @property
     def why_as_called(self) -> str:

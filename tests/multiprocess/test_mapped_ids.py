@@ -275,6 +275,7 @@ def _served(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sharded, ordinary, *answers  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_ids_find_their_rows_after_unshard_and_in_exports(tmp_path: Path) -> None:
     for of_rank in run_on_warm_ranks(_served, 2, str(tmp_path)):
         sharded, ordinary, served, packed = of_rank

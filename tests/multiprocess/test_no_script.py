@@ -69,6 +69,7 @@ def found_in(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_program_from_stdin_trains_on_forked_ranks(tmp_path: Path) -> None:
     printed = run(tmp_path, "-", stdin=PROGRAM, EPOCHS="1", OMP_NUM_THREADS="2")
     assert "No script to run again: 2 ranks are forked from this process." in printed

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 OF_FOUR: dict[str, tuple[Any, ...]] = {"transformer": (_split, "SmallGPT", ONE_EPOCH)}
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (4, OF_FOUR)])
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), pytest.param(4, OF_FOUR, marks=pytest.mark.slow)])
 def test_losses_sums_and_weights_are_those_of_one_process(num_ranks: int, cases: dict[str, tuple[Any, ...]]) -> None:
     first, *_ = run_each_on_ranks(cases, num_ranks)
     for name, (_, kind, settings) in cases.items():

@@ -86,7 +86,7 @@ def saved_in(folder: Path, epochs: int) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("name", slow_except(["dynamic ids"], JOBS))
+@pytest.mark.parametrize("name", slow_except(["managed collisions"], JOBS))
 def test_a_yaml_trains_and_resumes_on_another_number_of_ranks(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from lightning_distrec.pipeline.computed.narrowing import OTHER_OPERATIONS, narrow
 from lightning_distrec.pipeline.computed.operations import NotReadyError
 from lightning_distrec.pipeline.computed.slices import Guard, Slice
-from lightning_distrec.pipeline.provenance.sources import BatchRoots, JaggedSource, LookupCall, Source
+from lightning_distrec.pipeline.provenance.sources import BatchRoots, JaggedSource, LookupCall, Source, paths_of
 
 CONFIRMED = 2
 """Recordings in which a variant must be seen before it is used."""
@@ -95,8 +95,9 @@ class ComputedCall:
         self._found = found
 
     def __repr__(self) -> str:
-        # Ranks compare it. What they compute differs where they have branched otherwise.
-        return f"{self.path} {self.place}" if self._found is None else repr(self._found)
+        # Ranks compare it. What they compute differs where they have branched otherwise, or where batches are wider.
+        found = () if self._found is None else self._found.arguments
+        return f"{self.path} {self.place} {[paths_of(source) for source in found]}"
 
     def __str__(self) -> str:
         return ", ".join(sorted({slice_.last_operation for variant in self._variants for slice_ in variant.slices}))
