@@ -200,8 +200,8 @@ class InFlightBatch:
         if self._step is None:
             return []
         pairs = zip(self._step.calls, self.agreed_status().sizes, strict=False)
-        # The least is that of a rank that refuses; the largest may be another's, which does not.
-        return [call for call, (least, _) in pairs if least == REFUSED[0] and isinstance(call, ComputedCall)]
+        # The smallest is that of a rank that refuses; the largest may be of another, which does not.
+        return [call for call, (smallest, _) in pairs if smallest == REFUSED[0] and isinstance(call, ComputedCall)]
 
     @property
     def why_as_called(self) -> str:
