@@ -32,6 +32,7 @@ bench-gpu: install  ## check and measure on one GPU, in 25 minutes; where there 
 
 lint: install  ## check style (ruff) and types (mypy)
 	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --quiet --check . || { echo "Run: .venv/bin/ruff format ."; exit 1; }
 	@.venv/bin/mypy
 
 docs: install  ## build the documentation's site into site/; a broken link is an error

@@ -39,6 +39,7 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
     So it is replaced for this call only: written into the instance's `__dict__`, which takes precedence over the class.
     Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
     """
+
     def defer() -> list[KJTAllToAll]:
         found = [getattr(of_type, "_dist", None) for of_type in sharded._input_dists]
         exchanges = [exchange for exchange in found if isinstance(exchange, KJTAllToAll)]

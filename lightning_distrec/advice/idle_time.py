@@ -38,9 +38,7 @@ def times_of_stages(times: ChainTimes, begins: Sequence[int], num: int, schedule
     return StageTimes(forward=forward, backward=backward, loss=0.0)
 
 
-def idle_share(
-    times: StageTimes, num_ranks: int, num: int, schedule: Schedule, host_seconds: float = 0.0
-) -> float:
+def idle_share(times: StageTimes, num_ranks: int, num: int, schedule: Schedule, host_seconds: float = 0.0) -> float:
     """Return the share of the ranks' time, from the first work to the last, in which they have none.
 
     host_seconds: what passes before each action. Other than that, sends take no time here.
@@ -84,9 +82,7 @@ def actions_of(schedule: Schedule, rank: int, num_ranks: int, num_stages: int, n
     ahead = min(ahead, total)
     places = [(i // of_round % per_rank, i // (of_round * per_rank) * of_round + i % of_round) for i in range(total)]
     forwards: list[Action] = [("forward", local * num_ranks + rank, part) for local, part in places]
-    backwards: list[Action] = [
-        ("backward", (per_rank - 1 - local) * num_ranks + rank, part) for local, part in places
-    ]
+    backwards: list[Action] = [("backward", (per_rank - 1 - local) * num_ranks + rank, part) for local, part in places]
     both = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return [*forwards[:ahead], *both, *backwards[total - ahead :]]
 

@@ -178,11 +178,9 @@ def _sent(
         stages = set(range(rank, layout.num_stages, num_ranks))
         own = [p for p in sizes.parameters if layout.stage_of[p.name] in stages and p.requires_grad]
         gradients = sum(p.numel * job.itemsize(p) for p in own)
-        of_ranks.append(
-            {
-                "stage outputs": float(sum(sum(entering[stage + 1 : stage + 2]) for stage in stages)),
-                "stage gradients": float(sum(entering[stage] for stage in stages if stage)),
-                "dense gradients": 2 * (num_replicas - 1) / num_replicas * gradients,
-            }
-        )
+        of_ranks.append({
+            "stage outputs": float(sum(sum(entering[stage + 1 : stage + 2]) for stage in stages)),
+            "stage gradients": float(sum(entering[stage] for stage in stages if stage)),
+            "dense gradients": 2 * (num_replicas - 1) / num_replicas * gradients,
+        })
     return max(of_ranks, key=lambda sent: sum(sent.values()))

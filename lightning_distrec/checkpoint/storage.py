@@ -94,9 +94,7 @@ class StoredTensors:
             where = self._folder / METADATA_FILE
             raise CheckpointError(f"{where} is no metadata of a checkpoint: {error!r}.") from error
 
-    def records(
-        self, first: int = 0, step: int = 1, only_file: str | None = None
-    ) -> Iterator[tuple[str, BinaryIO]]:
+    def records(self, first: int = 0, step: int = 1, only_file: str | None = None) -> Iterator[tuple[str, BinaryIO]]:
         """Yield what each `step`-th chunk is called, and its bytes in the file. Raises CheckpointError.
 
         only_file: chunks in others are left out.

@@ -76,9 +76,7 @@ class ByHand:
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
-    def __init__(
-        self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM
-    ) -> None:
+    def __init__(self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM) -> None:
         net = make_net(num_rows, len(batches.names), dim)
         weights = {name: weight.detach() for name, weight in net.state_dict().items()}
         module = NetWithLoss(net)
@@ -114,9 +112,7 @@ class ByHand:
 class ByHandPipelined(ByHand):
     """The same, its loop being torchrec's TrainPipelineSparseDist."""
 
-    def __init__(
-        self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM
-    ) -> None:
+    def __init__(self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM) -> None:
         super().__init__(num_rows, batches, turn, device, dim)
         self.pins = device.type == "cuda"
         self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)

@@ -132,10 +132,7 @@ def main(picture: str = "") -> None:
         if options is not None:
             idle = f"{statistics.median(bubbles):.1%} | {estimated(options, profile):.1%} | {each[0]['ideal']:.1%}"
         ms = f"{min(times):.0f} ({statistics.median(times):.0f}, {max(times):.0f})"
-        print(
-            f"| {name} | {ms} | {alone / min(times):.2f} | {idle} "
-            f"| {far:.1e} | {each[0]['mb']:.1f} MB |"
-        )
+        print(f"| {name} | {ms} | {alone / min(times):.2f} | {idle} | {far:.1e} | {each[0]['mb']:.1f} MB |")
 
 
 if __name__ == "__main__":

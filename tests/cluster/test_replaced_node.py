@@ -97,9 +97,7 @@ class _Agents:
 @pytest.mark.parametrize(
     "kind", ["a node is replaced", "a rank is killed", "a node is replaced, with checkpoints on disk"]
 )
-def test_a_job_goes_on_when_a_node_is_replaced(
-    machines: tuple[Machine, Machine], tmp_path: Path, kind: str
-) -> None:
+def test_a_job_goes_on_when_a_node_is_replaced(machines: tuple[Machine, Machine], tmp_path: Path, kind: str) -> None:
     options: dict[str, Any] = {"on_disk": False, "pause": 0.1}
     if "on disk" in kind:
         options |= {"on_disk": True, "checkpoint": None}

@@ -102,4 +102,3 @@ def test_what_stays_on_every_rank_says_why() -> None:
     assert found.left_alone.keys() == reasons.keys()
     for path, reason in reasons.items():
         assert reason in found.left_alone[path]
-

@@ -84,9 +84,7 @@ def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tens
 
 
 @pytest.mark.parametrize(("num_ranks", "model", "cut", "update"), slow_except(QUICK, CASES))
-def test_weights_that_learn_get_the_gradients_of_one_process(
-    num_ranks: int, model: str, cut: str, update: str
-) -> None:
+def test_weights_that_learn_get_the_gradients_of_one_process(num_ranks: int, model: str, cut: str, update: str) -> None:
     found = run_on_warm_ranks(_fit, num_ranks, model, cut, update)
     kind, arguments = MODELS[model]
     name = update.split()[0]

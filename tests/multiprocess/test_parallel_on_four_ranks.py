@@ -20,6 +20,7 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 STRATEGIES: dict[str, Any] = {"ddp": TunedDDPStrategy, "fsdp": TunedFSDPStrategy}
 SMALL = {"min_num_parameters": 8}
 
+
 class Blocks(Recording):
     """Blocks of a kind, each example for itself."""
 

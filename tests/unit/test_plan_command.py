@@ -159,9 +159,7 @@ def test_the_batch_size_is_that_of_the_yaml_unless_one_is_given(run: Run) -> Non
         ([], _torchrec(batch_size_per_rank=32), (32, "batch_size_per_rank")),
         (["--batch-size", "7"], "torchrec_sharded", (7, "--batch-size")),
     ):
-        found = json.loads(
-            run("Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy)[1]
-        )
+        found = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy)[1])
         assert found["planned_with"][0] == ["examples per rank", str(wanted[0]), wanted[1]]
         assert found["batch_size_per_rank"] == wanted[0]
 

@@ -132,5 +132,3 @@ def _reach_weights(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> 
     if weights is None or not weights.requires_grad or weights.numel():
         return None
     return output + weights.sum()
-
-

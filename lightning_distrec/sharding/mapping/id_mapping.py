@@ -262,4 +262,3 @@ def mixed(ids: Tensor) -> Tensor:
 def current_hour() -> int:
     """Return the hours since 1970, in which torchrec counts how long a row is not used."""
     return int(time.time() / 3600)
-

@@ -103,5 +103,3 @@ def _find(
     )
     found = rows.view(given.shape)
     return ((found, *arguments[1:]), options) if arguments else ((), {**options, "input": found})
-
-

@@ -162,9 +162,7 @@ class ShardingPlan:
     ) -> "ShardingPlan":
         """Return a plan of torchrec's for these tables; what it costs is not known."""
         of_tables = {
-            table.full_name: PlannedTable.from_torchrec(
-                table, shardings[table.full_name], layout.num_ranks, first_rank
-            )
+            table.full_name: PlannedTable.from_torchrec(table, shardings[table.full_name], layout.num_ranks, first_rank)
             for table in tables
         }
         return ShardingPlan(layout=layout, device=device, tables=of_tables)

@@ -45,9 +45,7 @@ def draw_heat_map(plan: ShardingPlan) -> Any:
 
     tables = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)[:MAX_TABLES]
     found = cells(plan, tables)
-    figure = Figure(
-        figsize=(9.5, 1.4 + 0.27 * len(tables)), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
-    )
+    figure = Figure(figsize=(9.5, 1.4 + 0.27 * len(tables)), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     for number, (axes, (what, values)) in enumerate(
         zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True)
     ):

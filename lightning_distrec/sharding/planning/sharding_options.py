@@ -127,9 +127,7 @@ def options_of_plan(
         shapes.append((table, sizes, tuple(shard.offsets for shard in planned.shards), which))
     _estimate(options, topology, batch_size, by_name)
     return [
-        _as_estimated(
-            option, sizes, offsets, which, topology, constraints[table.full_name], by_name[table.name]
-        )
+        _as_estimated(option, sizes, offsets, which, topology, constraints[table.full_name], by_name[table.name])
         for option, (table, sizes, offsets, which) in zip(options, shapes, strict=True)
     ]
 
@@ -231,9 +229,15 @@ def _as_estimated(
     for shard, (ids, rows, gradients), update in zip(option.shards, exchanges, updates, strict=True):
         share = 1.0 if on_gpu else narrow_rows_on_cpu(option.sharding_type, shard.size[1])
         perf: Any = shard.perf
-        parts.append(
-            (perf.fwd_compute * share, rows, perf.bwd_compute * share, gradients, perf.prefetch_compute, ids, update)
-        )
+        parts.append((
+            perf.fwd_compute * share,
+            rows,
+            perf.bwd_compute * share,
+            gradients,
+            perf.prefetch_compute,
+            ids,
+            update,
+        ))
     return EstimatedOption(
         option.sharding_type,
         option.compute_kernel,

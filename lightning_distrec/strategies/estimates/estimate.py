@@ -97,9 +97,7 @@ def estimate_strategies(
         sent = None if rows is None else rows | shards.sent(dense)
         estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(shards.memory(dense), tables), sent=sent))
     asked = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
-    return [
-        _completed(estimate, sizes, profile, job, asked.get(estimate.strategy, False)) for estimate in estimates
-    ]
+    return [_completed(estimate, sizes, profile, job, asked.get(estimate.strategy, False)) for estimate in estimates]
 
 
 def _with_parts(sharded: Estimate, sizes: ModuleSizes, profile: StepProfile, options: DenseOptions) -> Estimate:

@@ -129,9 +129,7 @@ def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     return blocks
 
 
-def _refuse_other_options(
-    before: tuple[FSDPOptions, Dtypes], wanted: tuple[FSDPOptions, Dtypes]
-) -> None:
+def _refuse_other_options(before: tuple[FSDPOptions, Dtypes], wanted: tuple[FSDPOptions, Dtypes]) -> None:
     if before != wanted:
         raise ConfigError(
             f"an earlier run has sharded this module as {before[0]}, computing in {before[1].param or 'its own type'}; "

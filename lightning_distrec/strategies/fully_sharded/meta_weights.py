@@ -12,9 +12,7 @@ def _is_meta(name: str, tensor: Tensor) -> bool:
     return tensor.is_meta
 
 
-def materialize(
-    module: nn.Module, device: torch.device, is_missing: Callable[[str, Tensor], bool] = _is_meta
-) -> None:
+def materialize(module: nn.Module, device: torch.device, is_missing: Callable[[str, Tensor], bool] = _is_meta) -> None:
     """Give what is on the meta device memory, and the initial weights that its own `reset_parameters` draws.
 
     is_missing: whether a tensor of a name has to get memory. Raises ConfigError: a module has no `reset_parameters`.

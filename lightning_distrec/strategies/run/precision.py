@@ -80,9 +80,7 @@ def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
     """Inside of the context an optimizer's DTensors are their shards: torch's kernel takes no lists of both kinds."""
     before = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["params"] = [
-            _Local(p.grad.to_local()) if isinstance(p.grad, DTensor) else p for p in group["params"]
-        ]
+        group["params"] = [_Local(p.grad.to_local()) if isinstance(p.grad, DTensor) else p for p in group["params"]]
     try:
         yield
     finally:

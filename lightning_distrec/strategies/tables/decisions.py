@@ -197,9 +197,7 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
     constraints = constraints_of(wanted, updates, run.device, run.group_layout)
     gathered = {name for name, option in wanted.options.items() if option.gathered_weight}
     schedulers = [*schedulers, *(scheduler for of in own for scheduler in of.schedulers)]
-    return Decisions(
-        tables, warnings, updates, constraints, optimizers, schedulers, own, gathered, wanted.left_alone
-    )
+    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own, gathered, wanted.left_alone)
 
 
 def _report_left_embeddings(module: nn.Module, tables: list[Table]) -> None:

@@ -197,9 +197,7 @@ def checkpoints(device: str, small: bool) -> Found:
         model = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.001})
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
         strategy = {"checkpoint": {"async_save": True, "distributed": True}}
-        trainer = make_trainer(
-            strategy, accelerator=accelerator(device), callbacks=[saving], enable_checkpointing=True
-        )
+        trainer = make_trainer(strategy, accelerator=accelerator(device), callbacks=[saving], enable_checkpointing=True)
         trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=path)
         return dict(model.final_state)
 

@@ -163,7 +163,7 @@ class AveragedRows(Replicas):
             for key, width in wanted.items():
                 if key not in state:
                     weight = shards[i][1].weight
-                    shape = (() if width < 0 else (len(weight),) if not width else (len(weight), width))
+                    shape = () if width < 0 else (len(weight),) if not width else (len(weight), width)
                     state[key] = weight.new_zeros(shape, dtype=torch.float32)
             if state:
                 optimizer.state[shards[i][1].weight] = state
