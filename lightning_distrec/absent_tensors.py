@@ -90,16 +90,18 @@ def absent_parameter(like: nn.Parameter) -> nn.Parameter:
 
 def refuse_absent(module: nn.Module, strategy: str) -> None:
     """Raise ConfigError: an earlier run has left the weights of other stages without values."""
-    found = next((name for name, parameter in module.named_parameters() if isinstance(parameter, AbsentTensor)), None)
-    if found is not None:
+    absent_name = next(
+        (name for name, parameter in module.named_parameters() if isinstance(parameter, AbsentTensor)), None
+    )
+    if absent_name is not None:
         raise ConfigError(
-            f"{strategy}: '{found}' has no values on this rank, because an earlier run under pipeline_parallel kept "
+            f"{strategy}: '{absent_name}' has no values on this rank, because an earlier run under pipeline_parallel kept "
             "those of its stage. Call trainer.strategy.unshard() of that run first, or build a new module."
         )
 
 
 def is_absent(value: Any) -> bool:
     """Whether a value, or any tensor in it, is absent."""
-    found: list[bool] = []
-    apply_to_collection(value, AbsentTensor, lambda _: found.append(True))
-    return bool(found)
+    hits: list[bool] = []
+    apply_to_collection(value, AbsentTensor, lambda _: hits.append(True))
+    return bool(hits)

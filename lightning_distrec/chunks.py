@@ -54,12 +54,12 @@ class ChunkedTensor:
 
         No other rank is asked, so that every one of `chunks` must be a chunk here.
         """
-        mine = {chunk.box: chunk.tensor for chunk in self.chunks}
+        local_chunks = {chunk.box: chunk.tensor for chunk in self.chunks}
         for chunk in chunks:
-            if chunk.box not in mine:
+            if chunk.box not in local_chunks:
                 raise ValueError("the tensor was sharded differently when it was saved")
             with torch.no_grad():
-                chunk.tensor.copy_(mine[chunk.box])
+                chunk.tensor.copy_(local_chunks[chunk.box])
 
 
 class LazyTensor(Protocol):

@@ -69,14 +69,14 @@ def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) 
     Raises ConfigError on every rank: two ranks have one device, which ends in NCCL's "Duplicate GPU detected".
     """
     store.set(f"{KEY}/{rank}", device)
-    found = [value.decode() for value in store.multi_get([f"{KEY}/{other}" for other in range(num_ranks)])]
+    devices = [value.decode() for value in store.multi_get([f"{KEY}/{other}" for other in range(num_ranks)])]
     ranks_of: dict[str, list[int]] = {}
-    for other, theirs in enumerate(found):
-        ranks_of.setdefault(theirs, []).append(other)
-    shared = next((ranks for theirs, ranks in ranks_of.items() if theirs and len(ranks) > 1), None)
+    for other, name in enumerate(devices):
+        ranks_of.setdefault(name, []).append(other)
+    shared = next((ranks for device, ranks in ranks_of.items() if device and len(ranks) > 1), None)
     if shared is not None:
         raise ConfigError(
-            f"ranks {', '.join(map(str, shared))} are all on the GPU {found[shared[0]]}, which NCCL does not allow. "
+            f"ranks {', '.join(map(str, shared))} are all on the GPU {devices[shared[0]]}, which NCCL does not allow. "
             "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, so that each rank takes the "
             "GPU of its local rank; or let the launcher show each rank one GPU (--gpus-per-task=1)."
         )

@@ -33,8 +33,8 @@ def cgroup_limits(membership: str, root: Path) -> list[int]:
     """
     folders = {root: None, root / "memory": None}
     for line in membership.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, entry = line.partition(":")
+        controllers, _, path = entry.partition(":")
         if number == "0" and not controllers:
             mount = root
         elif "memory" in controllers.split(","):

@@ -40,7 +40,7 @@ class Ranks(Protocol):
     def barrier(self, seconds: float) -> bool:
         """Collective. Return whether all ranks arrive within `seconds`; if not, no other method may be called."""
 
-    def all_or_none(self, what: str, action: Callable[[], T]) -> T:
+    def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise."""
 
     def with_flags(self, *values: int) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ def quantity(number: int, noun: str) -> str:
 
 def shortened(words: Sequence[str], max_shown: int) -> str:
     """Return up to `max_shown` of the words, and the number of those left out: "a, b and 3 more"."""
-    more = f" and {len(words) - max_shown} more" if len(words) > max_shown else ""
-    return ", ".join(words[:max_shown]) + more
+    suffix = f" and {len(words) - max_shown} more" if len(words) > max_shown else ""
+    return ", ".join(words[:max_shown]) + suffix
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -46,30 +46,30 @@ def parse_bytes(text: str, setting: str) -> int:
 
     setting: the option and its value, with which the error begins. Raises ConfigError: the text is not a size above 0.
     """
-    found = NUMBER.fullmatch(text)
+    match = NUMBER.fullmatch(text)
     units = {unit.upper(): number for unit, number in SIZE_UNITS.items()} | {"": 1.0}
     expected = "A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
-    if found is None or not float(found[1]) > 0:
+    if match is None or not float(match[1]) > 0:
         raise ConfigError(f"{setting}: {expected}")
-    if found[2].upper() not in units:
-        raise ConfigError(f"{setting}: the unit {found[2]!r} is not known{_near(found[2], SIZE_UNITS)} {expected}")
-    return int(float(found[1]) * units[found[2].upper()])
+    if match[2].upper() not in units:
+        raise ConfigError(f"{setting}: the unit {match[2]!r} is not known{_near(match[2], SIZE_UNITS)} {expected}")
+    return int(float(match[1]) * units[match[2].upper()])
 
 
-def parse_bandwidth(given: str | float, setting: str) -> float:
+def parse_bandwidth(value: str | float, setting: str) -> float:
     """Return the bytes per second of "25GB/s", "200Gbit/s", "1.5 TiB/s" or a plain number.
 
     setting: the option and its value, with which the error begins.
     Raises ConfigError: the text is not a bandwidth above 0.
     """
     expected = "A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
-    if isinstance(given, str):
-        found = NUMBER.fullmatch(given)
-        if found is None:
+    if isinstance(value, str):
+        match = NUMBER.fullmatch(value)
+        if match is None:
             raise ConfigError(f"{setting}: {expected}")
-        number = float(found[1]) * (_bandwidth_unit(found[2], setting, expected) if found[2] else 1.0)
-    elif isinstance(given, (int, float)) and not isinstance(given, bool):
-        number = float(given)
+        number = float(match[1]) * (_bandwidth_unit(match[2], setting, expected) if match[2] else 1.0)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = float(value)
     else:
         raise ConfigError(f"{setting}: {expected}")
     if not (math.isfinite(number) and number > 0):
@@ -90,16 +90,16 @@ def _bandwidth_unit(unit: str, setting: str, expected: str) -> float:
     if re.fullmatch(r"[KMGT]?i?b/s", unit, re.IGNORECASE) and "b" in unit:
         either = f"{unit[:-3].upper()[:1]}bit/s (bits) or {unit[:-3].capitalize()}B/s (bytes)"
         raise ConfigError(f"{setting}: {unit!r} may be bits or bytes. Write {either}.")
-    known = {name.upper(): number for name, number in BANDWIDTH_UNITS.items()}
-    if unit.upper() not in known:
+    bytes_by_unit = {name.upper(): number for name, number in BANDWIDTH_UNITS.items()}
+    if unit.upper() not in bytes_by_unit:
         raise ConfigError(f"{setting}: the unit {unit!r} is not known{_near(unit, BANDWIDTH_UNITS)} {expected}")
-    return known[unit.upper()]
+    return bytes_by_unit[unit.upper()]
 
 
 def _near(unit: str, units: dict[str, float]) -> str:
     """Return "; did you mean ...?" with similar units, ignoring case."""
-    by_upper = {name.upper(): name for name in units}
-    near = did_you_mean(unit.upper(), by_upper)
-    for upper, name in by_upper.items():
+    unit_names = {name.upper(): name for name in units}
+    near = did_you_mean(unit.upper(), unit_names)
+    for upper, name in unit_names.items():
         near = near.replace(f"{upper!r}", f"{name!r}")
     return near

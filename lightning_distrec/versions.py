@@ -47,7 +47,7 @@ FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Installed:
     """Installed versions; None: not installed."""
 
     torch: str | None = None
@@ -68,8 +68,8 @@ class Found:
     @property
     def fbgemms(self) -> dict[str, str]:
         """Installed fbgemm packages: name -> version."""
-        both = zip(FBGEMM_PACKAGES, (self.fbgemm_cuda, self.fbgemm_cpu), strict=True)
-        return {name: version for name, version in both if version is not None}
+        packages = zip(FBGEMM_PACKAGES, (self.fbgemm_cuda, self.fbgemm_cpu), strict=True)
+        return {name: version for name, version in packages if version is not None}
 
     def __str__(self) -> str:
         torch = f"torch {self.torch} ({self.torch_build.upper()} build)" if self.torch else "no torch"
@@ -99,13 +99,13 @@ def markdown_table() -> str:
     return "\n".join(["| torch | fbgemm-gpu-cpu or fbgemm-gpu | torchrec |", "| --- | --- | --- |", *rows])
 
 
-def fbgemm_for(found: Found) -> str:
+def fbgemm_for(installed: Installed) -> str:
     """Return the fbgemm package for the torch and this machine.
 
     `fbgemm-gpu` needs a CUDA build of torch and, even to be imported, the NVIDIA driver. Where the driver is missing,
     an installed `fbgemm-gpu` stays: a login node or an image may be set up for machines that have the driver.
     """
-    if found.torch_build == "cuda" and (found.has_nvidia_driver or list(found.fbgemms) == ["fbgemm-gpu"]):
+    if installed.torch_build == "cuda" and (installed.has_nvidia_driver or list(installed.fbgemms) == ["fbgemm-gpu"]):
         return "fbgemm-gpu"
     return "fbgemm-gpu-cpu"
 
@@ -123,61 +123,66 @@ def require_matching_versions(*, on_cuda: bool = False) -> None:
         raise VersionError(problem)
 
 
-def problem_with(found: Found, *, on_cuda: bool = False) -> str | None:
+def problem_with(installed: Installed, *, on_cuda: bool = False) -> str | None:
     """Return what is wrong with the installed versions and how to fix it, or None if they match."""
-    triple = triple_for(found.torch or "")
+    triple = triple_for(installed.torch or "")
+    install = f"python -m pip install torch=={DEFAULT_TORCH}"
     if triple is None:
-        why = f"torch must be one of: {supported()}"
-        return _problem(found, why, f"python -m pip install torch=={DEFAULT_TORCH}")
-    if found.torch_build == "rocm":
-        why = "fbgemm is released for CPU and CUDA builds of torch only"
-        return _problem(found, why, f"python -m pip uninstall -y torch && python -m pip install torch=={DEFAULT_TORCH}")
+        reason = f"torch must be one of: {supported()}"
+        return _problem(installed, reason, install)
+    if installed.torch_build == "rocm":
+        reason = "fbgemm is released for CPU and CUDA builds of torch only"
+        return _problem(installed, reason, f"python -m pip uninstall -y torch && {install}")
 
-    fbgemm = fbgemm_for(found)
-    if len(found.fbgemms) > 1:
+    fbgemm = fbgemm_for(installed)
+    if len(installed.fbgemms) > 1:
         other = next(name for name in FBGEMM_PACKAGES if name != fbgemm)
-        why = f"both fbgemm packages write the folder fbgemm_gpu and break each other: {other} must be removed"
-    elif found.fbgemm_cuda and found.torch_build == "cpu":
-        why = "fbgemm-gpu needs a CUDA build of torch and cannot be loaded with a CPU build"
-    elif found.fbgemm_cuda and not found.has_nvidia_driver:
+        reason = f"both fbgemm packages write the folder fbgemm_gpu and break each other: {other} must be removed"
+    elif installed.fbgemm_cuda and installed.torch_build == "cpu":
+        reason = "fbgemm-gpu needs a CUDA build of torch and cannot be loaded with a CPU build"
+    elif installed.fbgemm_cuda and not installed.has_nvidia_driver:
         fbgemm = "fbgemm-gpu-cpu"
-        why = "fbgemm-gpu cannot be loaded without the NVIDIA driver (libnvidia-ml.so.1), which this machine lacks"
-    elif found.fbgemm_cpu and on_cuda:
+        reason = "fbgemm-gpu cannot be loaded without the NVIDIA driver (libnvidia-ml.so.1), which this machine lacks"
+    elif installed.fbgemm_cpu and on_cuda:
         fbgemm = "fbgemm-gpu"
-        why = "fbgemm-gpu-cpu has no CUDA kernels, and the tables are to be on a CUDA device"
-    elif not found.fbgemms:
-        why = "fbgemm is missing"
-    elif minor(next(iter(found.fbgemms.values()))) != minor(triple.fbgemm):
-        fbgemm = next(iter(found.fbgemms))
-        why = "this fbgemm was made for another torch"
-    elif found.fbgemm_cuda and {found.torch_cuda, found.fbgemm_links_cuda} - {"", found.torch_cuda}:
-        needed = found.fbgemm_links_cuda
-        why = f"fbgemm-gpu needs CUDA {needed} (libcudart.so.{needed}), and this torch brings CUDA {found.torch_cuda}"
-        release = (found.torch or "").partition("+")[0]
-        return _problem(found, why, f"python -m pip install torch=={release}+cu{needed}0  # a build for CUDA {needed}")
-    elif found.torchrec is None:
-        why = "torchrec is missing"
-    elif minor(found.torchrec) != minor(triple.torchrec):
-        why = "this torchrec was made for another torch"
+        reason = "fbgemm-gpu-cpu has no CUDA kernels, and the tables are to be on a CUDA device"
+    elif not installed.fbgemms:
+        reason = "fbgemm is missing"
+    elif minor(next(iter(installed.fbgemms.values()))) != minor(triple.fbgemm):
+        fbgemm = next(iter(installed.fbgemms))
+        reason = "this fbgemm was made for another torch"
+    elif installed.fbgemm_cuda and {installed.torch_cuda, installed.fbgemm_links_cuda} - {"", installed.torch_cuda}:
+        needed = installed.fbgemm_links_cuda
+        reason = (
+            f"fbgemm-gpu needs CUDA {needed} (libcudart.so.{needed}), and this torch brings CUDA {installed.torch_cuda}"
+        )
+        release = (installed.torch or "").partition("+")[0]
+        return _problem(
+            installed, reason, f"python -m pip install torch=={release}+cu{needed}0  # a build for CUDA {needed}"
+        )
+    elif installed.torchrec is None:
+        reason = "torchrec is missing"
+    elif minor(installed.torchrec) != minor(triple.torchrec):
+        reason = "this torchrec was made for another torch"
     else:
         return None
 
     matching = f"Torch {triple.torch} needs {fbgemm} {minor(triple.fbgemm)} and torchrec {minor(triple.torchrec)}"
     command = f"python -m pip install --no-deps {fbgemm}=={triple.fbgemm} torchrec=={triple.torchrec}"
-    if set(found.fbgemms) - {fbgemm}:
+    if set(installed.fbgemms) - {fbgemm}:
         # Uninstalling one removes files of the other, so both are uninstalled before the right one is installed.
-        command = f"python -m pip uninstall -y {' '.join(found.fbgemms)} && {command}"
-    return _problem(found, f"{why}. {matching}", command)
+        command = f"python -m pip uninstall -y {' '.join(installed.fbgemms)} && {command}"
+    return _problem(installed, f"{reason}. {matching}", command)
 
 
-def _problem(found: Found, why: str, command: str) -> str:
-    return f"Installed: {found}. These versions do not match: {why}. To fix this, run:\n\n    {command}\n"
+def _problem(installed: Installed, reason: str, command: str) -> str:
+    return f"Installed: {installed}. These versions do not match: {reason}. To fix this, run:\n\n    {command}\n"
 
 
-def find_installed() -> Found:
+def find_installed() -> Installed:
     """Read the versions from the packages' metadata, without importing the packages."""
     torch = _version_of("torch")
-    return Found(
+    return Installed(
         torch=torch,
         torch_build=build_of(torch, _torch_version_file()) if torch else "cpu",
         fbgemm_cuda=_version_of("fbgemm-gpu"),
@@ -216,8 +221,8 @@ def linked_cuda(folder: str | Path = "") -> str:
     for library in sorted(Path(folder).glob("*.so")) if folder else ():
         if library.stat().st_size:
             with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                if found := re.search(rb"libcudart\.so\.(\d+)", content):
-                    return found[1].decode()
+                if match := re.search(rb"libcudart\.so\.(\d+)", content):
+                    return match[1].decode()
     return ""
 
 
@@ -246,48 +251,48 @@ def _has_nvidia_driver() -> bool:
     return True
 
 
-def torch_to_install(found: Found, wanted: str) -> str:
+def torch_to_install(installed: Installed, requested: str) -> str:
     """Return the torch to install, as "torch==2.13.0": the wanted, else the installed, else the default one.
 
     wanted: "torch==X.Y.Z", or empty. Raises ValueError: it is no single version, or none of the table's.
     """
-    if not wanted:
-        return f"torch=={found.torch or DEFAULT_TORCH}"
-    match = re.fullmatch(r"torch==(\d+\.\d+\.\d+\S*)", wanted.strip())
+    if not requested:
+        return f"torch=={installed.torch or DEFAULT_TORCH}"
+    match = re.fullmatch(r"torch==(\d+\.\d+\.\d+\S*)", requested.strip())
     if match is None:
-        raise ValueError(f"TORCH={wanted!r} names no single version. Write it as TORCH=torch=={DEFAULT_TORCH}.")
+        raise ValueError(f"TORCH={requested!r} names no single version. Write it as TORCH=torch=={DEFAULT_TORCH}.")
     if triple_for(match[1]) is None:
-        raise ValueError(f"TORCH={wanted!r} has no matching fbgemm in the table. Use one of: {supported()}.")
+        raise ValueError(f"TORCH={requested!r} has no matching fbgemm in the table. Use one of: {supported()}.")
     return f"torch=={match[1]}"
 
 
-def matching(found: Found, wanted_fbgemm: str) -> list[str]:
+def matching(installed: Installed, requested_fbgemm: str) -> list[str]:
     """Return the fbgemm and torchrec that match the installed torch, as pip's requirements.
 
     wanted_fbgemm: one of FBGEMM_PACKAGES, or empty for the one that `fbgemm_for` chooses.
     Raises ValueError: torch is not one of the table's, or the wanted fbgemm does not work with it.
     """
-    triple = triple_for(found.torch or "")
-    if triple is None or found.torch_build == "rocm":
-        raise ValueError(problem_with(found))
-    if wanted_fbgemm not in ("", *FBGEMM_PACKAGES):
-        raise ValueError(f"FBGEMM={wanted_fbgemm!r} is no fbgemm package. Use one of: {', '.join(FBGEMM_PACKAGES)}.")
-    if wanted_fbgemm == "fbgemm-gpu" and found.torch_build == "cpu":
+    triple = triple_for(installed.torch or "")
+    if triple is None or installed.torch_build == "rocm":
+        raise ValueError(problem_with(installed))
+    if requested_fbgemm not in ("", *FBGEMM_PACKAGES):
+        raise ValueError(f"FBGEMM={requested_fbgemm!r} is no fbgemm package. Use one of: {', '.join(FBGEMM_PACKAGES)}.")
+    if requested_fbgemm == "fbgemm-gpu" and installed.torch_build == "cpu":
         raise ValueError(
-            f"FBGEMM={wanted_fbgemm!r} cannot be loaded with torch {found.torch}, which is a CPU build. Install a CUDA "
-            "build of torch first, or leave FBGEMM unset."
+            f"FBGEMM={requested_fbgemm!r} cannot be loaded with torch {installed.torch}, which is a CPU build. Install "
+            "a CUDA build of torch first, or leave FBGEMM unset."
         )
-    return [f"{wanted_fbgemm or fbgemm_for(found)}=={triple.fbgemm}", f"torchrec=={triple.torchrec}"]
+    return [f"{requested_fbgemm or fbgemm_for(installed)}=={triple.fbgemm}", f"torchrec=={triple.torchrec}"]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print what the arguments ask for; returns the exit status."""
-    command, wanted = (*arguments, "", "")[:2]
+    command, requested = (*arguments, "", "")[:2]
     try:
         if command == "torch":
-            print(torch_to_install(find_installed(), wanted))
+            print(torch_to_install(find_installed(), requested))
         elif command == "matching":
-            print(*matching(find_installed(), wanted))
+            print(*matching(find_installed(), requested))
         elif command == "table":
             print(markdown_table())
         else:

@@ -89,7 +89,7 @@ class Consensus:
             return False
         return True
 
-    def all_or_none(self, what: str, action: Callable[[], T]) -> T:
+    def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise.
 
         The rank that failed raises its own exception. The others raise the same exception of ours with the same
@@ -108,7 +108,7 @@ class Consensus:
                 name, message = report
                 kind = getattr(errors, name, None)
                 if kind is None:
-                    raise errors.RankError(f"rank {rank} failed in {what}: {name}: {message}")
+                    raise errors.RankError(f"rank {rank} failed in {activity}: {name}: {message}")
                 raise kind(f"rank {rank}: {message}")
         return result  # type: ignore[return-value]
 

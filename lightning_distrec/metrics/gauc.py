@@ -9,8 +9,13 @@ from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
 from lightning_distrec.errors import ConfigError, DataError
-from lightning_distrec.metrics.auc_formulas import bins_of, pairs_by_group, pairs_of_bins
-from lightning_distrec.metrics.examples import flat_examples, sum_over_ranks
+from lightning_distrec.metrics.click_metrics import (
+    bins_of,
+    flat_examples,
+    pairs_by_group,
+    pairs_of_bins,
+    sum_over_ranks,
+)
 
 DTYPES = {"preds": torch.float32, "labels": torch.bool, "users": torch.int64}
 
@@ -73,10 +78,12 @@ class GAUC(Metric):
             for name, values in zip(DTYPES, (preds, labels, users), strict=True):
                 getattr(self, name).append(values.to(DTYPES[name]))
             return
-        known = (users >= 0) & (users < self.num_users) & ~preds.isnan()
-        places = torch.where(known, (users.long() * self.bins + bins_of(preds, self.bins, self.from_logits)) * 2, 0)
-        self.counts = self.counts.index_add(0, places + (labels > 0.5).long() * known, known.int())
-        self.beyond = self.beyond + (~known).sum()
+        is_counted = (users >= 0) & (users < self.num_users) & ~preds.isnan()
+        places = torch.where(
+            is_counted, (users.long() * self.bins + bins_of(preds, self.bins, self.from_logits)) * 2, 0
+        )
+        self.counts = self.counts.index_add(0, places + (labels > 0.5).long() * is_counted, is_counted.int())
+        self.beyond = self.beyond + (~is_counted).sum()
 
     @override
     def sync(self, *args: Any, **options: Any) -> None:
@@ -109,11 +116,11 @@ class GAUC(Metric):
             in_order, pairs, unsure = pairs_of_bins(counts)
             sizes = counts.sum((1, 2)).double()
         else:
-            kept = (dim_zero_cat(getattr(self, name)) for name in ("users", "preds", "labels"))
-            in_order, pairs, sizes = pairs_by_group(*kept)
+            examples = (dim_zero_cat(getattr(self, name)) for name in ("users", "preds", "labels"))
+            in_order, pairs, sizes = pairs_by_group(*examples)
             unsure = torch.zeros_like(pairs)
         counted = pairs > 0
         weights = torch.where(counted, sizes if self.weighting == "examples" else 1.0, 0)
-        shares = [torch.where(counted, each / pairs, 0) for each in (in_order, unsure)]
+        shares = [torch.where(counted, numerator / pairs, 0) for numerator in (in_order, unsure)]
         mean, bound = ((share * weights).sum() / weights.sum() for share in shares)
         return mean.float(), bound.float()

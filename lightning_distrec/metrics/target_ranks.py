@@ -1,13 +1,312 @@
-"""Ranks targets among candidates of all ranks, of which each rank holds a slice."""
+"""The rank of each target among candidates: by scores on this rank, or by vectors of which each rank holds a slice."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from lightning_distrec.errors import DataError
-from lightning_distrec.metrics.candidate_block import CandidateBlock
-from lightning_distrec.metrics.ranking import check_ties
-from lightning_distrec.metrics.rounds import Rounds, filled, widened
+from lightning_distrec.errors import ConfigError, DataError
+
+TIES = ("last", "first", "id")
+
+
+@torch.no_grad()
+def ranks_in_scores(scores: Tensor, targets: Tensor, excluded: Tensor | None = None, ties: str = "last") -> Tensor:
+    """Return the rank of each target among all candidates: 1 for the highest score.
+
+    scores: (queries, candidates). targets: (queries,) or (queries, targets), indices of candidates; -1: no target here.
+    excluded: (queries, any number), indices of candidates that do not count, such as those already seen; -1 pads.
+        A target counts, even if it is excluded as well.
+    ties: where a target stands among candidates of its score. "last": behind all of them, so that a model which scores
+        everything alike gets the worst rank; "first": before them; "id": ordered by index, as a stable sort does.
+    Returns ranks in the shape of targets, int64; 0 where there is no target. A score that is NaN is a lowest one.
+    Raises ConfigError: shapes or ties do not fit. An index beyond the candidates is torch's error.
+    """
+    check_ties(ties)
+    if scores.ndim != 2 or targets.ndim not in (1, 2) or len(targets) != len(scores):
+        raise ConfigError(
+            f"scores {tuple(scores.shape)} and targets {tuple(targets.shape)} do not fit: scores are (queries, "
+            "candidates), targets (queries,) or (queries, targets)."
+        )
+    columns = targets if targets.ndim == 2 else targets[:, None]
+    values = without_nan(scores)
+    target_scores = values.gather(1, columns.clamp_min(0))
+    places = torch.arange(scores.shape[1], device=scores.device)
+    num_better = count_before(mask_excluded(values, columns, excluded), target_scores, columns, ties, columns, places)
+    return torch.where(columns >= 0, num_better + 1, 0).view_as(targets)
+
+
+def check_ties(ties: str) -> None:
+    """Raise ConfigError for an unknown rule."""
+    if ties not in TIES:
+        raise ConfigError(f"ties={ties!r} is unknown. Set one of {', '.join(map(repr, TIES))}.")
+
+
+def without_nan(scores: Tensor) -> Tensor:
+    """Return scores with NaN as the lowest; a NaN that compares with nothing would get a target the first rank."""
+    return torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def mask_excluded(scores: Tensor, targets: Tensor, excluded: Tensor | None) -> Tensor:
+    """Return scores in which excluded candidates are NaN, which is neither above nor equal to anything.
+
+    targets, excluded: (queries, any number), columns of scores; negative ones are none.
+    """
+    if excluded is None or not excluded.numel() or not scores.numel():
+        return scores
+    # A column more takes what is no column: its value is not looked at again.
+    padded = torch.nn.functional.pad(scores, (0, 1))
+    spare = scores.shape[1]
+    target_columns = torch.where(targets >= 0, targets, spare)
+    target_scores = padded.gather(1, target_columns)
+    padded.scatter_(1, torch.where(excluded >= 0, excluded, spare), torch.nan)
+    return padded.scatter_(1, target_columns, target_scores)[:, :spare]
+
+
+def count_before(
+    scores: Tensor, target_scores: Tensor, columns: Tensor, ties: str, ids: Tensor, places: Tensor
+) -> Tensor:
+    """Return how many of these candidates stand before each target, (queries, targets).
+
+    wanted: the targets' scores. columns: their columns of scores, negative where they are not among these candidates.
+    ids: the targets' ids. places: (candidates,), the ids of these candidates.
+    """
+    counts = []
+    for score, column, id_ in zip(target_scores.unbind(1), columns.unbind(1), ids.unbind(1), strict=True):
+        if ties == "last":
+            # The target equals itself.
+            count = (scores >= score[:, None]).sum(1) - (column >= 0).long()
+        else:
+            is_better = scores > score[:, None]
+            if ties == "id":
+                is_better |= (scores == score[:, None]) & (places < id_[:, None])
+            count = is_better.sum(1)
+        counts.append(count)
+    return torch.stack(counts, dim=1)
+
+
+class CandidateBlock:
+    """This rank's candidates.
+
+    vectors: (candidates, dim). ids: (candidates,), or None: numbered from first_id.
+    rows_per_block: candidates that are scored at a time.
+    """
+
+    def __init__(self, vectors: Tensor, ids: Tensor | None, first_id: int, rows_per_block: int) -> None:
+        if ids is None:
+            ids = torch.arange(first_id, first_id + len(vectors), device=vectors.device)
+        self._vectors, self._ids, self._rows = vectors, ids, rows_per_block
+        self._sorted, self._order = torch.sort(ids)
+        self._latest_scores: Tensor | None = None
+        """Scores of the latest queries, where one block holds all candidates."""
+
+    def scores_of_targets(self, queries: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of those targets that are here, else 0; and 1 where they are here, else 0."""
+        self._latest_scores = None
+        columns = self._columns(targets)
+        counts = torch.zeros_like(targets, dtype=queries.dtype)
+        scores = torch.zeros_like(counts)
+        for first, values in self._blocks(queries):
+            is_inside, inside = _inside(columns, first, values.shape[1])
+            scores = torch.where(is_inside, values.gather(1, inside), scores)
+            counts += is_inside
+        return scores, counts
+
+    def count_before(self, queries: Tensor, targets: Tensor, scores: Tensor, excluded: Tensor, ties: str) -> Tensor:
+        """Return how many candidates here stand before each target, int64; after `scores_of_targets` of the same."""
+        columns, left_out = self._columns(targets), self._columns(excluded)
+        counts = torch.zeros_like(targets)
+        for first, values in self._blocks(queries):
+            target_columns = _relative(columns, first, values.shape[1])
+            values = mask_excluded(values, target_columns, _relative(left_out, first, values.shape[1]))
+            places = self._ids[first : first + values.shape[1]]
+            counts += count_before(values, scores, target_columns, ties, targets, places)
+        self._latest_scores = None
+        return counts
+
+    def _blocks(self, queries: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each block's first column, and its scores: (queries, columns), the same bits each time."""
+        for first in range(0, len(self._vectors), self._rows):
+            if self._latest_scores is not None:
+                yield first, self._latest_scores
+                continue
+            with torch.autocast(queries.device.type, enabled=False):
+                values = without_nan(queries @ self._vectors[first : first + self._rows].T)
+            self._latest_scores = values if self._rows >= len(self._vectors) else None
+            yield first, values
+
+    def _columns(self, ids: Tensor) -> Tensor:
+        """Return the columns of ids, -1 where they are not here."""
+        if not len(self._sorted):
+            return torch.full_like(ids, -1)
+        places = torch.searchsorted(self._sorted, ids.contiguous()).clamp_max(len(self._sorted) - 1)
+        return torch.where(self._sorted[places] == ids, self._order[places], -1)
+
+
+def _inside(columns: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return which columns are in a block, and their places in it; 0 for others."""
+    block_columns = _relative(columns, first, length)
+    return block_columns >= 0, block_columns.clamp_min(0)
+
+
+def _relative(columns: Tensor, first: int, length: int) -> Tensor:
+    return torch.where((columns >= first) & (columns < first + length), columns - first, -1)
+
+
+COPIES = 4
+"""Tensors of the size of the scores that exist at a time, masks among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """What all ranks know of a call. Iterating yields this rank's queries of each round, as a slice, maybe empty."""
+
+    ranks: int
+    """Ranks that exchange queries; 1 where every rank has all candidates."""
+    rank: int
+    count: int
+    queries: int
+    """Queries of each rank in a round."""
+    targets: int
+    excluded: int
+    """Width of targets, and of excluded ids."""
+    first_id: int
+    rows_per_block: int
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def gathered(
+        cls,
+        queries: Tensor,
+        targets: Tensor,
+        candidates: Tensor,
+        num_candidates: int,
+        ids: Tensor | None,
+        excluded: Tensor | None,
+        max_bytes: int,
+        group: dist.ProcessGroup | None,
+    ) -> "Rounds":
+        """Collective. Exchange shapes. Raises ConfigError on every rank: those of a rank do not fit."""
+        problem = _problem_of(queries, targets, candidates, num_candidates, ids, excluded, max_bytes)
+        is_double = torch.float64 in (queries.dtype, candidates.dtype)
+        width = 1 if targets.ndim < 2 else targets.shape[1]
+        width_excluded = 0 if excluded is None or excluded.ndim < 2 else excluded.shape[1]
+        local_header = [bool(problem), len(queries), len(candidates), num_candidates, max_bytes]
+        local_header += [candidates.shape[-1], width, is_double, width_excluded]
+        header = torch.tensor(local_header, device=candidates.device)
+        headers = torch.stack(_all_gather(header, group)).tolist()
+        problems, num_queries, held, *equal_values, excluded_widths = map(list, zip(*headers, strict=True))
+        rank = dist.get_rank(group) if len(held) > 1 else 0
+        if problem:
+            raise ConfigError(f"target_ranks: {problem}")
+        if any(problems):
+            raise ConfigError(
+                f"target_ranks: arguments of rank {problems.index(1)} do not fit; its own error says why."
+            )
+        for name, values in zip(
+            ("num_candidates", "max_bytes", "dim", "targets per query", "dtype"), equal_values, strict=True
+        ):
+            if len(set(values)) > 1:
+                raise ConfigError(f"target_ranks: {name} differs between ranks: {values}. It must be the same.")
+        if set(held) == {num_candidates}:
+            num_queries, held, rank, first_id = num_queries[rank : rank + 1], held[:1], 0, 0
+        elif sum(held) == num_candidates:
+            first_id = sum(held[:rank])
+        else:
+            raise ConfigError(
+                f"target_ranks: ranks hold {held} candidates: neither slices of num_candidates={num_candidates}, nor "
+                "all of them on every rank. Pass candidates[slice_of_rank(num_candidates)]."
+            )
+        bytes_per_score = COPIES * (8 if is_double else 4)
+        size = max(1, min(max(num_queries), max_bytes // (bytes_per_score * len(held) * max(1, *held, 1))))
+        return cls(
+            ranks=len(held),
+            rank=rank,
+            count=math.ceil(max(num_queries) / size),
+            queries=size,
+            targets=width,
+            excluded=max(excluded_widths),
+            first_id=first_id,
+            rows_per_block=max(1, max_bytes // (bytes_per_score * len(held) * size)),
+            dtype=torch.float64 if is_double else torch.float32,
+            group=group,
+        )
+
+    def __iter__(self) -> Iterator[slice]:
+        return (slice(number * self.queries, (number + 1) * self.queries) for number in range(self.count))
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Collective. Return all ranks' rows, rank after rank."""
+        return rows if self.ranks == 1 else torch.cat(_all_gather(rows, self.group))
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Collective. Return the sums over all ranks, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """Collective. Return the maxima over all ranks, in place, also where each works by itself."""
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def of_this_rank(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of what `all_gather` has joined."""
+        return rows[self.rank * self.queries : (self.rank + 1) * self.queries]
+
+
+def filled(rows: Tensor, length: int, value: int) -> Tensor:
+    """Return rows with further ones of `value` below, `length` in all."""
+    return functional.pad(rows, (0, 0, 0, length - len(rows)), value=value).contiguous()
+
+
+def widened(ids: Tensor, width: int) -> Tensor:
+    """Return ids with further columns of -1."""
+    return functional.pad(ids, (0, width - ids.shape[1]), value=-1)
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
+def _problem_of(
+    queries: Tensor,
+    targets: Tensor,
+    candidates: Tensor,
+    num_candidates: int,
+    ids: Tensor | None,
+    excluded: Tensor | None,
+    max_bytes: int,
+) -> str:
+    """Return what is wrong with this rank's arguments; the others learn that something is."""
+    if queries.ndim != 2 or candidates.ndim != 2 or queries.shape[1] != candidates.shape[1]:
+        return (
+            f"queries {tuple(queries.shape)} and candidates {tuple(candidates.shape)} must be (number, the same dim)."
+        )
+    if targets.ndim not in (1, 2) or len(targets) != len(queries) or targets.dtype != torch.int64:
+        return (
+            f"targets {tuple(targets.shape)} of {targets.dtype} must be int64, ({len(queries)},) or ({len(queries)}, "
+            "targets), one row for each query."
+        )
+    if excluded is not None and (excluded.ndim != 2 or len(excluded) != len(queries) or excluded.dtype != torch.int64):
+        return f"excluded {tuple(excluded.shape)} of {excluded.dtype} must be int64, ({len(queries)}, any number)."
+    if ids is not None and (ids.shape != candidates.shape[:1] or ids.dtype != torch.int64):
+        return f"ids {tuple(ids.shape)} of {ids.dtype} must be int64, ({len(candidates)},), one for each candidate."
+    if ids is not None and (len(ids.unique()) < len(ids) or (len(ids) and int(ids.min()) < 0)):
+        return "ids must be distinct and not negative."
+    if num_candidates < 1 or max_bytes < 1:
+        return f"num_candidates={num_candidates} and max_bytes={max_bytes} must be at least 1."
+    return ""
 
 
 def slice_of_rank(num_candidates: int, group: dist.ProcessGroup | None = None) -> slice:
@@ -17,9 +316,9 @@ def slice_of_rank(num_candidates: int, group: dist.ProcessGroup | None = None) -
     """
     several = dist.is_available() and dist.is_initialized()
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if several else (1, 0)
-    size, more = divmod(num_candidates, ranks)
-    first = rank * size + min(rank, more)
-    return slice(first, first + size + (rank < more))
+    size, remainder = divmod(num_candidates, ranks)
+    first = rank * size + min(rank, remainder)
+    return slice(first, first + size + (rank < remainder))
 
 
 @torch.no_grad()
@@ -53,31 +352,31 @@ def target_ranks(
     """
     check_ties(ties)
     rounds = Rounds.gathered(queries, targets, candidates, num_candidates, ids, excluded, max_bytes, group)
-    wanted = targets.reshape(len(targets), rounds.targets)
-    left_out = wanted[:, :0] if excluded is None else excluded
-    asked = torch.cat([wanted, widened(left_out, rounds.excluded)], dim=1)
+    local_targets = targets.reshape(len(targets), rounds.targets)
+    local_excluded = local_targets[:, :0] if excluded is None else excluded
+    local_ids = torch.cat([local_targets, widened(local_excluded, rounds.excluded)], dim=1)
     block = CandidateBlock(candidates.to(rounds.dtype), ids, rounds.first_id, rounds.rows_per_block)
-    ranks = [wanted[:0]]
-    missing = wanted.new_full((2,), -1)
-    for mine in rounds:
-        vectors = rounds.all_gather(filled(queries[mine].to(rounds.dtype), rounds.queries, 0))
-        everybodys = rounds.all_gather(filled(asked[mine], rounds.queries, -1))
-        their_targets, their_excluded = everybodys[:, : rounds.targets], everybodys[:, rounds.targets :]
-        scores, found = rounds.all_reduce(torch.stack(block.scores_of_targets(vectors, their_targets)))
-        before = block.count_before(vectors, their_targets, scores, their_excluded, ties)
-        present = their_targets >= 0
-        in_order = torch.where(present, rounds.all_reduce(before) + 1, 0)
-        ranks.append(rounds.of_this_rank(in_order)[: len(queries[mine])])
+    ranks = [local_targets[:0]]
+    missing = local_targets.new_full((2,), -1)
+    for round_queries in rounds:
+        vectors = rounds.all_gather(filled(queries[round_queries].to(rounds.dtype), rounds.queries, 0))
+        gathered_ids = rounds.all_gather(filled(local_ids[round_queries], rounds.queries, -1))
+        all_targets, all_excluded = gathered_ids[:, : rounds.targets], gathered_ids[:, rounds.targets :]
+        scores, num_holders = rounds.all_reduce(torch.stack(block.scores_of_targets(vectors, all_targets)))
+        num_better = block.count_before(vectors, all_targets, scores, all_excluded, ties)
+        present = all_targets >= 0
+        in_order = torch.where(present, rounds.all_reduce(num_better) + 1, 0)
+        ranks.append(rounds.of_this_rank(in_order)[: len(queries[round_queries])])
         absent = torch.stack([
-            torch.where(present & wrong, their_targets, -1).amax() for wrong in (found < 1, found > 1)
+            torch.where(present & wrong, all_targets, -1).amax() for wrong in (num_holders < 1, num_holders > 1)
         ])
         missing = torch.maximum(missing, absent)
     # Also where all ranks hold all candidates, and each has met its own targets alone.
     absent, twice = rounds.all_reduce_max(missing).tolist()
     if max(absent, twice) >= 0:
-        what = f"target {absent} is no candidate" if absent >= 0 else f"target {twice} is a candidate twice"
+        problem = f"target {absent} is no candidate" if absent >= 0 else f"target {twice} is a candidate twice"
         raise DataError(
-            f"target_ranks: {what}, of {num_candidates} on all ranks. Targets are ids of candidates (ids=...), or "
+            f"target_ranks: {problem}, of {num_candidates} on all ranks. Targets are ids of candidates (ids=...), or "
             "places among them; -1 stands for no target."
         )
     return torch.cat(ranks).view_as(targets)

@@ -30,12 +30,12 @@ class TaskMetrics(nn.Module):
     ) -> None:
         super().__init__()
         collection = MetricCollection(dict(metrics))
-        by_task = nn.ModuleDict({task: collection.clone(prefix=f"{prefix}{task}/") for task in tasks})
-        self.tasks = cast(dict[str, MetricCollection], by_task)
+        collections = nn.ModuleDict({task: collection.clone(prefix=f"{prefix}{task}/") for task in tasks})
+        self.tasks = cast(dict[str, MetricCollection], collections)
         self.ignore_index = ignore_index
 
     def update(
-        self, preds: Mapping[str, Tensor] | Tensor, labels: Mapping[str, Tensor] | Tensor, **others: Any
+        self, preds: Mapping[str, Tensor] | Tensor, labels: Mapping[str, Tensor] | Tensor, **columns: Any
     ) -> None:
         """Add examples. preds, labels: of each task by its name, or (examples, tasks) in the order of tasks.
 
@@ -43,15 +43,17 @@ class TaskMetrics(nn.Module):
             or by task.
         Raises ConfigError: tasks are missing, or there are too many.
         """
-        by_task = [self._by_task(what, values) for what, values in (("preds", preds), ("labels", labels))]
+        task_values = [self._by_task(name, values) for name, values in (("preds", preds), ("labels", labels))]
         for task, collection in self.tasks.items():
-            its_preds, its_labels = (values[task] for values in by_task)
-            more = {name: other[task] if isinstance(other, Mapping) else other for name, other in others.items()}
+            its_preds, its_labels = (values[task] for values in task_values)
+            task_columns = {
+                name: other[task] if isinstance(other, Mapping) else other for name, other in columns.items()
+            }
             if self.ignore_index is not None:
                 counts = its_labels != self.ignore_index
                 its_preds, its_labels = its_preds[counts], its_labels[counts]
-                more = {name: other[counts] for name, other in more.items()}
-            collection.update(its_preds, its_labels, **more)
+                task_columns = {name: other[counts] for name, other in task_columns.items()}
+            collection.update(its_preds, its_labels, **task_columns)
 
     def compute(self) -> dict[str, Tensor]:
         """Collective. Return task/metric -> value over all ranks."""
@@ -70,15 +72,15 @@ class TaskMetrics(nn.Module):
             for name, metric in collection.items(keep_base=False, copy_state=False)
         }
 
-    def _by_task(self, what: str, values: Mapping[str, Tensor] | Tensor) -> Mapping[str, Tensor]:
+    def _by_task(self, argument: str, values: Mapping[str, Tensor] | Tensor) -> Mapping[str, Tensor]:
         names: Sequence[str] = list(self.tasks)
         if isinstance(values, Tensor):
             if values.ndim != 2 or values.shape[1] != len(names):
                 raise ConfigError(
-                    f"TaskMetrics: {what} {tuple(values.shape)} must be (examples, {len(names)}), a column for each of "
-                    f"{names}."
+                    f"TaskMetrics: {argument} {tuple(values.shape)} must be (examples, {len(names)}), a column "
+                    f"for each of {names}."
                 )
             return dict(zip(names, values.unbind(1), strict=True))
         if set(values) != set(names):
-            raise ConfigError(f"TaskMetrics: {what} are of {sorted(values)}; the tasks are {sorted(names)}.")
+            raise ConfigError(f"TaskMetrics: {argument} are of {sorted(values)}; the tasks are {sorted(names)}.")
         return values

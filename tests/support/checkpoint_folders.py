@@ -19,7 +19,7 @@ class SingleRank:
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def all_or_none(self, what: str, action: Any) -> Any:
+    def all_or_none(self, activity: str, action: Any) -> Any:
         return action()
 
 

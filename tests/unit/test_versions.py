@@ -10,7 +10,7 @@ from lightning_distrec.errors import DistRecError, VersionError
 from lightning_distrec.versions import (
     DEFAULT_TORCH,
     TRIPLES,
-    Found,
+    Installed,
     build_of,
     cuda_of,
     linked_cuda,
@@ -22,12 +22,12 @@ from lightning_distrec.versions import (
     triple_for,
 )
 
-CPU = Found(torch="2.13.0+cpu", torch_build="cpu", fbgemm_cpu="1.8.0", torchrec="1.8.0")
-CUDA = Found(torch="2.13.0+cu130", torch_build="cuda", fbgemm_cuda="1.8.0", torchrec="1.8.0", has_nvidia_driver=True)
+CPU = Installed(torch="2.13.0+cpu", torch_build="cpu", fbgemm_cpu="1.8.0", torchrec="1.8.0")
+CUDA = Installed(torch="2.13.0+cu130", torch_build="cuda", fbgemm_cuda="1.8.0", torchrec="1.8.0", has_nvidia_driver=True)
 
 
-def changed(found: Found, **changes: object) -> Found:
-    return Found(**{**vars(found), **changes})
+def changed(found: Installed, **changes: object) -> Installed:
+    return Installed(**{**vars(found), **changes})
 
 
 # ------------------------------------------------------------------------------------------------------- the check
@@ -50,7 +50,7 @@ def test_local_suffixes_and_patch_releases_match_by_minor(torch):
 @pytest.mark.parametrize(
     ("found", "because"),
     [
-        (Found(), "no torch, no fbgemm, no torchrec"),
+        (Installed(), "no torch, no fbgemm, no torchrec"),
         (changed(CPU, torch=None), "torch must be one of"),
         (changed(CPU, torch="2.15.0"), "one of: torch 2.11 with fbgemm 1.6 and torchrec 1.6, .* torch 2.14"),
         (changed(CPU, torch="2.1.3"), "torch must be one of"),
@@ -91,7 +91,7 @@ def test_fbgemm_without_cuda_kernels_is_an_error_only_where_the_tables_are_on_cu
 @pytest.mark.parametrize(
     ("found", "line"),
     [
-        (Found(), f"python -m pip install torch=={DEFAULT_TORCH}"),
+        (Installed(), f"python -m pip install torch=={DEFAULT_TORCH}"),
         (changed(CPU, torchrec=None), "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
         (
             changed(CUDA, torch="2.11.0", fbgemm_cuda="1.8.0"),
@@ -153,7 +153,7 @@ def test_the_build_of_torch_is_read_from_its_version_and_else_from_its_version_f
 
 
 def test_torch_is_the_wanted_one_else_the_installed_one_else_the_default():
-    assert torch_to_install(Found(), "") == f"torch=={DEFAULT_TORCH}"
+    assert torch_to_install(Installed(), "") == f"torch=={DEFAULT_TORCH}"
     assert torch_to_install(CPU, "") == "torch==2.13.0+cpu"
     assert torch_to_install(CPU, "torch==2.14.0") == "torch==2.14.0"
     assert torch_to_install(CPU, "torch==2.13.0+cu130") == "torch==2.13.0+cu130"
@@ -162,15 +162,15 @@ def test_torch_is_the_wanted_one_else_the_installed_one_else_the_default():
 @pytest.mark.parametrize(
     ("found", "wanted", "requirements"),
     [
-        (Found(torch="2.13.0+cpu"), "", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
-        (Found(torch="2.11.0"), "", "fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1"),
+        (Installed(torch="2.13.0+cpu"), "", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
+        (Installed(torch="2.11.0"), "", "fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1"),
         (
-            Found(torch="2.14.1+cu130", torch_build="cuda", has_nvidia_driver=True),
+            Installed(torch="2.14.1+cu130", torch_build="cuda", has_nvidia_driver=True),
             "",
             "fbgemm-gpu==1.9.0 torchrec==1.9.0",
         ),
-        (Found(torch="2.13.0", torch_build="cuda"), "", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),  # no driver
-        (Found(torch="2.13.0", torch_build="cuda"), "fbgemm-gpu", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),
+        (Installed(torch="2.13.0", torch_build="cuda"), "", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),  # no driver
+        (Installed(torch="2.13.0", torch_build="cuda"), "fbgemm-gpu", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),
         (changed(CUDA, has_nvidia_driver=False), "", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),  # it was chosen before
         (changed(CUDA, fbgemm_cpu="1.8.0"), "", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),
         (CUDA, "fbgemm-gpu-cpu", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
@@ -182,7 +182,7 @@ def test_fbgemm_and_torchrec_are_chosen_by_torch_its_build_and_the_driver(found,
 
 @pytest.mark.parametrize(
     ("found", "torch", "because"),
-    [(Found(), "torch>=2.13", "names no single version"), (Found(), "torch==2.15.0", "no matching fbgemm")],
+    [(Installed(), "torch>=2.13", "names no single version"), (Installed(), "torch==2.15.0", "no matching fbgemm")],
 )
 def test_a_torch_that_cannot_be_installed_is_refused(found, torch, because):
     with pytest.raises(ValueError, match=because):
