@@ -95,8 +95,8 @@ def refuse_absent(module: nn.Module, strategy: str) -> None:
     )
     if absent_name is not None:
         raise ConfigError(
-            f"{strategy}: '{absent_name}' has no values on this rank, because an earlier run under pipeline_parallel kept "
-            "those of its stage. Call trainer.strategy.unshard() of that run first, or build a new module."
+            f"{strategy}: '{absent_name}' has no values on this rank, because an earlier run under pipeline_parallel "
+            "kept those of its stage. Call trainer.strategy.unshard() of that run first, or build a new module."
         )
 
 

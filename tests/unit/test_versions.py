@@ -23,22 +23,24 @@ from lightning_distrec.versions import (
 )
 
 CPU = Installed(torch="2.13.0+cpu", torch_build="cpu", fbgemm_cpu="1.8.0", torchrec="1.8.0")
-CUDA = Installed(torch="2.13.0+cu130", torch_build="cuda", fbgemm_cuda="1.8.0", torchrec="1.8.0", has_nvidia_driver=True)
+CUDA = Installed(
+    torch="2.13.0+cu130", torch_build="cuda", fbgemm_cuda="1.8.0", torchrec="1.8.0", has_nvidia_driver=True
+)
 
 
-def changed(found: Installed, **changes: object) -> Installed:
-    return Installed(**{**vars(found), **changes})
+def changed(installed: Installed, **changes: object) -> Installed:
+    return Installed(**{**vars(installed), **changes})
 
 
 # ------------------------------------------------------------------------------------------------------- the check
 
 
-@pytest.mark.parametrize("found", [CPU, CUDA])
+@pytest.mark.parametrize("installed", [CPU, CUDA])
 @pytest.mark.parametrize("triple", TRIPLES, ids=lambda triple: triple.torch)
-def test_every_triple_of_the_table_is_accepted_in_both_builds(found, triple):
-    name = "fbgemm_cuda" if found.torch_build == "cuda" else "fbgemm_cpu"
+def test_every_triple_of_the_table_is_accepted_in_both_builds(installed, triple):
+    name = "fbgemm_cuda" if installed.torch_build == "cuda" else "fbgemm_cpu"
     versions_of_triple = {"torch": f"{triple.torch}.0", name: triple.fbgemm, "torchrec": triple.torchrec}
-    assert problem_with(changed(found, **versions_of_triple)) is None
+    assert problem_with(changed(installed, **versions_of_triple)) is None
 
 
 @pytest.mark.parametrize("torch", ["2.13.0", "2.13.1", "2.13.1+cu130", "2.13.0+cpu", "2.13.0.dev2026", "2.13.0a0+git1"])
@@ -48,7 +50,7 @@ def test_local_suffixes_and_patch_releases_match_by_minor(torch):
 
 
 @pytest.mark.parametrize(
-    ("found", "because"),
+    ("installed", "because"),
     [
         (Installed(), "no torch, no fbgemm, no torchrec"),
         (changed(CPU, torch=None), "torch must be one of"),
@@ -72,24 +74,24 @@ def test_local_suffixes_and_patch_releases_match_by_minor(torch):
         (changed(CPU, torch="2.14.0"), "this fbgemm was made for another torch"),
     ],
 )
-def test_any_other_set_is_reported_with_what_is_installed_and_what_to_run(found, because):
-    problem = problem_with(found)
+def test_any_other_set_is_reported_with_what_is_installed_and_what_to_run(installed, because):
+    problem = problem_with(installed)
     assert problem is not None
-    assert problem.startswith(f"Installed: {found}. ")
+    assert problem.startswith(f"Installed: {installed}. ")
     assert "To fix this, run:\n\n    python -m pip " in problem
     with pytest.raises(AssertionError, match=because):
         raise AssertionError(problem)
 
 
 def test_fbgemm_without_cuda_kernels_is_an_error_only_where_the_tables_are_on_cuda():
-    found = changed(CUDA, fbgemm_cuda=None, fbgemm_cpu="1.8.0")
-    assert problem_with(found) is None
-    assert "no CUDA kernels" in problem_with(found, on_cuda=True)
+    installed = changed(CUDA, fbgemm_cuda=None, fbgemm_cpu="1.8.0")
+    assert problem_with(installed) is None
+    assert "no CUDA kernels" in problem_with(installed, on_cuda=True)
     assert problem_with(CUDA, on_cuda=True) is None
 
 
 @pytest.mark.parametrize(
-    ("found", "line"),
+    ("installed", "line"),
     [
         (Installed(), f"python -m pip install torch=={DEFAULT_TORCH}"),
         (changed(CPU, torchrec=None), "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
@@ -109,8 +111,8 @@ def test_fbgemm_without_cuda_kernels_is_an_error_only_where_the_tables_are_on_cu
         ),
     ],
 )
-def test_the_line_to_run_is_exact(found, line):
-    assert f"\n    {line}\n" in problem_with(found)
+def test_the_line_to_run_is_exact(installed, line):
+    assert f"\n    {line}\n" in problem_with(installed)
 
 
 def test_what_is_wrong_is_raised_as_a_version_error_that_is_also_an_import_error(monkeypatch):
@@ -160,7 +162,7 @@ def test_torch_is_the_wanted_one_else_the_installed_one_else_the_default():
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "requirements"),
+    ("installed", "requested", "requirements"),
     [
         (Installed(torch="2.13.0+cpu"), "", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
         (Installed(torch="2.11.0"), "", "fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1"),
@@ -176,21 +178,21 @@ def test_torch_is_the_wanted_one_else_the_installed_one_else_the_default():
         (CUDA, "fbgemm-gpu-cpu", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
     ],
 )
-def test_fbgemm_and_torchrec_are_chosen_by_torch_its_build_and_the_driver(found, wanted, requirements):
-    assert " ".join(matching(found, wanted)) == requirements
+def test_fbgemm_and_torchrec_are_chosen_by_torch_its_build_and_the_driver(installed, requested, requirements):
+    assert " ".join(matching(installed, requested)) == requirements
 
 
 @pytest.mark.parametrize(
-    ("found", "torch", "because"),
+    ("installed", "torch", "because"),
     [(Installed(), "torch>=2.13", "names no single version"), (Installed(), "torch==2.15.0", "no matching fbgemm")],
 )
-def test_a_torch_that_cannot_be_installed_is_refused(found, torch, because):
+def test_a_torch_that_cannot_be_installed_is_refused(installed, torch, because):
     with pytest.raises(ValueError, match=because):
-        torch_to_install(found, torch)
+        torch_to_install(installed, torch)
 
 
 @pytest.mark.parametrize(
-    ("found", "fbgemm", "because"),
+    ("installed", "fbgemm", "because"),
     [
         (changed(CPU, torch="2.15.0"), "", "torch must be one of"),
         (changed(CPU, torch_build="rocm"), "", "CPU and CUDA builds"),
@@ -198,9 +200,9 @@ def test_a_torch_that_cannot_be_installed_is_refused(found, torch, because):
         (CPU, "fbgemm-gpu", "cannot be loaded with torch 2.13.0.cpu"),
     ],
 )
-def test_an_fbgemm_that_does_not_match_is_refused(found, fbgemm, because):
+def test_an_fbgemm_that_does_not_match_is_refused(installed, fbgemm, because):
     with pytest.raises(ValueError, match=because):
-        matching(found, fbgemm)
+        matching(installed, fbgemm)
 
 
 def test_the_command_fails_with_the_reason(capsys):
