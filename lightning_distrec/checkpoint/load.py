@@ -96,7 +96,7 @@ def _load_folder(path: Path, rank: int, num_ranks: int, pickles: bool) -> Loaded
     marker = read_marker(path)
     same_ranks = marker.get("num_ranks") == num_ranks
     _must_list(path, marker, {STATE_FILE, METADATA_FILE, rank_file(0), rank_file(rank if same_ranks else 0)})
-    tensors = StoredTensors(path, is_part="part" in marker)
+    tensors = StoredTensors(path)
     _must_list(path, marker, tensors.files)
 
     def stored(reference: Mapping[str, Any]) -> Any:

@@ -1,47 +1,10 @@
 """Options of checkpoints."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from lightning_distrec.checkpoint.incremental_options import IncrementalOptions, as_incremental
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.units import parse_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class InMemoryOptions:
-    """How often the state is copied to the memory of the nodes, and where to."""
-
-    every: int
-    """Steps between two copies: a restarted job resumes at most this number of steps back."""
-
-    folder: str = "/dev/shm"
-    """Folder in the node's memory (tmpfs). It outlives the ranks; the job's copies are removed when the fit ends."""
-
-    def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ConfigError(
-                f"checkpoint: in_memory: every={self.every!r} must be a number of steps, at least 1. Set how many "
-                "steps may be trained again after a restart."
-            )
-        if not isinstance(self.folder, str) or not self.folder.startswith("/"):
-            raise ConfigError(
-                f"checkpoint: in_memory: folder={self.folder!r} must be an absolute path in memory, as /dev/shm is."
-            )
-
-
-def in_memory_options(given: InMemoryOptions | Mapping[str, Any] | None) -> InMemoryOptions | None:
-    """Return the options; they may be given as a dict. Raises ConfigError: they are not known, or incomplete."""
-    if given is None or isinstance(given, InMemoryOptions):
-        return given
-    known = [field.name for field in fields(InMemoryOptions)]
-    if not isinstance(given, Mapping) or not {"every"} <= given.keys() <= set(known):
-        raise ConfigError(
-            f"checkpoint: in_memory={given!r} is not known. It takes every, a number of steps, and folder: "
-            "in_memory={'every': 100}."
-        )
-    return InMemoryOptions(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +36,10 @@ class CheckpointOptions:
     grow_tables: bool = False
     """Accept tables with more rows than in the checkpoint: load the old rows, and initialize the others."""
 
-    in_memory: InMemoryOptions | None = None
-    """every, folder: copy the state to memory too, from which a restarted job resumes: see InMemoryOptions."""
-
     incremental: IncrementalOptions | None = None
     """Save the rows that have changed every few steps, besides what ModelCheckpoint saves; None: do not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "in_memory", in_memory_options(self.in_memory))
         object.__setattr__(self, "incremental", as_incremental(self.incremental))
         if self.incremental is not None and self.distributed is False:
             raise ConfigError(

@@ -19,7 +19,7 @@ from lightning_distrec.atomic_files import write_file
 from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, clean_up, remove
 from lightning_distrec.checkpoint.in_flight import writing
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
-from lightning_distrec.checkpoint.staging import HostBuffers, copy_to_host
+from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
@@ -61,12 +61,9 @@ class Snapshot:
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     """Name -> content of files that loading does not need; rank 0's."""
 
-    def on_host(self, buffers: HostBuffers | None = None) -> "Snapshot":
-        """Return a copy whose tensors share no memory with the module and its optimizers.
-
-        buffers: memory for it; None: new memory.
-        """
-        return replace(self, tensors=copy_to_host(self.tensors, buffers))
+    def on_host(self) -> "Snapshot":
+        """Return a copy whose tensors share no memory with the module and its optimizers."""
+        return replace(self, tensors=copy_to_host(self.tensors))
 
     def write(self, ranks: RanksOfThread) -> None:
         """Collective. Write the folder; it appears under its name when it is complete."""

@@ -19,43 +19,13 @@ SLOT_BYTES = 16 * 2**20
 NUM_SLOTS = 4
 
 
-class HostBuffers:
-    """Host memory of the last copy, which the next one is written into: the first use of new memory costs more.
+def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
+    """Return copies on the host of this rank's chunks; copies from GPUs overlap with each other."""
+    ring = Ring(CudaCopies())
 
-    Nobody may be reading the last copy any more.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], Tensor] = {}
-        self._used: dict[tuple[object, ...], Tensor] = {}
-
-    def take(self, name: str, offsets: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory on the host for a chunk."""
-        key = (name, offsets, tuple(like.shape), like.dtype)
-        found = self._kept.pop(key, None)
-        if found is None:
-            found = torch.empty(like.shape, dtype=like.dtype)
-        self._used[key] = found
-        return found
-
-    def end(self) -> None:
-        """End a copy: what it did not use is given back."""
-        self._kept, self._used = self._used, {}
-
-    def clear(self) -> None:
-        """Give all memory back."""
-        self._kept, self._used = {}, {}
-
-
-def copy_to_host(tensors: Mapping[str, ChunkedTensor], buffers: HostBuffers | None = None) -> dict[str, ChunkedTensor]:
-    """Return copies on the host of this rank's chunks; copies from GPUs overlap with each other.
-
-    buffers: memory to write them into; None: new memory.
-    """
-    into, ring = HostBuffers() if buffers is None else buffers, Ring(CudaCopies())
-
-    def copy(name: str, chunk: Chunk) -> Chunk:
-        source, host = chunk.tensor.detach(), into.take(name, chunk.offsets, chunk.tensor)
+    def copy(chunk: Chunk) -> Chunk:
+        source = chunk.tensor.detach()
+        host = torch.empty(source.shape, dtype=source.dtype)
         if gpu.is_on_gpu(source):
             ring.copy(source, host)
         else:
@@ -63,11 +33,10 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor], buffers: HostBuffers | No
         return Chunk(chunk.offsets, host)
 
     copies = {
-        name: ChunkedTensor(full.shape, full.dtype, [copy(name, chunk) for chunk in full.chunks])
+        name: ChunkedTensor(full.shape, full.dtype, [copy(chunk) for chunk in full.chunks])
         for name, full in tensors.items()
     }
     ring.finish()
-    into.end()
     return copies
 
 

@@ -64,12 +64,11 @@ class _Writer(FileSystemWriter):
 class StoredTensors:
     """The tensors of a checkpoint's folder.
 
-    is_part: whether it holds the rows of some ranks only; see in_memory/part.py.
     Raises CheckpointError: the metadata is not there, or holds something that no checkpoint of ours does.
     """
 
-    def __init__(self, folder: Path, is_part: bool = False) -> None:
-        self._folder, self._is_part = folder, is_part
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._checked: set[str] = set()
         try:
             with open(folder / METADATA_FILE, "rb") as file:
@@ -94,14 +93,9 @@ class StoredTensors:
             where = self._folder / METADATA_FILE
             raise CheckpointError(f"{where} is no metadata of a checkpoint: {error!r}.") from error
 
-    def records(self, first: int = 0, step: int = 1, only_file: str | None = None) -> Iterator[tuple[str, BinaryIO]]:
-        """Yield what each `step`-th chunk is called, and its bytes in the file. Raises CheckpointError.
-
-        only_file: chunks in others are left out.
-        """
+    def records(self, first: int = 0, step: int = 1) -> Iterator[tuple[str, BinaryIO]]:
+        """Yield what each `step`-th chunk is called, and its bytes in the file. Raises CheckpointError."""
         for name, file_name, offset, length in self.places()[first::step]:
-            if only_file not in (None, file_name):
-                continue
             try:
                 with open(self._folder / file_name, "rb") as stored:
                     stored.seek(offset)
@@ -119,7 +113,7 @@ class StoredTensors:
             try:
                 shape = tuple(entry.size)
                 boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-                is_covered = self._is_part or _cover(boxes, shape)
+                is_covered = _cover(boxes, shape)
             except (AttributeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{self._folder} is damaged: '{name}' lies nowhere ({error!r}).") from error
             if not is_covered:
@@ -129,13 +123,8 @@ class StoredTensors:
 
     def read(self, wanted: Mapping[str, Sequence[Chunk]]) -> None:
         """Read into `wanted`, tensors by name, on this rank alone; what no chunk in the file covers stays as it is."""
-        for name, chunks in wanted.items():
-            entry = self.entry(name)
-            if self._is_part and not all(_holds(entry, chunk) for chunk in chunks):
-                raise CheckpointError(
-                    f"{self._folder} lacks rows of '{name}' that this rank has now: they were on another node when it "
-                    "was written. Set planning={'plan_file': ...}, so that they stay, or remove it to use a checkpoint."
-                )
+        for name in wanted:
+            self.entry(name)
         reader = _Reader(self._folder, self._metadata)
         try:
             with _without_single_process_warning():
@@ -151,13 +140,6 @@ def matches_checksums(content: BinaryIO) -> bool:
         return zipfile.ZipFile(content).testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError):
         return False
-
-
-def _holds(entry: TensorStorageMetadata, wanted: Chunk) -> bool:
-    """Whether what is stored of a tensor, each number once, has all of a rectangle of it."""
-    stored = [overlap(wanted.box, (tuple(chunk.offsets), tuple(chunk.sizes))) for chunk in entry.chunks]
-    inside = overlap(wanted.box, ((0,) * len(entry.size), tuple(entry.size)))
-    return inside is None or sum(math.prod(box[1]) for box in stored if box is not None) == math.prod(inside[1])
 
 
 def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:

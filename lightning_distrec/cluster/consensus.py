@@ -258,7 +258,6 @@ class PendingMin:
 
 _current: tuple[Any, Consensus, Consensus] | None = None
 _of_checkpoints: tuple[Any, Consensus] | None = None
-_of_copies: tuple[Any, Consensus, Consensus] | None = None
 
 
 def consensus_of_all_ranks(timeout_seconds: float) -> tuple[Consensus, Consensus]:
@@ -290,20 +289,7 @@ def consensus_of_checkpoints(timeout_seconds: float) -> Consensus:
     return _of_checkpoints[1]
 
 
-def consensus_of_copies(timeout_seconds: float, on_node: list[int]) -> tuple[Consensus, Consensus]:
-    """Collective. Return consensuses of all ranks and of those on this node, for the thread that copies to memory.
-
-    on_node: the ranks on this node. See `consensus_of_checkpoints` for why they have groups of their own.
-    """
-    global _of_copies
-    world = dist.group.WORLD
-    if _of_copies is None or _of_copies[0] is not world:
-        flags = consensus_of_all_ranks(timeout_seconds)[0].flags
-        _of_copies = (world, Consensus(timeout_seconds, flags), Consensus(timeout_seconds, flags, on_node))
-    return _of_copies[1:]
-
-
 def forget_consensus() -> None:
     """Drop the consensuses, before their process group is destroyed."""
-    global _current, _of_checkpoints, _of_copies
-    _current = _of_checkpoints = _of_copies = None
+    global _current, _of_checkpoints
+    _current = _of_checkpoints = None

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -87,10 +87,7 @@ class TorchRecRun(Run):
         # Shards of a module that is no longer used are in reference cycles, which Python would collect much later.
         gc.collect()
         checkpoints, consensus = self.session.checkpoints, self.session.consensus
-        copies = checkpoints.copies
         refuse_with_checkpoints(settings.groups, checkpoints.options)
-        if self.is_fitting and copies is not None and copies.plan_file and settings.planning.plan_file is None:
-            settings = replace(settings, planning=replace(settings.planning, plan_file=copies.plan_file))
         tables = set_up_tables(
             SetUpInputs(
                 trainer=self.trainer,

@@ -31,14 +31,13 @@ SHARDING = {
     "sharding/plan_report",
 }
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
-CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/in_memory", "checkpoint/incremental"}
+CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/incremental"}
 BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PIPELINE | {"optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
     "strategies/activations",
     "strategies/checkpoints",
-    "strategies/checkpoints/in_memory",
     "strategies/checkpoints/tables",
     "strategies/data_parallel",
     "strategies/fully_sharded",
@@ -70,7 +69,6 @@ MAY_IMPORT = {
     "pipeline/computed": GROUND | {"pipeline/provenance"},
     "pipeline": GROUND | {"pipeline/provenance", "pipeline/computed"},
     "checkpoint": GROUND,
-    "checkpoint/in_memory": GROUND | {"checkpoint"},
     "checkpoint/incremental": GROUND | {"checkpoint"},
     "checkpoint/tools": GROUND | {"checkpoint", "checkpoint/incremental"},
     "cluster/watchdog/process": set(),  # it runs without the package
@@ -90,9 +88,8 @@ MAY_IMPORT = {
     "sharding/planning": GROUND | {"sharding", "sharding/plan", "sharding/planning/costs"},
     "sharding/plan_report": GROUND | {"sharding", "sharding/plan"},
     "strategies/checkpoints/tables": BELOW_STRATEGIES,
-    "strategies/checkpoints/in_memory": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},
-    "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables", "strategies/checkpoints/in_memory"},
-    "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/checkpoints/in_memory"},
+    "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},
+    "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints"},
     "strategies/activations": BELOW_STRATEGIES,
     "strategies/data_parallel": BELOW_STRATEGIES | {"strategies/run"},
     "strategies/fully_sharded/tensor_parallel": BELOW_STRATEGIES,

@@ -415,7 +415,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "averages": (AT_3, "ConfigError: (rank .: )?the callback EMAWeightAveraging averages weights of which each group"),
     "norm 1": (AT_3, "ConfigError: (rank .: )?NormalizeRows: rows of '.*wide.weight' are to have norm 1"),
     "incremental": (SIZE_2 | INCREMENTAL, "ConfigError: .*'incremental'"),
-    "in memory": (SIZE_2 | {"checkpoint": {"in_memory": {"every": 2}}}, "ConfigError: .*'in_memory'"),
     "mapped": (SIZE_2 | {"tables": {"narrow": {"ids": "dynamic"}}}, "PlanError: .*each of the sharding_groups"),
     "unequal": ({}, r"ConfigError: sharding_groups: ranks have unequal \(size, sync_interval\): .*Give all the same"),
 }

@@ -80,8 +80,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         max_epochs=EPOCHS,
         default_root_dir=folder,
         logger=CSVLogger(folder),
-        callbacks=[best, last, early] if options.get("on_disk", True) else [early],
-        enable_checkpointing=options.get("on_disk", True),
+        callbacks=[best, last, early],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -99,9 +98,6 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             "step": trainer.global_step,
             "folders": len(list(folder.rglob("checkpoints"))),
         }
-        if not options.get("on_disk", True):
-            result = {key: result[key] for key in ("waited", "best_score", "step")}
-            assert not [*folder.rglob("*.ckpt"), *folder.rglob("*.distcp")]
         (folder / "result.json").write_text(json.dumps(result))
 
 

@@ -54,10 +54,10 @@ def with_base(
     mark = mark_of(path, marker)
     if mark is None or not mark.is_difference:
         return checkpoint
-    base, base_marker = base_of(path, mark)
-    tensors = StoredTensors(base, is_part="part" in base_marker)
+    base, _ = base_of(path, mark)
+    tensors = StoredTensors(base)
     state = insert_tensors(read_plain(base / STATE_FILE, pickles), lambda given: stored_tensor(given, base, tensors))
-    handles = _handles(with_base(base, state, base_marker, pickles))  # copies in memory lie over each other
+    handles = _handles(state)
     try:
         ids = {name: as_lazy(value) for name, value in checkpoint.pop(ROW_IDS, {}).items()}
         known: dict[str, RowIds] = {}

@@ -23,7 +23,6 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.announced import announce_in_flight
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, read, refuse_folder
-from lightning_distrec.strategies.checkpoints.in_memory.copies import Copies
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves, begin_series
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
@@ -52,21 +51,17 @@ class Checkpointing:
         consensus: Consensus,
         of_writer: Consensus,
         module: LightningModule,
-        copies: Copies | None = None,
     ) -> None:
-        """of_writer: a consensus of its own for the thread that writes while training goes on. copies: in memory."""
+        """of_writer: a consensus of its own for the thread that writes while training goes on."""
         self.options = options
         self._ranks, self._of_writer = consensus, of_writer
         self._saver = Saver(of_writer, options.async_save)
-        self.copies = copies
-        """The copies in memory; None where the options ask for none."""
         self._module = module
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
         self._incremental: IncrementalSaves | None = None
         self._state_ranks: StateRanks | None = None
         self.positions = Positions(consensus)
-        self._savers: list[Saver | Copies] = [self._saver] if copies is None else [self._saver, copies]
         self._has_started = False
         self._warned: set[str] = set()
 
@@ -81,13 +76,11 @@ class Checkpointing:
         tables: the module's sharded tables; None where it has none.
         """
         self._tables, module = tables, self._module
-        self._ranks.flags.watch_failures(lambda: any(saver.has_failed for saver in self._savers))
+        self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         if not self.options.pickles:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
-        if self.copies is not None:
-            self.copies.begin(module.trainer, tables, self.optimizer_state)
         self._incremental = begin_series(self.options.incremental, self._ranks, tables, module, self._job, self._saver)
         path = self.options.start_from
         if path is None or self._has_started:
@@ -150,20 +143,16 @@ class Checkpointing:
         if self._tables is not None and "optimizer_states" in checkpoint:
             own = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._table_optimizers]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *own]
-        is_copy = self.copies is not None and self.copies.is_copy(path)
-        where: str = str(path) if is_copy else self._ranks.all_gather(str(path))[0]
+        where: str = self._ranks.all_gather(str(path))[0]
         rank_state = self.positions.take_out(checkpoint)
         facts = {
-            "job": self._label_of(checkpoint, None if is_copy else where),
+            "job": self._label_of(checkpoint, where),
             "versions": str(find_installed()),
             "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
         }
         plan_files = {} if self._tables is None else self._tables.plan_files()
-        mark = {} if self._incremental is None or is_copy else self._incremental.take(checkpoint, where)
+        mark = {} if self._incremental is None else self._incremental.take(checkpoint, where)
         marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts, **mark}
-        if self.copies is not None and is_copy:
-            self.copies.save(Path(where), checkpoint, rank_state, marker, plan_files, pickles)
-            return
         uses_io = is_elsewhere(where, io) or storage_options is not None
         snapshot: Writable
         if not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks)):
@@ -183,8 +172,8 @@ class Checkpointing:
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
 
-    def _label_of(self, checkpoint: Mapping[str, Any], path: str | None) -> str:
-        """Return what a checkpoint says of its job; "" where a restart is not to go on from it. path: None in memory.
+    def _label_of(self, checkpoint: Mapping[str, Any], path: str) -> str:
+        """Return what a checkpoint says of its job; "" where a restart is not to go on from it.
 
         One that is saved after an exception may be of the middle of a step, which some parameters have made already.
         """
@@ -214,24 +203,19 @@ class Checkpointing:
     def before_step(self) -> None:
         """Raise CheckpointError on every rank, at the same step, once a write in the background has failed."""
         if self._ranks.flags.has_failed:
-            for saver in self._savers:
-                saver.finish()
+            self._saver.finish()
 
     def finish(self, has_failed: bool) -> None:
         """Collective. Wait for a checkpoint that is being written. has_failed: the run has; wait 120 s at most."""
         self._ranks.flags.watch_failures(None)
-        for follows in (self._incremental, self.copies):
-            if follows is not None:
-                follows.release()
+        if self._incremental is not None:
+            self._incremental.release()
         try:
-            for saver in self._savers:
-                saver.finish(LEAVING_SECONDS if has_failed else None)
+            self._saver.finish(LEAVING_SECONDS if has_failed else None)
         except CheckpointError as error:
             if not has_failed:
                 raise
             rank_zero_warn(str(error))  # the exception that ends the run is the one to raise
-        if self.copies is not None:
-            self.copies.end(has_failed)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Collective. Return a checkpoint for Lightning's hooks; tables and their state are handles to read from."""
@@ -266,8 +250,6 @@ class Checkpointing:
 
     def _load(self, path: str | Path) -> Loaded:
         pickles, rank, num_ranks = self.options.pickles, self._ranks.rank, self._ranks.num_ranks
-        if self.copies is not None:
-            rank, num_ranks = self.copies.place(path) or (rank, num_ranks)
         io = self._module.trainer.strategy.checkpoint_io
         loaded = self._ranks.all_or_none("loading a checkpoint", lambda: read(path, io, rank, num_ranks, pickles))
         checkpoint = loaded.checkpoint

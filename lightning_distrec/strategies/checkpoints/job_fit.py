@@ -78,13 +78,9 @@ class JobFit:
         name, _, start = label.rpartition("@")
         return self.has_name and name == self.name and self.record.start in ("", start)
 
-    def note_saving(self, path: str | None) -> None:
-        """Note where a checkpoint will be, before it is written; None: in memory. On every rank; rank 0 writes."""
-        if not self.has_name:
-            return
-        if path is None:
-            self.record.note_copies(self.start)
-        else:
+    def note_saving(self, path: str) -> None:
+        """Note where a checkpoint will be, before it is written. On every rank; rank 0 writes."""
+        if self.has_name:
             self.record.note_saving(path, self.start, by_name=path == str(self.path))
 
     def end(self) -> None:

@@ -32,8 +32,6 @@ class _Places:
     elsewhere: list[str] = field(default_factory=list)
     """The last one that is on no file system."""
     has_ended: bool = False
-    has_copies: bool = False
-    """Whether there are, or were, copies in the memory of nodes."""
 
 
 class JobRecord:
@@ -69,15 +67,10 @@ class JobRecord:
         return self._places.elsewhere
 
     @property
-    def has_copies(self) -> bool:
-        """Whether there are, or were, copies in the memory of nodes."""
-        return self._places.has_copies
-
-    @property
     def is_empty(self) -> bool:
         """Whether nothing was saved."""
         places = self._places
-        return not (places.folders or places.files or places.elsewhere or places.has_copies)
+        return not (places.folders or places.files or places.elsewhere)
 
     def candidates(self, others: list[Path]) -> list[Path]:
         """Return what may be a checkpoint of the fit. others: more folders to look into."""
@@ -109,14 +102,6 @@ class JobRecord:
         else:
             places.folders = list(dict.fromkeys([*places.folders, str(local.parent)]))
         if asdict(places) != before:
-            self._write()
-
-    def note_copies(self, start: str) -> None:
-        """Note that a fit has copies in memory. On every rank, of which rank 0 writes."""
-        if self._places.start != start:
-            self._places = _Places(start)
-        if not self._places.has_copies:
-            self._places.has_copies = True
             self._write()
 
     def go_on(self) -> None:

@@ -15,7 +15,6 @@ from lightning_distrec.checkpoint.incremental.loading import load
 from lightning_distrec.checkpoint.load import read_origin
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.in_memory.copies import Copies
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, new_label
 from lightning_distrec.units import quantity
 
@@ -48,25 +47,20 @@ class Resuming:
         dirpaths = [str(each.dirpath) for each in callbacks if each.dirpath]
         self._dirpaths = [Path(dirpath).absolute() for dirpath in dirpaths if "://" not in dirpath]
         self._found: Found | None = None
-        self._is_over = False
 
-    def find(self, given: Any, ranks: Consensus, copies: Copies | None = None) -> str | None:
+    def find(self, given: Any, ranks: Consensus) -> str | None:
         """Collective. Return the checkpoint from which the fit goes on; None: it begins as the user says.
 
-        given: the user's ckpt_path, None for none; it is for the first start of a job. copies: those in memory.
+        given: the user's ckpt_path, None for none; it is for the first start of a job.
         """
         self.job.take_name(ranks.all_gather(self.job.name)[0])
-        if copies is not None:
-            copies.open(self.job.name)
-        self._found = found = None if self._never else self._furthest(ranks, copies)
-        if copies is not None:
-            copies.keep(found.path if found else None)
+        self._found = found = None if self._never else self._furthest(ranks)
         self.job.begin(ranks.all_gather(found.label if found else new_label())[0])
         if found is None:
             self._explain_first_start(given)
             return None
         self._explain(found, given)
-        self.job.note_saving(None if copies is not None and copies.place(found.path) else found.path)
+        self.job.note_saving(found.path)
         if ranks.rank == 0:
             self.job.record.go_on()
         return found.path
@@ -84,23 +78,16 @@ class Resuming:
             if isinstance(state, Mapping) and state.get("dirpath"):
                 callback.dirpath = state["dirpath"]
 
-    def _furthest(self, ranks: Consensus, copies: Copies | None) -> Found | None:
-        """Collective. Return the furthest checkpoint that all ranks can read; those in memory before those on disk."""
+    def _furthest(self, ranks: Consensus) -> Found | None:
+        """Collective. Return the furthest checkpoint that all ranks can read."""
         rank_0 = ranks.rank == 0
         mine = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
-        found = None if copies is None else copies.find(self._suits, self._pickles)
         for path, step, label in ranks.all_gather(mine)[0]:
-            if found is not None and step <= found[1]:
-                break
             problems = [problem for problem in ranks.all_gather(self._problem(Path(path), ranks)) if problem]
             if not problems:
                 return Found(path, step, label)
             rank_zero_warn(f"A checkpoint of this job is skipped: {problems[0]}")
-        return None if found is None else Found(*found)
-
-    def _suits(self, label: str) -> bool:
-        """Whether a copy is of this fit. On rank 0, which has read the record."""
-        return not self._is_over and self.job.has_label(label)
+        return None
 
     def _problem(self, path: Path, ranks: Consensus) -> str:
         """Return why this rank cannot go on from a checkpoint; "" if it can."""
@@ -116,7 +103,6 @@ class Resuming:
         record.read()
         if record.has_ended and not self._attempt and not job.is_named_by_user:
             record.forget()
-            self._is_over = True
             return []
         for folder in [*record.folders(), *self._dirpaths]:
             with suppress(OSError):  # it may not be writable; then it was not this attempt's either
@@ -166,11 +152,6 @@ class Resuming:
             rank_zero_warn(
                 f"{how}: training starts {where}. This job has saved {record.elsewhere[-1]}, but checkpoints are "
                 "looked for on file systems only: set ckpt_path to it."
-            )
-        elif record.has_copies:
-            rank_zero_warn(
-                f"{how}: training starts {where}. This job had copies in memory, but not all nodes have one of "
-                "the same step any more, and there is no checkpoint on disk. Let ModelCheckpoint save now and then."
             )
         else:
             rank_zero_info(

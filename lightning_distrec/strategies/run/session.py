@@ -4,15 +4,9 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
 
-from lightning_distrec.checkpoint.options import CheckpointOptions, InMemoryOptions
-from lightning_distrec.cluster.consensus import (
-    Consensus,
-    consensus_of_all_ranks,
-    consensus_of_checkpoints,
-    consensus_of_copies,
-)
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks, consensus_of_checkpoints
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
-from lightning_distrec.strategies.checkpoints.in_memory.copies import Copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,24 +21,11 @@ class Session:
 
 
 def start_session(
-    module: LightningModule, options: CheckpointOptions, timeout_seconds: float, node: int, earlier: Session | None
+    module: LightningModule, options: CheckpointOptions, timeout_seconds: float, earlier: Session | None
 ) -> Session:
-    """Collective, once the ranks have met. Return the earlier session while its process groups are still there.
-
-    node: the number of this node.
-    """
+    """Collective, once the ranks have met. Return the earlier session while its process groups are still there."""
     consensus, step_consensus = consensus_of_all_ranks(timeout_seconds)
     if earlier is not None and earlier.consensus is consensus:
         return earlier
-    copies = _copies(options.in_memory, consensus, timeout_seconds, node) if options.in_memory else None
-    checkpoints = Checkpointing(options, consensus, consensus_of_checkpoints(timeout_seconds), module, copies)
+    checkpoints = Checkpointing(options, consensus, consensus_of_checkpoints(timeout_seconds), module)
     return Session(consensus=consensus, step_consensus=step_consensus, checkpoints=checkpoints)
-
-
-def _copies(options: InMemoryOptions, consensus: Consensus, timeout_seconds: float, node: int) -> Copies:
-    """Collective. Return what copies the state to memory. Raises ConfigError on every rank: nodes are unequal."""
-    of_ranks = consensus.all_gather(node)
-    nodes = [tuple(r for r, each in enumerate(of_ranks) if each == number) for number in dict.fromkeys(of_ranks)]
-    on_node = next(list(ranks) for ranks in nodes if consensus.rank in ranks)
-    of_thread, of_node = consensus_of_copies(timeout_seconds, on_node)
-    return Copies(options, consensus, of_thread, of_node, nodes)

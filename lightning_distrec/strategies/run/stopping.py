@@ -95,8 +95,6 @@ class StopHandler:
         if self._trainer.state.fn != TrainerFn.FITTING:
             return
         if isinstance(exception, KeyboardInterrupt):  # its user's will: started again, it begins again
-            if self._checkpoints.copies is not None:
-                self._checkpoints.copies.is_unwanted = True
             if self._trainer.is_global_zero:
                 self._job.end()
         else:

@@ -28,7 +28,6 @@ from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
-from lightning_distrec.strategies.checkpoints.in_memory.taking import copying
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
@@ -151,7 +150,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             ranks = self.session.consensus
             if not (run or job) and point is not None:
                 self.resuming = resuming_of(ranks.all_gather(name_in_store(point, ranks.rank))[0])
-            return (self.resuming or resuming).find(given, ranks, self.session.checkpoints.copies)
+            return (self.resuming or resuming).find(given, ranks)
 
         resume_from(trainer, find)
 
@@ -159,8 +158,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def setup_environment(self) -> None:
         super().setup_environment()
         seconds = self._wait.total_seconds()
-        options, node = self._checkpoint_options, self.node_rank
-        self._session = start_session(self.module, options, seconds, node, earlier=self._session)
+        self._session = start_session(self.module, self._checkpoint_options, seconds, earlier=self._session)
 
     @override
     def setup_distributed(self) -> None:
@@ -195,8 +193,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.callback(call_overridden_hooks(trainer))
         run.undo.callback(log_at_less_python(trainer))
         run.undo.callback(lambda: stopping.undo(run.has_failed))
-        if run.is_fitting and checkpoints.copies is not None:
-            run.undo.enter_context(copying(trainer, checkpoints.copies))
         self._run = run
         return run
 

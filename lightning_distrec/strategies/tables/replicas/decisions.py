@@ -64,9 +64,8 @@ def refuse_with_groups(
 
 def refuse_with_checkpoints(groups: ShardingGroupOptions, checkpoint: CheckpointOptions) -> None:
     """Raise ConfigError where checkpoints take what each rank has, and replicas would be missed or saved twice."""
-    for name in ("incremental", "in_memory"):
-        if groups.size is not None and getattr(checkpoint, name):
-            raise ConfigError(
-                f"sharding_groups does not go together with checkpoint={{'{name}': ...}}, which follows the rows of "
-                "each rank and knows of no replicas. Remove one of them."
-            )
+    if groups.size is not None and checkpoint.incremental is not None:
+        raise ConfigError(
+            "sharding_groups does not go together with checkpoint={'incremental': ...}, which follows the rows of each "
+            "rank and knows of no replicas. Remove one of them."
+        )

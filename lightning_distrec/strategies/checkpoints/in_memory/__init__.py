@@ -1,1 +1,0 @@
-"""Copies in the memory of nodes, from which a restarted fit goes on."""
