@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.checkpoint.options import CheckpointOptions
-    from lightning_distrec.pipeline.options import PipelineOptions
+    from lightning_distrec.pipeline.options import PrefetchOptions
     from lightning_distrec.sharding.groups.options import ShardingGroupOptions
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.planning_options import PlanningOptions
@@ -53,11 +53,11 @@ __all__ = [
     "DynamicIds",
     "FSDPOptions",
     "NormalizeRows",
-    "PipelineOptions",
     "PipelineParallelStrategy",
     "PlanLogger",
     "PlanningOptions",
     "PowerSGDOptions",
+    "PrefetchOptions",
     "QuantizedComms",
     "RankMonitor",
     "ScaledLearningRate",
@@ -81,10 +81,10 @@ _HOMES = {
     "DynamicIds": "lightning_distrec.callbacks.dynamic_ids",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
     "NormalizeRows": "lightning_distrec.callbacks.normalize_rows",
-    "PipelineOptions": "lightning_distrec.pipeline.options",
     "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "PlanningOptions": "lightning_distrec.sharding.planning.planning_options",
+    "PrefetchOptions": "lightning_distrec.pipeline.options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",

@@ -16,7 +16,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import DataFetcher, combining_mode, loader_states, override_loader_states
 from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, next_of
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
-from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
+from lightning_distrec.pipeline.prefetcher import Prefetcher
 
 
 class ReadyBatch:
@@ -27,18 +27,18 @@ class ReadyBatch:
 
 
 class PrefetchFetcher(DataFetcher):
-    """Holds `pipeline.depth` batches, the one of this step among them.
+    """Holds `prefetch.depth` batches, the one of this step among them.
 
     kind: what the steps are called: "training", "validation", ...
     make_ready: fills an InFlightBatch from the loader's batch and its dataloader_idx.
     """
 
     def __init__(
-        self, kind: str, pipeline: SparsePipeline, end: EndPolicy, make_ready: Callable[[InFlightBatch, Any, int], None]
+        self, kind: str, prefetcher: Prefetcher, end: EndPolicy, make_ready: Callable[[InFlightBatch, Any, int], None]
     ) -> None:
         super().__init__()
         self._kind = kind
-        self._pipeline = pipeline
+        self._prefetcher = prefetcher
         self._end = end
         self._make_ready = make_ready
         self._queue: deque[InFlightBatch] = deque()
@@ -84,7 +84,7 @@ class PrefetchFetcher(DataFetcher):
 
         Raises StopIteration where not every rank has another one, or DataError as `EndPolicy` says.
         """
-        self._pipeline.finish_step()
+        self._prefetcher.finish_step()
         if self.length is not None and self.fetched >= self.length:
             self.done = True
             raise StopIteration
@@ -97,10 +97,10 @@ class PrefetchFetcher(DataFetcher):
         self._count += 1
         self._loader_states = in_flight.loader_states
         counted = self.length is not None and self.fetched >= self.length
-        if self.length is None and self._queue and self._pipeline.agreed_status(self._queue[0]).state == ENDED:
+        if self.length is None and self._queue and self._prefetcher.agreed_status(self._queue[0]).state == ENDED:
             self._end_epoch()  # now: Lightning does not ask again after the last batch
         self.done = counted or self._has_ended
-        self._pipeline.hand_out(in_flight, list(self._queue))
+        self._prefetcher.hand_out(in_flight, list(self._queue))
         return ReadyBatch(in_flight.batch), *in_flight.indices
 
     def _next_batch(self) -> InFlightBatch:
@@ -108,12 +108,12 @@ class PrefetchFetcher(DataFetcher):
             self._fill(1)
         if not self._queue:
             raise StopIteration
-        if self._pipeline.agreed_status(self._queue[0]).state < HAS_BATCH:
+        if self._prefetcher.agreed_status(self._queue[0]).state < HAS_BATCH:
             self._end_epoch()
             raise StopIteration
         in_flight = self._queue.popleft()
         with spans.span(spans.WAIT_DATA):
-            self._fill(self._pipeline.depth - 1)
+            self._fill(self._prefetcher.depth - 1)
         return in_flight
 
     def _end_epoch(self) -> None:
@@ -128,7 +128,7 @@ class PrefetchFetcher(DataFetcher):
             in_flight = self._draw()
             self._more = self._has_more_after(in_flight)
             self._queue.append(in_flight)
-            self._pipeline.prepare(in_flight)
+            self._prefetcher.prepare(in_flight)
 
     def _has_more_after(self, in_flight: InFlightBatch) -> bool:
         """Return whether to draw another batch; collective where loaders agree when they are drawn from.
@@ -140,7 +140,7 @@ class PrefetchFetcher(DataFetcher):
             return False
         state = in_flight.state
         if self._agrees_on_draws:
-            state = self._pipeline.ranks.all_reduce_min(state)
+            state = self._prefetcher.ranks.all_reduce_min(state)
         return state == HAS_BATCH
 
     def _draw(self) -> InFlightBatch:
@@ -163,7 +163,7 @@ class PrefetchFetcher(DataFetcher):
 
     def drop(self) -> None:
         """Forget the batches that were prefetched."""
-        self._pipeline.drop(list(self._queue))
+        self._prefetcher.drop(list(self._queue))
         self._queue.clear()
 
     @override

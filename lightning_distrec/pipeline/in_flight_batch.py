@@ -264,12 +264,12 @@ def _broken(call: PrefetchedCall) -> str:
         return (
             f"'{call.path}' is called with another input than {call} computed from the batch ahead of the step; its "
             "ids have already been sent. Something that it depends on has changed since the first steps. Make what you "
-            "look up in a method sparse_inputs(batch) of the module, or set pipeline={'computed_ids': False} to look "
+            "look up in a method sparse_inputs(batch) of the module, or set prefetch={'computed_ids': False} to look "
             "up what the step computes as it is called."
         )
     return (
         f"'{call.path}' is called with an input that is not the part of the batch it was called with in the first "
         "step, or that was written to in place since the batch was fetched; its ids have already been sent. Make what "
-        "you look up in a method sparse_inputs(batch) of the module, or set pipeline={'depth': 1} to look tables "
+        "you look up in a method sparse_inputs(batch) of the module, or set prefetch={'depth': 1} to look tables "
         "up as they are called."
     )

@@ -1,4 +1,4 @@
-"""The options of the sparse pipeline."""
+"""The options of prefetching."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from lightning_distrec.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
+class PrefetchOptions:
     """How far batches are prefetched."""
 
     depth: int = 3
@@ -19,4 +19,4 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
-            raise ConfigError(f"pipeline: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")
+            raise ConfigError(f"prefetch: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")

@@ -1,4 +1,4 @@
-"""What the pipeline needs of tables, of their lookups and of the exchange of ids."""
+"""What prefetching needs of tables, of their lookups and of the exchange of ids."""
 
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ class PreparedLookup(Protocol):
 
 
 class Prefetchable(Protocol):
-    """A module whose calls can be prefetched: strategies/tables/pipelining.py has it."""
+    """A module whose calls can be prefetched: strategies/tables/prefetching.py has it."""
 
     early: bool
     """Whether rows may be looked up before the call: an extra forward changes nothing."""

@@ -43,7 +43,7 @@ class DifferingCalls(Protocol):
 
 
 class PrefetchedLookups(Protocol):
-    """Lookups that were started before the user's step calls them: pipeline/sparse_pipeline.py has it."""
+    """Lookups that were started before the user's step calls them: pipeline/prefetcher.py has it."""
 
     @property
     def differing(self) -> DifferingCalls:
@@ -61,7 +61,7 @@ class ShardedProxy(HoldsMappings):
     lookup: Lookup
     """Set with every run; it stays after the run's end."""
     prefetched: PrefetchedLookups | None
-    """While a run with a sparse pipeline goes on."""
+    """While a run that prefetches goes on."""
     keys: dict[str, str]
     """Name of a weight in the unsharded module's state_dict -> its name in that of torchrec's module."""
     sharded_state_dict: Callable[[], Mapping[str, Any]]

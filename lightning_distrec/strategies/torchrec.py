@@ -18,7 +18,7 @@ from lightning_distrec.optimizers.loss_weight import LossReduction
 from lightning_distrec.pipeline.even_batches import EndPolicy, UnevenInputs
 from lightning_distrec.pipeline.fetcher import ReadyBatch
 from lightning_distrec.pipeline.learning import LookupCounts
-from lightning_distrec.pipeline.options import PipelineOptions
+from lightning_distrec.pipeline.options import PrefetchOptions
 from lightning_distrec.sharding.groups.options import ShardingGroupOptions
 from lightning_distrec.sharding.lookup.ids_check import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
@@ -68,7 +68,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             up row 0.
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or "error".
-        pipeline: depth, the number of batches in flight. 1: lookups exchange ids when they are called; from 2 on the
+        prefetch: depth, the number of batches in flight. 1: lookups exchange ids when they are called; from 2 on the
             next batch's ids are exchanged while this one computes. computed_ids: whether also those that the step
             computes. None: 3, and true.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent: "fp32", "fp16" or
@@ -109,7 +109,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         tables: dict[str, TableOptions] | None = None,
         check_ids: CheckIds = "error",
         uneven_inputs: UnevenInputs = "stop",
-        pipeline: PipelineOptions | dict[str, Any] | None = None,
+        prefetch: PrefetchOptions | dict[str, Any] | None = None,
         quantized_comms: QuantizedComms | dict[str, str] | None = None,
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
@@ -144,7 +144,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             groups=as_options("sharding_groups", ShardingGroupOptions, sharding_groups),
         )
         self._sharded_dense = sharded_dense(dense, fsdp)
-        self._pipeline_options = as_options("pipeline", PipelineOptions, pipeline)
+        self._prefetch_options = as_options("prefetch", PrefetchOptions, prefetch)
         self._lookups_ahead: dict[str, LookupCounts] = {}
         super().__init__(
             uneven_inputs=uneven_inputs,
@@ -215,9 +215,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         fsdp = None if dense is None else dense.on_mesh(self.root_device, on_node, self._wait)
         run.set_up_dense(self, tables, fsdp)
         run.session.checkpoints.begin(tables)
-        if self._pipeline_options.depth > 1:
+        if self._prefetch_options.depth > 1:
             end = EndPolicy(run.session.consensus, self._uneven_inputs, rank_zero_warn)
-            self._lookups_ahead = run.start_pipelining(self, tables, self._pipeline_options, end)
+            self._lookups_ahead = run.start_prefetching(self, tables, self._prefetch_options, end)
 
     @override
     def configure_ddp(self) -> None:
@@ -227,7 +227,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, ReadyBatch):
-            return self.run.pipelining.take(batch)
+            return self.run.prefetching.take(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -236,7 +236,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run = self.before_training_step()
         run.tables.before_training_step()
         has_backward = run.module.automatic_optimization
-        with spans.span(spans.FORWARD), run.dense.step(), run.pipelining.step(args[0], has_backward), in_step():
+        with spans.span(spans.FORWARD), run.dense.step(), run.prefetching.step(args[0], has_backward), in_step():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -258,7 +258,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def _evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
         run = self.run
         run.tables.before_evaluation_step()
-        with run.evaluation_step(), run.dense.step(), run.pipelining.step(args[0], has_backward=False), in_step():
+        with run.evaluation_step(), run.dense.step(), run.prefetching.step(args[0], has_backward=False), in_step():
             yield
 
     @contextmanager
@@ -282,7 +282,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def pre_backward(self, closure_loss: Tensor) -> None:
         run = self.run
         run.tables.before_backward()
-        run.pipelining.before_backward()
+        run.prefetching.before_backward()
         super().pre_backward(closure_loss)
 
     @override

@@ -19,7 +19,7 @@ from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_d
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.learning import LookupCounts
-from lightning_distrec.pipeline.options import PipelineOptions
+from lightning_distrec.pipeline.options import PrefetchOptions
 from lightning_distrec.sharding.groups.sharding_groups import make_groups
 from lightning_distrec.sharding.mapped_tables import unshard_mappings
 from lightning_distrec.sharding.node_layout import NodeLayout
@@ -39,8 +39,8 @@ from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.tables.mapped_tables import NotedIds
-from lightning_distrec.strategies.tables.no_tables import NoPipelining, NoTables
-from lightning_distrec.strategies.tables.pipelining import Pipelining
+from lightning_distrec.strategies.tables.no_tables import NoPrefetching, NoTables
+from lightning_distrec.strategies.tables.prefetching import Prefetching
 from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_checkpoints
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up import set_up_tables
@@ -55,7 +55,7 @@ class TorchRecRun(Run):
     """The sharded tables, and what updates them."""
     dense: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
     """The layers without tables."""
-    pipelining: Pipelining | NoPipelining = field(default_factory=NoPipelining)
+    prefetching: Prefetching | NoPrefetching = field(default_factory=NoPrefetching)
     """Exchanges the next batches' ids while this one computes."""
 
     @override
@@ -172,11 +172,11 @@ class TorchRecRun(Run):
         ddp: Any = strategy.model
         self.buffers = BroadcastSkipper(ddp, self.session.consensus.flags)
 
-    def start_pipelining(
-        self, strategy: DDPStrategy, tables: RunTables, options: PipelineOptions, end: EndPolicy
+    def start_prefetching(
+        self, strategy: DDPStrategy, tables: RunTables, options: PrefetchOptions, end: EndPolicy
     ) -> dict[str, LookupCounts]:
         """Let lookups of the next batches exchange their ids ahead. Return the counts of lookups, by kind of step."""
-        self.pipelining = pipelining = Pipelining(
+        self.prefetching = prefetching = Prefetching(
             self.trainer,
             self.module,
             tables,
@@ -186,8 +186,8 @@ class TorchRecRun(Run):
             lambda batch, dataloader_idx: strategy.batch_to_device(batch, dataloader_idx=dataloader_idx),
             strategy.root_device,
         )
-        self.undo.callback(lambda: pipelining.release(self.has_failed))
-        return pipelining.pipeline.counts
+        self.undo.callback(lambda: prefetching.release(self.has_failed))
+        return prefetching.prefetcher.counts
 
 
 class ShardedDense:

@@ -26,7 +26,7 @@ BATCHES = {"tiny": (8, 1_000), "normal": (512, 100_000)}
 """Examples per rank, rows of each table."""
 CASES = ("tiny,8,2", "tiny,40,2", "tiny,8,4", "normal,8,2")
 """Batch, tables, ranks."""
-HAND = "by hand, pipelined"
+HAND = "by hand, prefetched"
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from tests.benchmarks.performance_contenders import (
-    ByHandPipelined,
+    ByHandPrefetched,
     ByTrainer,
     Clock,
     Contender,
@@ -190,7 +190,7 @@ class BareLoop:
 
 
 CONTENDERS: dict[str, Callable[[int, Batches, Turn], Contender]] = {
-    "by hand, pipelined": ByHandPipelined,
+    "by hand, prefetched": ByHandPrefetched,
     "ours": partial(ByTrainer, strategy=partial(our_strategy, 3)),
     "ours, logged": partial(ByTrainer, strategy=partial(our_strategy, 3), logged=True),
     "Lightning's loop alone": BareLoop,

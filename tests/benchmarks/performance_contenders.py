@@ -42,7 +42,7 @@ class Turn:
     """Steps until caches are warm."""
     counted: int = 25
     last: int = 3
-    """Steps at the end, where a pipeline has no further batch to fetch."""
+    """Steps at the end, where prefetching has no further batch to fetch."""
 
     @property
     def steps(self) -> int:
@@ -109,13 +109,13 @@ class ByHand:
         return self.steps.times(ticks)
 
 
-class ByHandPipelined(ByHand):
+class ByHandPrefetched(ByHand):
     """The same, its loop being torchrec's TrainPipelineSparseDist."""
 
     def __init__(self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM) -> None:
         super().__init__(num_rows, batches, turn, device, dim)
         self.pins = device.type == "cuda"
-        self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
+        self.prefetching = TrainPipelineSparseDist(self.model, self.optimizer, device)
 
     def turn(self) -> list[float]:
         """Collective. Train over all batches once more, up to three of them in flight."""
@@ -123,7 +123,7 @@ class ByHandPipelined(ByHand):
         while True:
             ticks.append(self.clock())
             try:
-                self.losses.append(self.pipeline.progress(batches))
+                self.losses.append(self.prefetching.progress(batches))
             except StopIteration:
                 return self.steps.times(ticks[:-1])
 
@@ -203,8 +203,8 @@ class Clock(pl.Callback):
 
 def our_strategy(depth: int = 1, **options: Any) -> TorchRecShardedStrategy:
     """Return our strategy. depth: batches in flight, where there is such an option."""
-    if "pipeline" in _options():
-        options["pipeline"] = lightning_distrec.PipelineOptions(depth=depth)
+    if "prefetch" in _options():
+        options["prefetch"] = lightning_distrec.PrefetchOptions(depth=depth)
     return TorchRecShardedStrategy(sharding_types=[CUT], **options)
 
 
@@ -218,18 +218,18 @@ def _options() -> set[str]:
 
 CONTENDERS: dict[str, Callable[[int, Batches, Turn], Contender]] = {
     "by hand": ByHand,
-    "by hand, pipelined": ByHandPipelined,
+    "by hand, prefetched": ByHandPrefetched,
     "ours": partial(ByTrainer, strategy=our_strategy),
-    "ours, pipelined": partial(ByTrainer, strategy=partial(our_strategy, 3)),
+    "ours, prefetched": partial(ByTrainer, strategy=partial(our_strategy, 3)),
     "ours, logged": partial(ByTrainer, strategy=our_strategy, logged=True),
-    "ours, pipelined, logged": partial(ByTrainer, strategy=partial(our_strategy, 3), logged=True),
-    "ours, pipelined, quantized": partial(ByTrainer, strategy=_quantized_strategy),
+    "ours, prefetched, logged": partial(ByTrainer, strategy=partial(our_strategy, 3), logged=True),
+    "ours, prefetched, quantized": partial(ByTrainer, strategy=_quantized_strategy),
     "DDP": partial(ByTrainer, strategy=lambda: "ddp"),
 }
 
 
 def missing_option(contender: str) -> str:
     """Return the option of the strategy that a contender needs and that there is not, or ""."""
-    needed = {"pipelined": "pipeline", "quantized": "quantized_comms"}
+    needed = {"prefetched": "prefetch", "quantized": "quantized_comms"}
     words = contender.split(", ") if contender.startswith("ours") else []
     return next((needed[word] for word in words if word in needed and needed[word] not in _options()), "")

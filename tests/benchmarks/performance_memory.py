@@ -45,7 +45,7 @@ def held(num_rows: int) -> Held:
     """Collective. Train for a few steps on this rank, one of those that `run_on_ranks` runs; returns what it held."""
     join_ranks()
     silence()
-    turn, strategy = Turn(5, 10, 3), partial(our_strategy, 1 if missing_option("ours, pipelined") else 3)
+    turn, strategy = Turn(5, 10, 3), partial(our_strategy, 1 if missing_option("ours, prefetched") else 3)
     with redirect_stdout(io.StringIO()):
         # What a first fit loads and keeps is not the tables'.
         ByTrainer(1000, Batches(1000, turn.steps, dist.get_rank()), turn, strategy).turn()

@@ -54,7 +54,7 @@ class Timed:
     exchanges: float = 0.0
     """All-to-alls that were started in a step."""
     said: set[str] = field(default_factory=set)
-    """Warnings that speak of the pipeline: one of them may say why there was none."""
+    """Warnings that speak of prefetching: one of them may say why there was none."""
 
     @property
     def milliseconds(self) -> float:
@@ -91,7 +91,7 @@ def take_turns(job: Job) -> Times:
                     warnings.simplefilter("always")
                     times[name].rounds.append(contenders[name].turn())
                 times[name].exchanges = (exchanges.started - before) / job.turn_of(name).steps
-                times[name].said |= {text for w in caught if "pipelin" in (text := str(w.message))}
+                times[name].said |= {text for w in caught if "prefetch" in (text := str(w.message))}
         for name, contender in contenders.items():
             times[name].losses = [float(loss) for loss in contender.losses]
             if job.profiles:

@@ -71,19 +71,19 @@ def summary(measured: Measured) -> list[Row]:
     """Return the lines of the summary."""
     local = measured.local
     rows = [
-        _compared("pipelined / by hand, pipelined", local, "ours, pipelined", "by hand, pipelined", 1.00),
+        _compared("prefetched / by hand, prefetched", local, "ours, prefetched", "by hand, prefetched", 1.00),
         _compared(
-            "pipelined, logged / by hand, pipelined", local, "ours, pipelined, logged", "by hand, pipelined", 1.05
+            "prefetched, logged / by hand, prefetched", local, "ours, prefetched, logged", "by hand, prefetched", 1.05
         ),
-        _compared("un-pipelined / by hand", local, "ours", "by hand", 1.02),
-        _compared("un-pipelined, logged / by hand", local, "ours, logged", "by hand"),
+        _compared("not prefetched / by hand", local, "ours", "by hand", 1.02),
+        _compared("not prefetched, logged / by hand", local, "ours, logged", "by hand"),
     ]
-    late = _compared("", measured.delayed, "by hand, pipelined", "by hand")
+    late = _compared("", measured.delayed, "by hand, prefetched", "by hand")
     rows.append(
         _compared(
-            f"every exchange takes {DELAY_MILLISECONDS:.0f} ms: pipelined / un-pipelined (aim: the ratio by hand)",
+            f"every exchange takes {DELAY_MILLISECONDS:.0f} ms: prefetched / not prefetched (aim: the ratio by hand)",
             measured.delayed,
-            "ours, pipelined",
+            "ours, prefetched",
             "ours",
             late.value,
         )
@@ -91,9 +91,9 @@ def summary(measured: Measured) -> list[Row]:
     for rate in LINKS:
         times = measured.links[rate].times if rate in measured.links else {}
         on = f"on a link of {rate} Mbit/s"
-        hand = "by hand, pipelined"
-        rows.append(_compared(f"{on}: pipelined / {hand}", times, "ours, pipelined", hand, LINK_AIMS[rate]))
-        rows.append(_compared(f"{on}: pipelined, quantized / {hand}", times, QUANTIZED, hand, QUANTIZED_AIMS.get(rate)))
+        hand, aim = "by hand, prefetched", QUANTIZED_AIMS.get(rate)
+        rows.append(_compared(f"{on}: prefetched / {hand}", times, "ours, prefetched", hand, LINK_AIMS[rate]))
+        rows.append(_compared(f"{on}: prefetched, quantized / {hand}", times, QUANTIZED, hand, aim))
     rows += [_against_ddp(measured, num_rows) for num_rows in DDP_AIMS]
     for num_rows, ranks in measured.memory.items():
         share = table_bytes(num_rows) / len(ranks)
@@ -144,7 +144,7 @@ def losses_said(measured: Measured) -> str:
         found = [difference(times, one, other) for times in all_times if one in times and other in times]
         return NONE if not found else f"{max(found):.1e}" if max(found) else "0, bitwise"
 
-    pairs = [("ours", "ours, pipelined"), ("ours", "by hand"), ("ours", QUANTIZED)]
+    pairs = [("ours", "ours, prefetched"), ("ours", "by hand"), ("ours", QUANTIZED)]
     return table(["losses of", "and of", "differ by"], [[a, b, largest(a, b)] for a, b in pairs], 2)
 
 

@@ -12,9 +12,9 @@ from tests.benchmarks.performance_rounds import CannotMeasure, Job, Times, diffe
 from tests.support.ranks import run_on_ranks
 
 NUM_RANKS = 2
-BARE = ("by hand", "by hand, pipelined", "ours", "ours, pipelined")
-LOGGED = ("ours, logged", "ours, pipelined, logged")
-QUANTIZED = "ours, pipelined, quantized"
+BARE = ("by hand", "by hand, prefetched", "ours", "ours, prefetched")
+LOGGED = ("ours, logged", "ours, prefetched, logged")
+QUANTIZED = "ours, prefetched, quantized"
 DELAY_MILLISECONDS = 4.0
 LINKS = (1000, 200)
 """Mbit/s."""
@@ -100,7 +100,7 @@ def measure(
 
 def best_of_ours() -> str:
     """Return the contender that stands for us where there is one only."""
-    return "ours" if missing_option("ours, pipelined") else "ours, pipelined"
+    return "ours" if missing_option("ours, prefetched") else "ours, prefetched"
 
 
 def _present(names: Iterable[str]) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _finish(measured: Measured, part: str, times: Times, tell: Callable[[str], N
             tell(f"{part}: {name} warned: {text}")
     exact = [name for name in times if name.startswith("ours") and name != QUANTIZED]
     pairs = [("ours", name, 0.0) for name in exact if "ours" in times]
-    pairs += [("by hand", name, LOSS_LIMIT) for name in (*exact, "by hand, pipelined") if name in times]
+    pairs += [("by hand", name, LOSS_LIMIT) for name in (*exact, "by hand, prefetched") if name in times]
     for one, other, limit in pairs if "by hand" in times else ():
         if not (found := difference(times, one, other)) <= limit:
             measured.problems.append(f"{part}: losses of '{one}' and '{other}' differ by {found:.1e}")

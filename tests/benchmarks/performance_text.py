@@ -51,7 +51,7 @@ TIME = "## Where the time goes"
 WHERE_THE_TIME_GOES = """\
 Medians of another run on the same machine:
 
-| ms | by hand | ours, un-pipelined | ours, pipelined |
+| ms | by hand | ours, not prefetched | ours, prefetched |
 | --- | ---: | ---: | ---: |
 | forward | 17.4 | 18.0 | 13.0 |
 | backward | 23.1 | 22.5 | 18.1 |
@@ -59,9 +59,9 @@ Medians of another run on the same machine:
 | Lightning's loop around it | – | 1.0 | 0.9 |
 | the step | 41.9 | 44.4 | 34.0 |
 
-- **Un-pipelined**, the rest is Lightning's loop: 2 to 3 ms, of which our checks take 0.3 ms. A lookup has the exchanges
-  of the hand-written loop and no more.
-- **Pipelined**, early lookups and early gradients pay for it. Waiting for the control message takes 0.03 ms.
+- **Not prefetched**, the rest is Lightning's loop: 2 to 3 ms, of which our checks take 0.3 ms. A lookup has the
+  exchanges of the hand-written loop and no more.
+- **Prefetched**, early lookups and early gradients pay for it. Waiting for the control message takes 0.03 ms.
 - **Logged**: `self.log` calls that recur check their arguments once; see [host time](#host-time-of-a-step).
 - **On a link of 200 Mbit/s** every exact contender misses the aim. Rows must be here before gradients can leave, so the
   bytes themselves are the step: fewer bytes help, as `quantized_comms` shows. A trace of the link's counters: a step

@@ -205,7 +205,7 @@ BREAKAGES = (
         "A fused table's step count is lost in checkpoints; a dense optimizer goes on with wrong corrections.",
         ("multiprocess/test_resuming.py",),
     ),
-    # ---- pipeline
+    # ---- prefetching
     Breakage(
         "guessed-number",
         "lightning_distrec/pipeline/computed",
@@ -292,7 +292,7 @@ BREAKAGES = (
         r"self\._loader_states = \w+\.loader_states",
         "self._loader_states = loader_states(self.combined_loader)",
         "Checkpoints hold the position of the batch that was drawn ahead: resuming skips batches.",
-        ("multiprocess/test_pipelined_loops.py",),
+        ("multiprocess/test_prefetched_loops.py",),
     ),
     Breakage(
         "teardown-without-limit",
@@ -329,7 +329,7 @@ BREAKAGES = (
     ),
     Breakage(
         "sizes-waited-for-early",
-        "lightning_distrec/pipeline/sparse_pipeline.py",
+        "lightning_distrec/pipeline/prefetcher.py",
         r"if not current\.waiting: if not",
         "if not current.waiting:\n            self._send_following()\n            if not",
         "On NCCL the GPU idles while the host waits for sizes in each forward.",
@@ -353,7 +353,7 @@ BREAKAGES = (
     ),
     Breakage(
         "prepared-on-any-stream",
-        "lightning_distrec/strategies/tables/pipelining.py",
+        "lightning_distrec/strategies/tables/prefetching.py",
         r"preparing=self\._streams\.exchanging,",
         "",
         "On a GPU lookups are prepared before their batch is copied: wrong ids.",
@@ -369,7 +369,7 @@ BREAKAGES = (
     ),
     Breakage(
         "rebuilt-batches",
-        "lightning_distrec/strategies/tables/pipelining.py",
+        "lightning_distrec/strategies/tables/prefetching.py",
         r"is_current = current is not None and has_same_leaves\(batch, current\.batch\)",
         "is_current = current is not None and batch is current.batch",
         "Under DDP with device_ids no declared ids are sent ahead.",

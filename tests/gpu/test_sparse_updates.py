@@ -48,7 +48,7 @@ def fit(update: str, accelerator: str, clip: float | None) -> tuple[dict[str, Te
     """Return the weights after a fit, and where backward has waited."""
     model = seeded(Deaf, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
     waits = Waits()
-    strategy = {"embedding_update": update, "pipeline": {"depth": 3}, "sharding_types": ["row_wise"]}
+    strategy = {"embedding_update": update, "prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}
     trainer = make_trainer(strategy, accelerator=accelerator, callbacks=[waits], gradient_clip_val=clip)
     trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(STEPS)], batch_size=None))
     return {name: value.cpu() for name, value in model.final_state.items()}, waits.found

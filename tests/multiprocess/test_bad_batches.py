@@ -113,7 +113,7 @@ def _run_stage(stage: str, change: str, depth: int) -> tuple[str, int]:
     batches = [make_batch(10 * step + rank) for step in range(4)]
     if rank == 1:
         batches[3]["bad"] = torch.ones(1)
-    trainer = make_trainer({"pipeline": {"depth": depth}})
+    trainer = make_trainer({"prefetch": {"depth": depth}})
     try:
         getattr(trainer, stage)(model, loader(batches))
     except Exception as error:

@@ -33,7 +33,7 @@ def _recommend(model: TwoTower, users: Tensor, items: Tensor) -> Tensor:
 def _train_and_call(kind: type[TwoTower], depth: int) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     model = seeded(kind)
-    trainer = make_trainer({"convert_embeddings": "all", "pipeline": {"depth": depth}})
+    trainer = make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}})
     trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
     users, items = pairs(STEPS, rank)
     called = model(users, items)

@@ -79,7 +79,7 @@ def _trainer(is_async: bool = False, *callbacks: Any, **options: Any) -> pl.Trai
         "checkpoint": {"distributed": True, "async_save": is_async} | options.pop("checkpoint", {}),
         "tables": tables,
     }
-    strategy |= {key: options.pop(key) for key in ("pipeline", "tables") if key in options}
+    strategy |= {key: options.pop(key) for key in ("prefetch", "tables") if key in options}
     checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     return make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=checkpointing, **options)
 
@@ -183,7 +183,7 @@ def _disk_full(
 ) -> dict[str, Any]:
     """Save at step 2, then to the same name at step 4, when one rank's disk is full."""
     path = _folder(scratch, f"{is_async}-{who}-{what}-{steps}-{kind.__name__}-{depth}") / "it.ckpt"
-    trainer = _trainer(is_async, pipeline={"depth": depth}, **{} if kind is Model else {"tables": {}})
+    trainer = _trainer(is_async, prefetch={"depth": depth}, **{} if kind is Model else {"tables": {}})
 
     def again() -> None:
         if is_async:

@@ -1,6 +1,6 @@
 """What a step computes from its batch is prefetched, or refused with a reason; no number changes.
 
-Each fit is compared, bit for bit, with the same one at pipeline={'depth': 1}.
+Each fit is compared, bit for bit, with the same one at prefetch={'depth': 1}.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def test_a_call_that_differs_after_the_trial_is_an_error_on_all_ranks_that_names
     for rank, found in enumerate(run_on_warm_ranks(models.fit, 2, ["schedule_after"])):
         assert found.error.startswith("ProvenanceError"), (rank, found.error)
         assert "aten.add.Tensor" in found.error
-        assert "pipeline={'computed_ids': False}" in found.error
+        assert "prefetch={'computed_ids': False}" in found.error
         assert len(found.losses) == 8
 
 
@@ -127,7 +127,7 @@ def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
     for names, found_there, found in zip(BESIDE, other, one, strict=True):
         assert found_there.error.startswith("ProvenanceError: 'tables."), (names, found_there.error)
         assert "aten." in found_there.error
-        assert "pipeline={'computed_ids': False}" in found_there.error
+        assert "prefetch={'computed_ids': False}" in found_there.error
         if names == ("zeros_fail_between_on_rank_1",):
             assert found.error.startswith("RankError: rank 1 failed inside of its step")
         else:

@@ -57,7 +57,7 @@ def _fit(cut: str, update: str, depth: int = 3) -> tuple[list[float], dict[str, 
         once.update(name for name, of in model.trainer.strategy.run_tables.plan.tables.items() if of.deduplicated)
 
     model.on_train_start = look
-    trainer = make_trainer(MANY | {"convert_embeddings": "all", "sharding_types": [cut], "pipeline": {"depth": depth}})
+    trainer = make_trainer(MANY | {"convert_embeddings": "all", "sharding_types": [cut], "prefetch": {"depth": depth}})
     trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     return model.losses, model.final_state, once
 
@@ -135,7 +135,7 @@ def _send(estimate: bool, distinct: int) -> tuple[dict[str, float], dict[str, fl
     planning = {"planning": {"estimate_pooling": int(estimate)}, "batch_size_per_rank": 64}
     ids = torch.arange(64 * 50) % distinct * (5_000 // distinct)
     batch = KeyedJaggedTensor(["clicks"], ids, lengths=torch.full((64,), 50))
-    options = planning | {"sharding_types": ["row_wise"], "pipeline": {"depth": 1}}
+    options = planning | {"sharding_types": ["row_wise"], "prefetch": {"depth": 1}}
     trainer = make_trainer(options, callbacks=[counts])
     trainer.fit(model, DataLoader([batch] * 3, batch_size=None))
     sent, kinds = counts.bytes_per_step, (IDS, ROWS, ROW_GRADIENTS)

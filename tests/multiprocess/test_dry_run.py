@@ -98,7 +98,7 @@ def _jobs(folder: Path) -> dict[str, Path]:
         "tables": of_rows | pooled,
         "batch_size_per_rank": EXAMPLES,
         "memory_bytes_per_rank": MEMORY,
-        "pipeline": {"depth": 1},
+        "prefetch": {"depth": 1},
     }
     lookups = {"class_path": "tests.multiprocess.test_traffic.Lookups", "init_args": {"weighted": True}}
     users, ids = "tests.multiprocess.test_dry_run.Users", "tests.support.advised_models.Ids"

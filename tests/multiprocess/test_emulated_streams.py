@@ -1,4 +1,4 @@
-"""Pipelined runs on emulated CUDA streams."""
+"""Prefetching on emulated CUDA streams."""
 
 from itertools import pairwise
 from typing import Any
@@ -46,7 +46,7 @@ def found() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ours(found: Any) -> list[dict[str, Any]]:
-    """Those of our own pipeline."""
+    """Those of our own prefetching."""
     return [{name: of_rank[name] for name in CASES} for of_rank in found]
 
 

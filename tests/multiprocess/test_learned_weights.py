@@ -263,7 +263,7 @@ def _fit_ahead(depth: int) -> tuple[dict[str, Tensor], list[Any]]:
     batches = [batch | {"matrix": torch.randint(0, 60, (8, 4), generator=draw)} for batch in batches]
     loader = DataLoader(batches, batch_size=None)
     model = seeded(Evaluated, *OPTIMIZERS["Adagrad"])
-    trainer = make_trainer(ALL | {"pipeline": {"depth": depth}}, max_epochs=2)
+    trainer = make_trainer(ALL | {"prefetch": {"depth": depth}}, max_epochs=2)
     trainer.fit(model, loader, loader)
     return model.final_state, model.found
 

@@ -115,7 +115,7 @@ class RateOfTheStep(pl.LightningModule):
 
 
 def _train_with_rates_of_steps(depth: int) -> dict[str, Tensor]:
-    options = {"pipeline": {"depth": depth}, "convert_embeddings": "all", "sharding_types": ["table_wise"]}
+    options = {"prefetch": {"depth": depth}, "convert_embeddings": "all", "sharding_types": ["table_wise"]}
     model, rank = RateOfTheStep(), rank_and_num_ranks()[0]
     ids = [torch.arange(4) + 7 * step + rank for step in range(3)] * 2
     make_trainer(options).fit(model, DataLoader(ids, batch_size=None))

@@ -148,7 +148,7 @@ def _evaluation_counters() -> list[int]:
 
     model.on_validation_start = count  # type: ignore[method-assign]
     model.on_validation_end = count  # type: ignore[method-assign]
-    make_trainer({"pipeline": {"depth": 1}}, max_epochs=2).fit(model, rank_loader(5, rank), rank_loader(3, rank))
+    make_trainer({"prefetch": {"depth": 1}}, max_epochs=2).fit(model, rank_loader(5, rank), rank_loader(3, rank))
     return counters
 
 

@@ -78,7 +78,7 @@ def test_the_error_about_unused_layers_names_our_strategy() -> None:
 def _skip(optimizer: str, depth: int) -> dict[str, Tensor]:
     torch.manual_seed(3)
     model = Scores(True, optimizer)
-    make_trainer({"convert_embeddings": "all", "pipeline": {"depth": depth}}).fit(model, loader(STEPS))
+    make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}}).fit(model, loader(STEPS))
     return model.final_state
 
 

@@ -47,7 +47,7 @@ class Look(pl.Callback):
 
 def _fit(kind: type, depth: int, *args: Any) -> tuple[list[bool], dict[str, Tensor]]:
     look, model = Look(), seeded(kind, torch.optim.SGD, {"lr": 0.1}, *args)
-    make_trainer({"pipeline": {"depth": depth}}, callbacks=[look]).fit(
+    make_trainer({"prefetch": {"depth": depth}}, callbacks=[look]).fit(
         model, rank_loader(STEPS, rank_and_num_ranks()[0])
     )
     return look.broadcast, {name: buffer.clone() for name, buffer in model.named_buffers()}

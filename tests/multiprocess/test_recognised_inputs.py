@@ -1,6 +1,6 @@
 """However the inputs of a lookup come out of a batch, ids that travel ahead of their step change no number.
 
-Each fit is compared, bit for bit, with the same one at pipeline={'depth': 1}, where tables are looked up as they are
+Each fit is compared, bit for bit, with the same one at prefetch={'depth': 1}, where tables are looked up as they are
 called.
 """
 
@@ -156,7 +156,7 @@ COMPUTED: dict[str, tuple[Case, tuple[int, int]]] = {
     "one type": ((models.OneType, "Adam", ROW_WISE), (2 * STEPS, STEPS - 1)),
     "written": ((models.WritesFirst, "Adam", TABLE_WISE), (STEPS, 0)),
 }
-OFF = {"pipeline": {"depth": 3, "computed_ids": False}}
+OFF = {"prefetch": {"depth": 3, "computed_ids": False}}
 
 
 def test_what_is_computed_in_the_step_is_looked_up_there_and_the_reason_is_reported_once() -> None:

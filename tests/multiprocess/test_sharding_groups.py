@@ -37,8 +37,8 @@ from tests.support.click_model import (
 )
 from tests.support.console import fit_by_console
 from tests.support.parameters import slow_except
-from tests.support.pipelined_faults import Signalled
 from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of
+from tests.support.prefetched_faults import Signalled
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.resuming import Life, Run, live, problems_of
 from tests.support.trainers import DEFAULTS, make_trainer
@@ -141,7 +141,7 @@ def _fit(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     return fit(*args, **copy.deepcopy(options))
 
 
-AT_ONCE = {"pipeline": {"depth": 1}}
+AT_ONCE = {"prefetch": {"depth": 1}}
 EXACT: dict[str, tuple[Any, ...]] = {
     "Adagrad": call(ClickModel, "Adagrad", EVERY_TYPE, {}),
     "Adam": call(ClickModel, "Adam", EVERY_TYPE, {}),

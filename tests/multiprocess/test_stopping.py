@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from tests.support.parameters import slow_except
-from tests.support.pipelined_faults import signalled
-from tests.support.pipelined_runs import Seen
+from tests.support.prefetched_faults import signalled
+from tests.support.prefetched_runs import Seen
 from tests.support.ranks import run_on_ranks
 
 WHO = {

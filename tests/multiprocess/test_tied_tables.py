@@ -27,7 +27,7 @@ def _train(name: str, types: list[str], depth: int) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     kind, batch_of, strategy = MODELS[name]
     model = seeded(kind)
-    own = {"sharding_types": types, "tables": GATHERED, "pipeline": {"depth": depth}}
+    own = {"sharding_types": types, "tables": GATHERED, "prefetch": {"depth": depth}}
     trainer = make_trainer(strategy | own)
     batches = loader([batch_of(step, rank) for step in range(STEPS)])
     trainer.fit(model, batches, loader([batch_of(STEPS, rank)]))

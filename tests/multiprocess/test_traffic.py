@@ -110,7 +110,7 @@ def _fit(
             of_table["min_partition"] = 4
     callback = Communication()
     strategy = TorchRecShardedStrategy(
-        tables=options, batch_size_per_rank=EXAMPLES, pipeline={"depth": depth}, quantized_comms=comms
+        tables=options, batch_size_per_rank=EXAMPLES, prefetch={"depth": depth}, quantized_comms=comms
     )
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks // nodes, num_nodes=nodes, **DEFAULTS, callbacks=callback)
     found: dict[str, Any] = {}

@@ -513,7 +513,7 @@ class Fitted:
     error: str
 
 
-def fit(names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, **pipeline: Any) -> Fitted:
+def fit(names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, **prefetch: Any) -> Fitted:
     """Train these shapes on this rank. steps: of an epoch; the last batch of each is smaller."""
     model, rank = Shapes(names), rank_and_num_ranks()[0]
     torch.manual_seed(100 + rank)
@@ -525,7 +525,7 @@ def fit(names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(
-            {"convert_embeddings": "all", "pipeline": {"depth": depth} | pipeline},
+            {"convert_embeddings": "all", "prefetch": {"depth": depth} | prefetch},
             max_epochs=epochs,
             reload_dataloaders_every_n_epochs=1,
         )

@@ -126,7 +126,7 @@ def run(
 ) -> Ran:
     """Fit two epochs. evaluates: validate after each; then test and predict."""
     ran, model = Ran(), Fields(by_hand, compiler)
-    options = {"convert_embeddings": "all", "pipeline": {"depth": depth}} | (strategy or {})
+    options = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
     trainer = make_trainer(options, max_epochs=2, callbacks=[Counts(ran)])
     trainer.fit(model, loader(1), loader(2) if evaluates else None)
     ran.losses, ran.state = model.losses, model.final_state

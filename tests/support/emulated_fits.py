@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_distrec.cluster.consensus import Consensus
-from tests.benchmarks.performance_contenders import ByHandPipelined, Turn
+from tests.benchmarks.performance_contenders import ByHandPrefetched, Turn
 from tests.benchmarks.performance_model import Batches
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, bag_configs, make_batch, seeded
 from tests.support.emulated_streams import emulated_streams
@@ -126,7 +126,7 @@ def found_in(
     As under NCCL, ids that are sent ahead have no group of their own. Three batches are in flight.
     """
     model = seeded(kind, optimizer, {"lr": 0.1}, pooling="mean")
-    strategy: dict[str, Any] = {"sharding_types": [others], "pipeline": {"depth": 3}, "convert_embeddings": "all"}
+    strategy: dict[str, Any] = {"sharding_types": [others], "prefetch": {"depth": 3}, "convert_embeddings": "all"}
     strategy["embedding_update"] = update
     if kind is Deaf:
         strategy["tables"] = {"ebc.narrow": {"sharding_types": [narrow]}}
@@ -145,7 +145,7 @@ def found_in_torchrecs_pipeline() -> list[list[Any]]:
     with emulated_streams() as streams:
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
         turn = Turn(1, STEPS - 4, 3)
-        by_hand = ByHandPipelined(60, Batches(60, turn.steps, dist.get_rank(), num_tables=2, batch_size=8), turn)
+        by_hand = ByHandPrefetched(60, Batches(60, turn.steps, dist.get_rank(), num_tables=2, batch_size=8), turn)
         begins: list[int] = []
         by_hand.clock = lambda: float(begins.append(len(streams.found.waits)) or 0)  # type: ignore[func-returns-value]
         by_hand.turn()

@@ -199,7 +199,7 @@ def fit(family: str, folder: str, depth: int) -> dict[str, tuple[list[float], li
         batches = [make(size) for size in [SIZE] * (STEPS - 1) + [SIZE - 10]]
         trained = Trained(model, loss)
         trainer = make_trainer(
-            {"convert_embeddings": "all", "pipeline": {"depth": depth}, "find_unused_parameters": True}, max_epochs=3
+            {"convert_embeddings": "all", "prefetch": {"depth": depth}, "find_unused_parameters": True}, max_epochs=3
         )
         torch.manual_seed(7)
         trainer.fit(trained, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]

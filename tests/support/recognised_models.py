@@ -629,7 +629,7 @@ def evaluate(depth: int) -> dict[str, Any]:
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
     validating = [loader(dict, 10), loader(lambda batch: (batch["sparse"][:, :5], batch["user"]), 20)]
-    options: dict[str, Any] = {"convert_embeddings": "all", "pipeline": {"depth": depth}}
+    options: dict[str, Any] = {"convert_embeddings": "all", "prefetch": {"depth": depth}}
     trainer = make_trainer(options, num_sanity_val_steps=1)
     metrics: dict[str, float] = {}
 
@@ -678,7 +678,7 @@ def go_wrong(how: str, ranks: tuple[int, ...], rows: str, depth: int = 3) -> tup
     model = GoesWrong()
     model.how, model.ranks = how, ranks
     batches = [draw(step, rank_of_this(), size=6) for step in range(STEPS)]
-    options = {"convert_embeddings": "all", "sharding_types": [rows], "pipeline": {"depth": depth}}
+    options = {"convert_embeddings": "all", "sharding_types": [rows], "prefetch": {"depth": depth}}
     begin = time.perf_counter()
     try:
         make_trainer(options).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
@@ -704,7 +704,7 @@ def fit(
     model.losses.clear()
     started = {name: value.clone() for name, value in model.state_dict().items()}
     data: Any = DataLoader(batches, batch_size=None) if datamodule is None else datamodule(batches)  # type: ignore[arg-type]
-    options = {"convert_embeddings": "all", "pipeline": {"depth": depth}} | (strategy or {})
+    options = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         running = make_trainer(options, **(trainer or {}))

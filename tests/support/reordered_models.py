@@ -151,7 +151,7 @@ def fit(kind: type[Reordered], orders: tuple[str, ...], depth: int) -> tuple[lis
         ids = {key: torch.randint(0, ROWS, (SIZE,), generator=draw) for key in "fgh"}
         batches.append(kind.batch({key: ids[key] for key in order}))
     error = ""
-    trainer = make_trainer({"convert_embeddings": "all", "pipeline": {"depth": depth}})
+    trainer = make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}})
     try:
         trainer.fit(model, DataLoader(batches, batch_size=None, collate_fn=_as_it_is))  # type: ignore[arg-type]
     except Exception as raised:

@@ -55,6 +55,6 @@ class LateComparison:
         if bool(sent):
             raise ProvenanceError(
                 "a table was called with another input than the step's operations computed ahead of it, in an earlier "
-                "step, whose update is wrong: resume from a checkpoint before it. Set pipeline={'computed_ids': False} "
+                "step, whose update is wrong: resume from a checkpoint before it. Set prefetch={'computed_ids': False} "
                 "to look up what the step computes as it is called."
             )

@@ -82,7 +82,7 @@ class ShardedLookup:
         self.sharded = sharded
         self.path = tables[0].collection
         self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
-        """Called when the rows of a lookup have arrived; the sparse pipeline sets it for the time of its run."""
+        """Called when the rows of a lookup have arrived; prefetching sets it for the time of its run."""
         self.update_watch: UpdateWatch | None = None
         """Watches steps of tables that are updated inside of backward, under manual optimization."""
         self.mapped = mapped

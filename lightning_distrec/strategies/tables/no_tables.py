@@ -1,4 +1,4 @@
-"""What a run has in the place of sharded tables, and of a pipeline of their lookups, where it has none."""
+"""What a run has in the place of sharded tables, and of their prefetching, where it has none."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,8 +40,8 @@ class NoTables:
         return 1.0
 
 
-class NoPipelining:
-    """In the place of a Pipelining: each lookup exchanges its ids when it is called."""
+class NoPrefetching:
+    """In the place of a Prefetching: each lookup exchanges its ids when it is called."""
 
     def step(self, batch: Any, has_backward: bool) -> AbstractContextManager[None]:
         """Do nothing around a step."""

@@ -121,7 +121,7 @@ def parity(device: str, small: bool) -> Found:
 
 def races(device: str, small: bool) -> Found:
     """Compare three batches in flight with one, while kernels sleep and losses stay on the device."""
-    from tests.gpu.test_pipelining import Deaf, JaggedBatches, Sequences, SlowCopies, fit_both
+    from tests.gpu.test_prefetching import Deaf, JaggedBatches, Sequences, SlowCopies, fit_both
 
     found = Found()
     for kind in (Deaf,) if small else (Deaf, SlowCopies, Sequences, JaggedBatches):
@@ -132,7 +132,7 @@ def races(device: str, small: bool) -> Found:
 
 
 def sanitizer(device: str, small: bool) -> Found:
-    """Run a pipelined fit under torch's CUDA sanitizer, which raises where streams are not ordered."""
+    """Run a prefetched fit under torch's CUDA sanitizer, which raises where streams are not ordered."""
     found = Found()
     if device != "cuda":
         found.notes.append("torch's CUDA sanitizer needs a GPU.")
@@ -141,14 +141,14 @@ def sanitizer(device: str, small: bool) -> Found:
 
     enable_cuda_sanitizer()
     model = seeded(Deaf, torch.optim.Adam, {"lr": 0.001}, pooling="mean")
-    trainer = make_trainer({"pipeline": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
+    trainer = make_trainer({"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
     trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(12)], batch_size=None))
     found.numbers["steps without a race"] = trainer.global_step
     return found
 
 
 def syncs(device: str, small: bool) -> Found:
-    """Count what the host waits for in a steady pipelined step: as torch warns of it; on a CPU, on emulated streams."""
+    """Count what the host waits for in a prefetched step: as torch warns of it; on a CPU, on emulated streams."""
     found = Found()
     if device == "cuda":
         waits = _waits_on_gpu()
@@ -178,7 +178,7 @@ class Watched(pl.Callback):
 
 def _waits_on_gpu() -> dict[str, float]:
     model = seeded(Deaf, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
-    trainer = make_trainer({"pipeline": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
+    trainer = make_trainer({"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
     trainer.callbacks.append(Watched())
     batches = [batch_of(Deaf, number) for number in range(Watched.first + Watched.counted + 6)]
     with warnings.catch_warnings(record=True) as caught:

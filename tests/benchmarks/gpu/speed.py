@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.gpu.parts import Found
-from tests.benchmarks.performance_contenders import ByHandPipelined, ByTrainer, Turn, our_strategy
+from tests.benchmarks.performance_contenders import ByHandPrefetched, ByTrainer, Turn, our_strategy
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.performance_rounds import silence
 
@@ -35,7 +35,7 @@ def speed(device: str, small: bool) -> Found:
         times: dict[str, list[float]] = {}
         losses: dict[str, list[float]] = {}
         # One after the other: each holds all tables.
-        for name, make in (("by hand", ByHandPipelined), ("ours", partial(ByTrainer, strategy=_strategy))):
+        for name, make in (("by hand", ByHandPrefetched), ("ours", partial(ByTrainer, strategy=_strategy))):
             contender: Any = make(rows, batches, turn, device=torch.device(device), dim=dim)
             contender.clock = clock = Clock(turn, device)
             times[name] = []

@@ -1,8 +1,8 @@
-"""Connects the sparse pipeline with the tables and with Lightning's loops, for the time of one run.
+"""Connects prefetching with the tables and with Lightning's loops, for the time of one run.
 
-A batch's way: PrefetchFetcher draws it and calls `Pipelining._make_ready`; the strategy unpacks it with `take` and runs
-the user's step inside of `step`; the step calls a ShardedProxy, which asks `SparsePipeline.take` for what was looked up
-ahead, and else its ShardedLookup; the lookup reports arrived rows to `SparsePipeline.rows_arrived`.
+A batch's way: PrefetchFetcher draws it and calls `Prefetching._make_ready`; the strategy unpacks it with `take` and
+runs the user's step inside of `step`; the step calls a ShardedProxy, which asks `Prefetcher.take` for what was looked
+up ahead, and else its ShardedLookup; the lookup reports arrived rows to `Prefetcher.rows_arrived`.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +26,12 @@ from lightning_distrec.pipeline.computed.recorder import Recorder
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
-from lightning_distrec.pipeline.options import PipelineOptions
+from lightning_distrec.pipeline.options import PrefetchOptions
 from lightning_distrec.pipeline.pinning import moved_jagged, pinned
+from lightning_distrec.pipeline.prefetcher import Prefetcher
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
 from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
-from lightning_distrec.pipeline.sparse_pipeline import SparsePipeline
 from lightning_distrec.pipeline.streams import Streams
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
@@ -117,7 +117,7 @@ class PrefetchableTable:
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(
                 f"rows of '{self._lookup.path}' were written to inside of the step before they are looked up in it, "
-                "and by no optimizer. Write to them in a hook before the step, or set pipeline={'depth': 1}."
+                "and by no optimizer. Write to them in a hook before the step, or set prefetch={'depth': 1}."
             )
         self._written, self._changed = written, changed
         return self._lookup.state(), [float(group.group["lr"]) for group in self._param_groups], changed
@@ -127,15 +127,15 @@ class PrefetchableTable:
         self._written = []
 
 
-class Pipelining:
-    """The sparse pipeline of one run, in Lightning's loops and in the tables' proxies until `release`."""
+class Prefetching:
+    """The prefetching of one run, in Lightning's loops and in the tables' proxies until `release`."""
 
     def __init__(
         self,
         trainer: Trainer,
         module: LightningModule,
         tables: RunTables,
-        options: PipelineOptions,
+        options: PrefetchOptions,
         consensus: Consensus,
         end: EndPolicy,
         move: Callable[[Any, int], Any],
@@ -158,7 +158,7 @@ class Pipelining:
         }
         groups = tables.shards.groups
         group = consensus.ids_group() if groups.num_replicas == 1 else groups.ids
-        self.pipeline = SparsePipeline(
+        self.prefetcher = Prefetcher(
             options.depth,
             consensus,
             self._tables,
@@ -175,12 +175,12 @@ class Pipelining:
         self._undo += [optimizer.register_step_post_hook(self._stepped).remove for optimizer in tables.all_optimizers]
         self._proxies: list[tuple[ShardedProxy, PrefetchedLookups | None]] = []
         for proxy in tables.shards.proxies.values():
-            # Another Trainer may be running around this one, whose pipeline `release` puts back.
+            # Another Trainer may be running around this one, whose prefetcher `release` puts back.
             self._proxies.append((proxy, proxy.prefetched))
-            proxy.prefetched = self.pipeline
+            proxy.prefetched = self.prefetcher
         self._lookups = tables.lookups
         for lookup in self._lookups:
-            lookup.on_rows_arrived = self.pipeline.rows_arrived
+            lookup.on_rows_arrived = self.prefetcher.rows_arrived
         self._sparse_inputs: Callable[[Any], Any] | None = getattr(module, "sparse_inputs", None)
         if self._sparse_inputs is not None:
             self._undo.append(self._override_sparse_inputs(self._sparse_inputs))
@@ -189,7 +189,7 @@ class Pipelining:
         """Let the module's `sparse_inputs` return what it returned when a batch was fetched; returns an undo."""
 
         def prefetched_or_called(batch: Any) -> Any:
-            current = self.pipeline.current
+            current = self.prefetcher.current
             is_current = current is not None and has_same_leaves(batch, current.batch)
             return current.roots.sparse_inputs if current is not None and is_current else call(batch)
 
@@ -214,7 +214,7 @@ class Pipelining:
         kind = KINDS[stage]
         if kind in self._fetchers:  # Lightning takes a new one for every run of an evaluation
             self._fetchers[kind].drop()
-        self._fetchers[kind] = PrefetchFetcher(kind, self.pipeline, self._end, self._make_ready)
+        self._fetchers[kind] = PrefetchFetcher(kind, self.prefetcher, self._end, self._make_ready)
         return self._fetchers[kind]
 
     def _make_ready(self, in_flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
@@ -229,12 +229,12 @@ class Pipelining:
             sparse_inputs = None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
         in_flight.copied = self._streams.copied(in_flight.roots)
-        if self.pipeline.needs_objects(in_flight.kind):
+        if self.prefetcher.needs_objects(in_flight.kind):
             in_flight.objects = BatchObjects(in_flight.roots)
 
     def take(self, ready: ReadyBatch) -> Any:
         """Return the batch for its step, which begins now."""
-        current = self.pipeline.current
+        current = self.prefetcher.current
         if current is not None:
             self._streams.hand_over(current.roots, current.copied)
         return ready.batch
@@ -244,27 +244,27 @@ class Pipelining:
         """Collective. Run the user's step of `batch` inside of the context."""
         for table in self._tables.values():
             table.begin_step()
-        self.pipeline.begin_step(batch)
+        self.prefetcher.begin_step(batch)
         try:
-            with self.pipeline.recording():
+            with self.prefetcher.recording():
                 yield
         except Exception as failure:
-            self.pipeline.abandon()
-            found = self.pipeline.differing.failure
+            self.prefetcher.abandon()
+            found = self.prefetcher.differing.failure
             if found not in (None, failure):  # the step went on with zeros
                 raise found from failure
             raise
-        self.pipeline.end_step(has_backward)
+        self.prefetcher.end_step(has_backward)
 
     def before_backward(self) -> None:
         """Collective. Prepare for a backward that begins now."""
         self._changes.count += 1
         with OWN:  # under manual optimization the step goes on
-            self.pipeline.before_backward()
+            self.prefetcher.before_backward()
 
     def release(self, failed: bool) -> None:
-        """Disconnect the pipeline. What is in flight is waited for, unless a step failed."""
-        self.pipeline.failed |= failed
+        """Disconnect it. What is in flight is waited for, unless a step failed."""
+        self.prefetcher.failed |= failed
         for fetcher in self._fetchers.values():
             fetcher.drop()
         for proxy, before in self._proxies:
@@ -273,6 +273,6 @@ class Pipelining:
             lookup.on_rows_arrived = None
         while self._undo:
             self._undo.pop()()
-        of_training = self.pipeline.counts.get("training 0")
-        if of_training is not None and not self.pipeline.failed:
+        of_training = self.prefetcher.counts.get("training 0")
+        if of_training is not None and not self.prefetcher.failed:
             rank_zero_info(f"torchrec_sharded: prefetched the ids of {of_training} in training steps.")

@@ -1,4 +1,4 @@
-"""Runs that use Lightning's loops in many ways, each at a depth of the pipeline that is given."""
+"""Runs that use Lightning's loops in many ways, each at a depth of prefetching that is given."""
 
 import copy
 import tempfile
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec.errors import DistRecError
-from tests.support.pipelined_model import (
+from tests.support.prefetched_model import (
     Batch,
     Resumable,
     ResumableWithLength,
@@ -24,7 +24,7 @@ from tests.support.pipelined_model import (
     sized,
     unsized,
 )
-from tests.support.pipelined_runs import Seen, seen_by
+from tests.support.prefetched_runs import Seen, seen_by
 from tests.support.ranks import rank_and_num_ranks
 
 Scenario = Callable[[int], Seen]

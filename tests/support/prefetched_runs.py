@@ -1,4 +1,4 @@
-"""Runs of a watched model at several depths of the pipeline, and their comparison with depth 1."""
+"""Runs of a watched model at several depths of prefetching, and their comparison with depth 1."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from tests.support.pipelined_model import Diarist, Watched, Written
+from tests.support.prefetched_model import Diarist, Watched, Written
 from tests.support.trainers import make_trainer
 
 
@@ -38,7 +38,7 @@ class Seen:
 def trainer_at(depth: int, strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
     """Return a trainer that keeps a diary."""
     callbacks = [Diarist(), *options.pop("callbacks", [])]
-    chosen = {"convert_embeddings": "all", "pipeline": {"depth": depth}} | (strategy or {})
+    chosen = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
     return make_trainer(chosen, **{"logger": Written(), "log_every_n_steps": 1} | options, callbacks=callbacks)
 
 

@@ -1,4 +1,4 @@
-"""Runs in which something fails, each at a depth of the pipeline that is given."""
+"""Runs in which something fails, each at a depth of prefetching that is given."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from tests.support.pipelined_model import Batch, Numbered, Stream, Watched, sized, unsized
-from tests.support.pipelined_runs import Seen, seen_by
-from tests.support.pipelined_scenarios import TakesIterator, fit
+from tests.support.prefetched_model import Batch, Numbered, Stream, Watched, sized, unsized
+from tests.support.prefetched_runs import Seen, seen_by
+from tests.support.prefetched_scenarios import TakesIterator, fit
 from tests.support.ranks import rank_and_num_ranks
 
 

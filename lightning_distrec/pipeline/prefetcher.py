@@ -1,4 +1,4 @@
-"""The sparse pipeline: the next batch's ids are exchanged while this batch computes.
+"""Prefetching: the next batch's ids are exchanged while this batch computes.
 
 Each kind of step (training, validation of the first loader, ...) runs as it is the first time, while the inputs of its
 lookups are recorded and found in the batch. From then on:
@@ -30,7 +30,7 @@ FAILURE_NOTICE_SECONDS = 5.0
 NOT_RECORDED = nullcontext()
 
 
-class SparsePipeline:
+class Prefetcher:
     """The steps of one trainer.
 
     depth: batches in flight, at least 2; with 3, the ranks exchange a batch's status a whole step before its ids.

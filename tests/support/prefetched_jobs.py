@@ -7,9 +7,9 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.support.jobs import _Plain
-from tests.support.pipelined_faults import Fails
-from tests.support.pipelined_model import ComputesIds, DeclaresIds, Watched, sized, unsized
-from tests.support.pipelined_runs import Seen, seen_by
+from tests.support.prefetched_faults import Fails
+from tests.support.prefetched_model import ComputesIds, DeclaresIds, Watched, sized, unsized
+from tests.support.prefetched_runs import Seen, seen_by
 from tests.support.ranks import rank_and_num_ranks
 
 MODELS: dict[str, type] = {"parts": Watched, "computed": ComputesIds, "declared": DeclaresIds}

@@ -1,14 +1,14 @@
-"""Lightning's loops over batches that are fetched ahead: every batch, number and hook as with pipeline={'depth': 1}."""
+"""Lightning's loops over batches that are fetched ahead: every batch, number and hook as with prefetch={'depth': 1}."""
 
 from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.support import pipelined_faults as faults
+from tests.support import prefetched_faults as faults
 from tests.support.parameters import slow_except
-from tests.support.pipelined_runs import Seen, differences
-from tests.support.pipelined_scenarios import SCENARIOS, UNEVEN
+from tests.support.prefetched_runs import Seen, differences
+from tests.support.prefetched_scenarios import SCENARIOS, UNEVEN
 from tests.support.ranks import run_on_ranks, run_on_warm_ranks
 
 AS_DEPTH_1 = [name for name in SCENARIOS if name != "saved unsized"]
@@ -53,7 +53,7 @@ def assert_equal_to_depth_1(found: list[dict[str, dict[int, Seen]]]) -> None:
 
 
 @pytest.mark.parametrize("names", _parts(AS_DEPTH_1, 5), ids=lambda names: names[0])
-def test_loops_see_what_they_see_without_a_pipeline(names: list[str]) -> None:
+def test_loops_see_what_they_see_without_prefetching(names: list[str]) -> None:
     assert_equal_to_depth_1(run_on_warm_ranks(_runs, 2, names, (1, 3)))
 
 
@@ -74,7 +74,7 @@ def test_ids_did_travel_ahead() -> None:
 
 
 @pytest.mark.parametrize("names", _parts(STOPS, 5), ids=lambda names: names[0])
-def test_uneven_inputs_end_where_they_end_without_a_pipeline(names: list[str]) -> None:
+def test_uneven_inputs_end_where_they_end_without_prefetching(names: list[str]) -> None:
     # Where the batches end before the limit, more is known of the last one: that it is the last.
     found = run_on_warm_ranks(_runs, 3, names, (1, 3))
     for runs in found:
@@ -85,7 +85,7 @@ def test_uneven_inputs_end_where_they_end_without_a_pipeline(names: list[str]) -
 
 
 @pytest.mark.parametrize("names", _parts(RAISES, 5), ids=lambda names: names[0])
-def test_uneven_inputs_raise_what_they_raise_without_a_pipeline(names: list[str]) -> None:
+def test_uneven_inputs_raise_what_they_raise_without_prefetching(names: list[str]) -> None:
     for runs in run_on_warm_ranks(_runs, 3, names, (1, 3)):
         for name, by_depth in runs.items():
             assert by_depth[1].raised.startswith("DataError"), name
@@ -177,7 +177,7 @@ def _all_fail() -> dict[str, dict[int, Seen]]:
 
 
 @pytest.mark.slow
-def test_fitting_again_after_an_exception_on_all_ranks_is_as_without_a_pipeline() -> None:
+def test_fitting_again_after_an_exception_on_all_ranks_is_as_without_prefetching() -> None:
     assert_equal_to_depth_1(run_on_ranks(_all_fail, 2))
 
 

@@ -85,7 +85,7 @@ class Counted(pl.Callback):
 def fit(kind: type, optimizer: str, depth: int, types: list[str]) -> tuple[dict[str, Tensor], str]:
     model = seeded(kind, *OPTIMIZERS[optimizer], pooling="mean")
     count = Counted()
-    strategy = {"pipeline": {"depth": depth}, "sharding_types": types, "convert_embeddings": "all"}
+    strategy = {"prefetch": {"depth": depth}, "sharding_types": types, "convert_embeddings": "all"}
     trainer = make_trainer(strategy, accelerator=ACCELERATOR, callbacks=[count])
     own = issubclass(kind, Examples)
     batches = None if own else DataLoader([batch_of(kind, number) for number in range(STEPS)], batch_size=None)
@@ -131,7 +131,7 @@ def test_weights_are_the_same_for_all_sharding_types(sharding_type: str) -> None
 def unfreeze(synchronous: bool) -> dict[str, Tensor]:
     model = seeded(Unfreezing, *OPTIMIZERS["SGD"], pooling="mean")
     model.synchronous = synchronous
-    trainer = make_trainer({"pipeline": {"depth": 3}}, accelerator=ACCELERATOR, callbacks=[Counted()])
+    trainer = make_trainer({"prefetch": {"depth": 3}}, accelerator=ACCELERATOR, callbacks=[Counted()])
     trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(STEPS)], batch_size=None))
     return {name: value.cpu() for name, value in model.final_state.items()}
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.limits import at_most
 from tests.support.parameters import slow_except
-from tests.support.pipelined_jobs import LoopJob, jobs_of
-from tests.support.pipelined_runs import Seen, differences
+from tests.support.prefetched_jobs import LoopJob, jobs_of
+from tests.support.prefetched_runs import Seen, differences
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
 LOOPS = int(os.environ.get("DISTREC_PROPERTY_LOOPS", "8"))
@@ -44,7 +44,7 @@ def _compare_all(jobs: list[LoopJob], folder: str) -> None:
     for index, job in enumerate(jobs):
         ends_ranks = num_ranks > 1 and job.fails is not None and job.fails[0] == "transfer hook"
         found = job.run(job.depth)
-        if ends_ranks:  # without a pipeline the other ranks end by a closed connection
+        if ends_ranks:  # without prefetching the other ranks end by a closed connection
             told = "failed at batch" in found.raised or "the user's code failed" in found.raised or not found.raised
             problem = "" if told else f"raised {found.raised!r}"
         else:
