@@ -130,11 +130,11 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         sharding_groups: ShardingGroupOptions | dict[str, Any] | None = None,
     ) -> None:
         self._settings = TableSettings(
-            everywhere=TableOptions(
+            default_options=TableOptions(
                 embedding_update=embedding_update, optimizer=table_optimizer, sharding_types=sharding_types
             ),
             conversion=Conversion(convert_embeddings, min_rows),
-            by_table=tables or {},
+            table_options=tables or {},
             check_ids=check_ids,
             comms=as_options("quantized_comms", QuantizedComms, quantized_comms),
             loss_reduction=loss_reduction,
@@ -211,7 +211,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         trainer.accelerator.setup(trainer)
         if run.is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(run.module)
-        dense, on_node = self._sharded_dense, [here for _, here in nodes]
+        dense, on_node = self._sharded_dense, [node_ranks for _, node_ranks in nodes]
         fsdp = None if dense is None else dense.on_mesh(self.root_device, on_node, self._wait)
         run.set_up_dense(self, tables, fsdp)
         run.session.checkpoints.begin(tables)

@@ -128,11 +128,13 @@ class TorchRecRun(Run):
             if fsdp is None:
                 strategy.model_to_device()
             else:
-                before = dict(module.named_parameters(remove_duplicate=False))
+                old_parameters = dict(module.named_parameters(remove_duplicate=False))
                 precision = str(self.trainer.precision)
                 self.dense = shard_module(module, *fsdp, strategy.root_device, precision, consensus)
                 self.undo.callback(self.dense.teardown)
-                replace_parameters(tables.optimizers, before, dict(module.named_parameters(remove_duplicate=False)))
+                replace_parameters(
+                    tables.optimizers, old_parameters, dict(module.named_parameters(remove_duplicate=False))
+                )
                 strategy.model = module
                 refuse_inexact_optimizers(tables.optimizers)
         ignore_in_ddp(module, self.shard_names())
@@ -140,10 +142,10 @@ class TorchRecRun(Run):
             strategy.optimizers, strategy.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
             if fsdp is None:
                 strategy.configure_ddp()
-            shards, own = tables.shards.sharded_parameters, tables.table_optimizers
+            shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
             replicas = tables.shards.groups.num_replicas
-            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_weights(), own, replicas))
-            self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, own))
+            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_weights(), table_optimizers, replicas))
+            self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
             self.undo.callback(call_after_closure(plugin, plain_shards.begin))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
         elif fsdp is None:

@@ -297,7 +297,7 @@ def test_options_say_the_same_from_yaml_and_from_code(tmp_path: Path) -> None:
     assert wanted["ebc.user_id"].batch_size == 64
     for strategy in (coded, as_dicts, parsed):
         settings = strategy.table_settings
-        assert options_by_table(tables, settings.everywhere, settings.by_table) == wanted
+        assert options_by_table(tables, settings.default_options, settings.table_options) == wanted
     assert parsed.table_settings.planning.estimate_pooling == 4
 
 

@@ -20,8 +20,8 @@ def with_batch_size(settings: TableSettings, trainer: Trainer, module: Lightning
     if settings.batch_size_per_rank is not None:
         return settings
     for loader in loaders_in(given_train_loaders(trainer)):
-        for of in (loader, getattr(loader, "batch_sampler", None)):
-            if is_size(size := getattr(of, "batch_size", None)):
+        for source in (loader, getattr(loader, "batch_sampler", None)):
+            if is_size(size := getattr(source, "batch_size", None)):
                 return replace(settings, batch_size_per_rank=size, batch_size_origin="of the loader")
     if lightning_hasattr(module, "batch_size") and is_size(size := lightning_getattr(module, "batch_size")):
         return replace(settings, batch_size_per_rank=size, batch_size_origin="batch_size of the data or the module")

@@ -63,8 +63,8 @@ class ClusterFacts:
         """One line for the start table: each value and where it came from."""
         memory = f"{self._memory_in_words} per rank ({self.memory_origin})"
         reserved = f"{self.reservation.in_words} reserved ({self.reservation.origin})"
-        what, number, origin = self.batch_size
-        batch = f"{number} {what} ({origin})"
+        quantity, number, origin = self.batch_size
+        batch = f"{number} {quantity} ({origin})"
         return f"Planned with: {batch}, {memory}, {reserved}; {self.bandwidths.in_words(self.names)}"
 
     @property
@@ -76,8 +76,10 @@ class ClusterFacts:
             ("layers without tables", format_bytes(self.dense_bytes), "with gradients and optimizer state"),
             ("reserved for all but tables", self.reservation.in_words, self.reservation.origin),
         ]
-        found = [(name, getattr(self.bandwidths, name)) for name in self.names]
-        return rows + [(name, format_bandwidth(one.bytes_per_second), one.origin) for name, one in found]
+        bandwidths = [(name, getattr(self.bandwidths, name)) for name in self.names]
+        return rows + [
+            (name, format_bandwidth(bandwidth.bytes_per_second), bandwidth.origin) for name, bandwidth in bandwidths
+        ]
 
     @property
     def _memory_in_words(self) -> str:
@@ -93,18 +95,18 @@ def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     """
     settings, consensus, device, layout = run.settings, run.consensus, run.device, run.layout
     groups, in_group = run.groups, consensus.all_or_none("setup", lambda: run.group_layout)
-    here = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
+    local_ranks = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
 
     def look() -> tuple[Any, int, int]:
-        asked = None if consensus.rank else asked_bandwidths(settings.planning.bandwidths, os.environ)
-        device_bytes = memory_bytes_per_rank(device, here, settings.memory_bytes_per_rank)
-        return asked, device_bytes, host_bytes_per_rank(device, here)
+        request = None if consensus.rank else asked_bandwidths(settings.planning.bandwidths, os.environ)
+        device_bytes = memory_bytes_per_rank(device, local_ranks, settings.memory_bytes_per_rank)
+        return request, device_bytes, host_bytes_per_rank(device, local_ranks)
 
-    mine = consensus.all_or_none("setup", look)
+    local_facts = consensus.all_or_none("setup", look)
     reservation = reserve(run, decisions.tables)
-    gathered = consensus.all_gather((*mine, device))
-    asked = gathered[0][0]
-    for variable in asked.bare:
+    gathered = consensus.all_gather((*local_facts, device))
+    request = gathered[0][0]
+    for variable in request.bare:
         rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are assumed.")
     memory = RankMemory(
         device_bytes=tuple(min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)),
@@ -114,8 +116,8 @@ def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     dense = dense_bytes(run.module, decisions.tables, decisions.optimizers, str(run.trainer.precision), shares)
     reservation = reservation.with_dense(dense, min(memory.device_bytes))
     usable = memory.less(reservation)
-    measured = measured_bandwidths(asked.wanted, layout, device, consensus, asked.afresh) if asked.wanted else {}
-    bandwidths = asked.with_measured(measured)
+    measured = measured_bandwidths(request.wanted, layout, device, consensus, request.afresh) if request.wanted else {}
+    bandwidths = request.with_measured(measured)
     return ClusterFacts(
         layout=in_group,
         topology=make_topology(device, in_group, usable, bandwidths),
@@ -144,12 +146,12 @@ def reserve(run: SetUpInputs, tables: list[Table]) -> Reservation:
     Raises ConfigError, on all ranks: the environment variable has an impossible value.
     """
     trainer, settings, consensus = run.trainer, run.settings, run.consensus
-    given, variable = consensus.all_gather((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
-    if not is_measured(given):
-        return chosen_reservation(given, {VARIABLE: variable})
-    activation_bytes, why = sample_step(trainer, run.module, tables, consensus, run.device)
-    if why and run.fits:
-        rank_zero_info(f"torchrec_sharded: reserve='measure': nothing is reserved for activations: {why}.")
+    option, variable = consensus.all_gather((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
+    if not is_measured(option):
+        return chosen_reservation(option, {VARIABLE: variable})
+    activation_bytes, reason = sample_step(trainer, run.module, tables, consensus, run.device)
+    if reason and run.fits:
+        rank_zero_info(f"torchrec_sharded: reserve='measure': nothing is reserved for activations: {reason}.")
     # Measuring runs the user's configure_model on a copy, so every rank does it: it may have collectives.
     measured = consensus.all_or_none(
         "setup",

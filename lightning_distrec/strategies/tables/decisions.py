@@ -78,38 +78,40 @@ class WantedTables:
     def warnings(self) -> list[str]:
         """Modules with tables that are not sharded, and tables whose weight will be missing."""
         unsharded = [
-            f"'{path}' is not sharded, every rank has all of it: {why}." for path, why in self.left_alone.items()
+            f"'{path}' is not sharded, every rank has all of it: {reason}." for path, reason in self.left_alone.items()
         ]
         return unsharded + [
-            f"the weight of table '{name}' is read in {where}, but each rank has a shard of it, so that this raises. "
+            f"the weight of table '{name}' is read in {method}, but each rank has a shard of it, so that this raises. "
             f"Set tables={{'{name}': {{'gathered_weight': True}}}}, or 'replicated': True."
-            for name, where in self.read.items()
+            for name, method in self.read.items()
         ]
 
 
 def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
     """Return the tables to shard in an unsharded module. Raises ConfigError, ShardingError."""
-    found = find_tables(module, settings.conversion)
-    refuse_named_odd_dims(found.tables, found.of_odd_dims, found.left_alone, settings.by_table)
-    options = options_by_table([*found.tables, *found.of_odd_dims], settings.everywhere, settings.by_table)
-    replicated = replicated_collections(found.tables, settings.by_table)
-    tables = [table for table in found.tables if table.collection not in replicated]
+    candidates = find_tables(module, settings.conversion)
+    refuse_named_odd_dims(candidates.tables, candidates.of_odd_dims, candidates.left_alone, settings.table_options)
+    options = options_by_table(
+        [*candidates.tables, *candidates.of_odd_dims], settings.default_options, settings.table_options
+    )
+    replicated = replicated_collections(candidates.tables, settings.table_options)
+    tables = [table for table in candidates.tables if table.collection not in replicated]
     tables = with_dynamic_ids(tables, options)
     read = read_tables(module, tables, options)
     if isinstance(settings.conversion.which, str):  # not asked for by name
         tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]
-    of_tables = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
-    left_alone = found.left_alone | {
-        name: f"its weight is read in {where}. To shard it, set tables={{'{name}': {{'gathered_weight': True}}}}"
-        for name, where in read.items()
-        if name not in of_tables
+    table_options = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
+    left_alone = candidates.left_alone | {
+        name: f"its weight is read in {method}. To shard it, set tables={{'{name}': {{'gathered_weight': True}}}}"
+        for name, method in read.items()
+        if name not in table_options
     }
-    read = {name: where for name, where in read.items() if name in of_tables}
-    return WantedTables(tables, of_tables, left_alone, replicated, read)
+    read = {name: method for name, method in read.items() if name in table_options}
+    return WantedTables(tables, table_options, left_alone, replicated, read)
 
 
 def updates_in_fit(
-    wanted: WantedTables,
+    selection: WantedTables,
     module: LightningModule,
     optimizers: list[Optimizer],
     trainer: Any,
@@ -125,43 +127,43 @@ def updates_in_fit(
     or what has the plugin's scaler. earlier: see `decide`. kept_for: why gradients must be kept for the optimizers.
     Raises OptimizerError, UnsupportedError.
     """
-    tables = wanted.tables
+    tables = selection.tables
     parameters = {table.full_name: table.parameter for table in tables}
-    of_tables = {
+    table_optimizers = {
         name: parse_table_optimizer(f"optimizer of table '{name}'", option.optimizer)
-        for name, option in wanted.options.items()
+        for name, option in selection.options.items()
         if option.optimizer is not None
     }
-    own = take_tables(parameters, of_tables, optimizers, module.automatic_optimization, earlier)
+    own_optimizers = take_tables(parameters, table_optimizers, optimizers, module.automatic_optimization, earlier)
     updates = translate(
         parameters,
-        {name: _mode(name, option) for name, option in wanted.options.items()},
-        [*optimizers, *(of.optimizer for of in own)],
+        {name: _mode(name, option) for name, option in selection.options.items()},
+        [*optimizers, *(owned.optimizer for owned in own_optimizers)],
         device.type,
         kept_for or why_not_in_backward(trainer, module, precision),
         {table.full_name for table in tables if table.plain is not None},
         earlier,
     )
-    updates |= {name: of_table_optimizer(updates[name]) for of in own for name in of.tables}
+    updates |= {name: of_table_optimizer(updates[name]) for owned in own_optimizers for name in owned.tables}
     updates |= {
-        name: replace(updates[name], why=_gathered_in_words(wanted, name))
-        for name, option in wanted.options.items()
+        name: replace(updates[name], why=_gathered_in_words(selection, name))
+        for name, option in selection.options.items()
         if option.gathered_weight and updates[name].kind == "dense"
     }
     kinds = {name: update.kind for name, update in updates.items()}
     refuse_what_is_not_exact(trainer, precision, kinds)
     fused = [name for name, update in updates.items() if update.in_backward]
     hooks = hooks_without_gradients(trainer, module, fused)
-    return updates, own, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
+    return updates, own_optimizers, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
 
 
 def constraints_of(
-    wanted: WantedTables, updates: Mapping[str, TableUpdate], device: torch.device, layout: NodeLayout
+    selection: WantedTables, updates: Mapping[str, TableUpdate], device: torch.device, layout: NodeLayout
 ) -> dict[str, TableConstraints]:
     """Return the constraints of each table, by full name. Raises ConfigError, PlanError: they contradict each other."""
     return {
-        name: _constraints(table, wanted.options[name], updates[name], device, layout)
-        for table in wanted.tables
+        name: _constraints(table, selection.options[name], updates[name], device, layout)
+        for table in selection.tables
         for name in [table.full_name]
     }
 
@@ -173,42 +175,44 @@ def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decis
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
     """
     trainer, module = run.trainer, run.module
-    wanted = wanted_tables(module, run.settings)
-    tables = wanted.tables
+    selection = wanted_tables(module, run.settings)
+    tables = selection.tables
     if run.fits:
-        refuse_unsharded_mappings(module, wanted.left_alone, run.layout.num_ranks)
-    _refuse_dense_on_meta(module, tables, wanted.left_alone | dict.fromkeys(wanted.replicated, "replicated=True"))
+        refuse_unsharded_mappings(module, selection.left_alone, run.layout.num_ranks)
+    _refuse_dense_on_meta(module, tables, selection.left_alone | dict.fromkeys(selection.replicated, "replicated=True"))
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
-    own: list[OwnOptimizer] = []
+    own_optimizers: list[OwnOptimizer] = []
     updates = {table.full_name: frozen("evaluation only") for table in tables}
-    warnings = wanted.warnings
+    warnings = selection.warnings
     if tables and run.fits:
         optimizers, schedulers = init_optimizers_and_schedulers(module)
         precision = trainer.precision_plugin
         kept_for = why_kept(run.groups)
-        updates, own, more = updates_in_fit(
-            wanted, module, optimizers, trainer, precision, run.device, earlier, kept_for
+        updates, own_optimizers, update_warnings = updates_in_fit(
+            selection, module, optimizers, trainer, precision, run.device, earlier, kept_for
         )
-        warnings += [*more, *warn_of_replicas(run.groups)]
-        refuse_with_groups(run.groups, updates, wanted.options, trainer.callbacks)  # type: ignore[attr-defined]
-        if own:
+        warnings += [*update_warnings, *warn_of_replicas(run.groups)]
+        refuse_with_groups(run.groups, updates, selection.options, trainer.callbacks)  # type: ignore[attr-defined]
+        if own_optimizers:
             _report_left_embeddings(module, tables)
-    constraints = constraints_of(wanted, updates, run.device, run.group_layout)
-    gathered = {name for name, option in wanted.options.items() if option.gathered_weight}
-    schedulers = [*schedulers, *(scheduler for of in own for scheduler in of.schedulers)]
-    return Decisions(tables, warnings, updates, constraints, optimizers, schedulers, own, gathered, wanted.left_alone)
+    constraints = constraints_of(selection, updates, run.device, run.group_layout)
+    gathered = {name for name, option in selection.options.items() if option.gathered_weight}
+    schedulers = [*schedulers, *(scheduler for owned in own_optimizers for scheduler in owned.schedulers)]
+    return Decisions(
+        tables, warnings, updates, constraints, optimizers, schedulers, own_optimizers, gathered, selection.left_alone
+    )
 
 
 def _report_left_embeddings(module: nn.Module, tables: list[Table]) -> None:
     """Log which embeddings table_optimizer does not update, where some are not sharded."""
     sharded = {id(table.parameter) for table in tables}
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    left = [path for path, m in module.named_modules() if isinstance(m, kinds) and id(m.weight) not in sharded]
-    if left:
-        more = f" and {len(left) - 1} more" if left[1:] else ""
+    unsharded = [path for path, m in module.named_modules() if isinstance(m, kinds) and id(m.weight) not in sharded]
+    if unsharded:
+        suffix = f" and {len(unsharded) - 1} more" if unsharded[1:] else ""
         rank_zero_info(
-            f"table_optimizer: '{left[0]}'{more} is not sharded, and stays with the optimizer of configure_optimizers. "
+            f"table_optimizer: '{unsharded[0]}'{suffix} is not sharded, and stays with the optimizer of configure_optimizers. "
             "convert_embeddings, min_rows and replicated decide what is sharded."
         )
 
@@ -223,8 +227,8 @@ def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
     ]
 
 
-def _gathered_in_words(wanted: WantedTables, name: str) -> str:
-    parameter = next(table.parameter for table in wanted.tables if table.full_name == name)
+def _gathered_in_words(selection: WantedTables, name: str) -> str:
+    parameter = next(table.parameter for table in selection.tables if table.full_name == name)
     return f"gathered weight: {format_bytes(parameter.nbytes)} and its gradient on each rank"
 
 
@@ -250,7 +254,7 @@ def tables_to_shard(module: nn.Module, settings: TableSettings, conversion: Conv
     """Return the unsharded tables of `module` that are to be sharded."""
     if conversion.which == "none":  # no plain embeddings, whose weights may be read
         tables = find_tables(module, conversion).tables
-        replicated = replicated_collections(tables, settings.by_table)
+        replicated = replicated_collections(tables, settings.table_options)
         return [table for table in tables if table.collection not in replicated]
     return wanted_tables(module, replace(settings, conversion=conversion)).tables
 

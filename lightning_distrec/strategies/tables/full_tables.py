@@ -98,16 +98,16 @@ def refuse_to_scale(module: nn.Module, name: str, max_norm: float | None) -> Non
 
 def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
     shards = tables.shards[name]
-    of_rows = [(shard, torch.linalg.vector_norm(shard.weight, dim=1)) for shard in shards if shard.weight.numel()]
+    row_norms = [(shard, torch.linalg.vector_norm(shard.weight, dim=1)) for shard in shards if shard.weight.numel()]
     if "column" in tables.plan[name].sharding_type:
         num_rows = next(table.config.num_embeddings for table in tables.tables if table.full_name == name)
         squares = torch.zeros(num_rows, dtype=torch.float64, device=shards[0].weight.device)
-        for shard, norms in of_rows:
+        for shard, norms in row_norms:
             squares[shard.row : shard.row + len(norms)] += norms.double().square()
         dist.all_reduce(squares, group=tables.groups.sharding)
         full = squares.sqrt().to(shards[0].weight.dtype)
-        of_rows = [(shard, full[shard.row : shard.row + len(norms)]) for shard, norms in of_rows]
-    for shard, norms in of_rows:
+        row_norms = [(shard, full[shard.row : shard.row + len(norms)]) for shard, norms in row_norms]
+    for shard, norms in row_norms:
         norms = norms.unsqueeze(1).clamp_min(1e-12)
         shard.weight.div_(norms) if max_norm is None else shard.weight.mul_((max_norm / norms).clamp(max=1.0))
 
@@ -143,19 +143,19 @@ def gradient_norms(module: nn.Module, tables: RunTables | None, order: float, se
             f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is updated inside of "
             "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or 'dense'."
         )
-    by_table = {} if tables is None else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
+    table_shards = {} if tables is None else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
     group = None if tables is None else tables.shards.groups.sharding
-    of_tables = _of_tables(by_table, order, group)
-    table_of = {id(shard.weight): name for name, shards in by_table.items() for shard in shards}
-    found: dict[str, float] = {}
+    table_norms = _of_tables(table_shards, order, group)
+    table_of = {id(shard.weight): name for name, shards in table_shards.items() for shard in shards}
+    norm_by_name: dict[str, float] = {}
     for name, parameter in module.named_parameters():
         table = table_of.get(id(parameter))
         if table is not None:
-            if table in of_tables:
-                found[name] = of_tables.pop(table)
+            if table in table_norms:
+                norm_by_name[name] = table_norms.pop(table)
         elif parameter.grad is not None:
-            found[name] = _norm(parameter.grad, order)
-    norms = {f"grad_{order}_norm{separator}{name}": norm for name, norm in found.items()}
+            norm_by_name[name] = _norm(parameter.grad, order)
+    norms = {f"grad_{order}_norm{separator}{name}": norm for name, norm in norm_by_name.items()}
     if norms:
         norms[f"grad_{order}_norm_total"] = float(torch.tensor(list(norms.values())).norm(order))
     return norms
@@ -166,13 +166,13 @@ def _norm(gradient: Tensor, order: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _of_tables(by_table: dict[str, list[LocalShard]], order: float, group: Any) -> dict[str, float]:
+def _of_tables(table_shards: dict[str, list[LocalShard]], order: float, group: Any) -> dict[str, float]:
     """Collective. Return the norms of the tables that have a gradient on any rank."""
-    if not by_table:
+    if not table_shards:
         return {}
-    device = next(iter(by_table.values()))[0].weight.device
-    parts = torch.zeros(2, len(by_table), dtype=torch.float64, device=device)
-    for i, shards in enumerate(by_table.values()):
+    device = next(iter(table_shards.values()))[0].weight.device
+    parts = torch.zeros(2, len(table_shards), dtype=torch.float64, device=device)
+    for i, shards in enumerate(table_shards.values()):
         for shard in shards:
             gradient = shard.weight.grad
             if gradient is None:
@@ -186,7 +186,7 @@ def _of_tables(by_table: dict[str, list[LocalShard]], order: float, group: Any) 
     dist.all_reduce(parts[0], op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
     norms = parts[1] if math.isinf(order) else parts[1] ** (1 / order)
-    return {name: float(norms[i]) for i, name in enumerate(by_table) if parts[0, i]}
+    return {name: float(norms[i]) for i, name in enumerate(table_shards) if parts[0, i]}
 
 
 def _make_equal(root: nn.Module) -> None:

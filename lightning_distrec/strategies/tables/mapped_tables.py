@@ -67,10 +67,12 @@ def refuse_shared_features(tables: list[Table]) -> None:
 
 def _resize(table: Table, rows: int) -> None:
     """Give an unsharded table this number of rows. They repeat its own, which keeps the user's init."""
-    before = table.parameter
-    repeated = torch.arange(rows, device=before.device) % len(before)
-    weight = before.detach()[repeated] if not before.is_meta else before.new_empty(rows, before.shape[1])
-    fill_weight(table.module, table.local_key, weight, before.requires_grad)
+    old_weight = table.parameter
+    repeated = torch.arange(rows, device=old_weight.device) % len(old_weight)
+    weight = (
+        old_weight.detach()[repeated] if not old_weight.is_meta else old_weight.new_empty(rows, old_weight.shape[1])
+    )
+    fill_weight(table.module, table.local_key, weight, old_weight.requires_grad)
     table.module.get_submodule(table.local_key.removesuffix(".weight")).num_embeddings = rows  # type: ignore[assignment]
     table.config.num_embeddings = rows
     if table.plain is not None:
@@ -84,17 +86,17 @@ def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> Tab
     """
     if table.mapping is None:
         return options
-    of_table = f"table '{table.full_name}' maps ids to rows"
+    subject = f"table '{table.full_name}' maps ids to rows"
     if "row_wise" not in (options.sharding_types or ["row_wise"]):
-        raise PlanError(f"{of_table}: sharding_types={options.sharding_types}: it can only be row_wise. Allow that.")
+        raise PlanError(f"{subject}: sharding_types={options.sharding_types}: it can only be row_wise. Allow that.")
     if "fused" not in (options.compute_kernels or ["fused"]):
-        raise PlanError(f"{of_table}: compute_kernels={options.compute_kernels}: it needs fused. Allow that.")
+        raise PlanError(f"{subject}: compute_kernels={options.compute_kernels}: it needs fused. Allow that.")
     if options.gathered_weight:
-        raise PlanError(f"{of_table}: gathered_weight=True: the rows of its weight have no fixed ids. Leave it out.")
+        raise PlanError(f"{subject}: gathered_weight=True: the rows of its weight have no fixed ids. Leave it out.")
     if layout.num_replicas > 1:
-        raise PlanError(f"{of_table}: each of the sharding_groups would map ids by itself. Leave sharding_groups out.")
+        raise PlanError(f"{subject}: each of the sharding_groups would map ids by itself. Leave sharding_groups out.")
     if reason := table.mapping.why_not_on(layout.num_ranks):
-        raise PlanError(f"{of_table}: {reason}.")
+        raise PlanError(f"{subject}: {reason}.")
     return replace(options, sharding_types=["row_wise"], compute_kernels=["fused"])
 
 
@@ -145,13 +147,13 @@ class NotedIds:
         """Return this rank's, by table."""
         return {name: mapping.noted() for name, mapping in self._mappings.items()}
 
-    def restore(self, of_rank: Mapping[str, Any] | None, of_rank_0: Mapping[str, Any] | None) -> None:
+    def restore(self, local_state: Mapping[str, Any] | None, first_state: Mapping[str, Any] | None) -> None:
         """Continue with them. of_rank: None with another number of ranks, whose buckets were others."""
         lost = []
         for name, mapping in self._mappings.items():
-            if of_rank is not None and name in of_rank:
-                mapping.note(of_rank[name])
-            elif of_rank_0 is None or of_rank_0.get(name, {}).get("lookups", True):
+            if local_state is not None and name in local_state:
+                mapping.note(local_state[name])
+            elif first_state is None or first_state.get(name, {}).get("lookups", True):
                 lost.append(name)
         if lost:
             rank_zero_warn(
@@ -166,13 +168,16 @@ def mapping_counts(mappings: Mapping[str, RowsOfIds], ranks: Ranks) -> dict[str,
     """Collective. Return, for each table, by full name, over all ranks: rows, rows that an id has; and since the start
     distinct ids that were looked up, those of them that shared a row, rows that were taken from an id.
     """
-    mine = {
+    local_counts = {
         name: (mapping.num_rows, mapping.num_taken, of.looked_up, of.shared, of.evicted)
         for name, mapping in mappings.items()
         for of in [mapping.counts]
     }
-    gathered = ranks.all_gather(mine) if mine else [mine]
-    return {name: tuple(map(sum, zip(*(of_rank[name] for of_rank in gathered), strict=True))) for name in mine}
+    gathered = ranks.all_gather(local_counts) if local_counts else [local_counts]
+    return {
+        name: tuple(map(sum, zip(*(rank_counts[name] for rank_counts in gathered), strict=True)))
+        for name in local_counts
+    }
 
 
 def _states(shards: ShardedTables, shard: LocalShard, update: TableUpdate) -> list[tuple[Tensor, float]]:
@@ -181,11 +186,11 @@ def _states(shards: ShardedTables, shard: LocalShard, update: TableUpdate) -> li
         return [(state, update.initial_state) for state in shards.fused_state().get(id(shard), [])]
     if update.param_group is None:
         return []
-    kept: dict[str, Any] = update.param_group.optimizer.state.get(shard.weight, {})
+    state: dict[str, Any] = update.param_group.optimizer.state.get(shard.weight, {})
     start = float(update.param_group.group.get("initial_accumulator_value", 0.0))
     rows = len(shard.weight)
     return [
         (value, start if key == "sum" else 0.0)
-        for key, value in kept.items()
+        for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() and len(value) == rows
     ]

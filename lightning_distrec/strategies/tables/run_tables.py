@@ -77,9 +77,9 @@ class RunTables:
         self.optimizers, self.table_optimizers = optimizers, table_optimizers
         if table_optimizers:
             self.undo.append(step_with(optimizers[0], table_optimizers))
-            own = {id(parameter) for parameter in parameters_of(table_optimizers)}
+            held = {id(parameter) for parameter in parameters_of(table_optimizers)}
             weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
-            self._added_tables = AddedTables({i: name for i, name in weights.items() if i in own})
+            self._added_tables = AddedTables({i: name for i, name in weights.items() if i in held})
         for number, optimizer in enumerate(self.all_optimizers):
             stepped = partial(self.after_optimizer_step, number)
             self.undo.append(optimizer.register_step_post_hook(stepped).remove)

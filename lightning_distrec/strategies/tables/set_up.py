@@ -89,14 +89,14 @@ def _unsharded(run: SetUpInputs, earlier: ShardedTables | None) -> Iterator[None
 
 def _refuse_to_replicate(run: SetUpInputs, earlier: ShardedTables) -> None:
     """Raise ShardingError where a table of an earlier run would not be sharded now: the module has no rows of it."""
-    which = run.settings.conversion
-    found = {id(table.original) for table in tables_to_shard(run.module, run.settings, which)}
-    here = {id(child) for child in run.module.modules()}
+    conversion = run.settings.conversion
+    sharded_ids = {id(table.original) for table in tables_to_shard(run.module, run.settings, conversion)}
+    module_ids = {id(child) for child in run.module.modules()}
     for table in earlier.tables:
-        if id(table.original) in here and id(table.original) not in found:
+        if id(table.original) in module_ids and id(table.original) not in sharded_ids:
             raise ShardingError(
                 f"'{table.full_name}' was sharded in an earlier run of this module, and convert_embeddings="
-                f"{which.which!r} or replicated=True would leave it unsharded now. Keep convert_embeddings, "
+                f"{conversion.which!r} or replicated=True would leave it unsharded now. Keep convert_embeddings, "
                 "min_rows and replicated as they were, or load a checkpoint into a new module."
             )
 
@@ -104,12 +104,12 @@ def _refuse_to_replicate(run: SetUpInputs, earlier: ShardedTables) -> None:
 def _check_same_tables(run: SetUpInputs, tables: list[Table]) -> bool:
     """Collective. Raise ShardingError where ranks have different tables; return whether any rank counts ids."""
     shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
-    mine = (shapes, [t.parameter.is_meta for t in tables])
-    gathered = run.consensus.all_gather((mine, run.settings.planning.estimate_pooling))
-    for rank, (theirs, _) in enumerate(gathered):
-        if theirs != mine:
+    local_tables = (shapes, [t.parameter.is_meta for t in tables])
+    gathered = run.consensus.all_gather((local_tables, run.settings.planning.estimate_pooling))
+    for rank, (rank_tables, _) in enumerate(gathered):
+        if rank_tables != local_tables:
             raise ShardingError(
-                f"the ranks have different tables: rank {run.consensus.rank} has {shapes}, rank {rank} {theirs[0]}. "
+                f"the ranks have different tables: rank {run.consensus.rank} has {shapes}, rank {rank} {rank_tables[0]}. "
                 "Build the same module on every rank."
             )
     return any(num_batches for _, num_batches in gathered)
@@ -153,17 +153,17 @@ def _shard(
         run.module, decisions.tables, plan, fused, run.device, rows, seed, comms, gathered, run.groups, earlier
     )
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
-    kept = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
-    shards.keep_gradients(kept)
-    optimizers = [*decisions.optimizers, *(of.optimizer for of in decisions.own_optimizers)]
-    rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - kept.keys())
+    rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
+    shards.keep_gradients(rows_only)
+    optimizers = [*decisions.optimizers, *(owned.optimizer for owned in decisions.own_optimizers)]
+    rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - rows_only.keys())
     return shards
 
 
 def _connect(run: SetUpInputs, setup: RunTables, decisions: Decisions) -> None:
     """Let optimizers report their steps, and refuse gradients that fused updates would miss."""
     setup.lr_scheduler_configs = decisions.lr_scheduler_configs
-    setup.connect(decisions.optimizers, [of.optimizer for of in decisions.own_optimizers])
+    setup.connect(decisions.optimizers, [owned.optimizer for owned in decisions.own_optimizers])
     if run.fits:
         setup.connect_replicas(run.consensus)
     for name in setup.fused_tables:

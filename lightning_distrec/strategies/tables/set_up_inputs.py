@@ -31,9 +31,9 @@ ASSUMED_BATCH_SIZE = 512
 class TableSettings:
     """The strategy's options about tables."""
 
-    everywhere: TableOptions
+    default_options: TableOptions
     conversion: Conversion
-    by_table: Mapping[str, Any]
+    table_options: Mapping[str, Any]
     check_ids: CheckIds
     comms: QuantizedComms
     loss_reduction: LossReduction
@@ -46,12 +46,14 @@ class TableSettings:
 
     def __post_init__(self) -> None:
         check_check_ids(self.check_ids)
-        if self.everywhere.optimizer is not None:
-            parse_table_optimizer("table_optimizer", self.everywhere.optimizer)
-        for name, options in self.by_table.items() if isinstance(self.by_table, Mapping) else ():
-            given = options.get("optimizer") if isinstance(options, Mapping) else getattr(options, "optimizer", None)
-            if given is not None:
-                parse_table_optimizer(f"tables[{name!r}].optimizer", given)
+        if self.default_options.optimizer is not None:
+            parse_table_optimizer("table_optimizer", self.default_options.optimizer)
+        for name, options in self.table_options.items() if isinstance(self.table_options, Mapping) else ():
+            optimizer = (
+                options.get("optimizer") if isinstance(options, Mapping) else getattr(options, "optimizer", None)
+            )
+            if optimizer is not None:
+                parse_table_optimizer(f"tables[{name!r}].optimizer", optimizer)
         check_loss_reduction(self.loss_reduction)
         if self.batch_size_per_rank is not None and self.batch_size_per_rank <= 0:
             raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")

@@ -46,10 +46,10 @@ class Unfreezing:
         self._waiting.remove(name)
         sharding = self._shards.plan[name]
         kind = type(param_group.optimizer)
-        known = kind in ELEMENTWISE or (kind is RowWiseAdagrad and "column" not in sharding.sharding_type)
-        sparse, why_not = sparse_form(param_group)
-        if (sparse is None and not known) or sharding.compute_kernel.startswith("fused_uvm"):
-            reason = why_not or f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
+        has_dense_form = kind in ELEMENTWISE or (kind is RowWiseAdagrad and "column" not in sharding.sharding_type)
+        sparse, obstacle = sparse_form(param_group)
+        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith("fused_uvm"):
+            reason = obstacle or f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
             raise OptimizerError(
                 f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to {kind.__name__}: {reason}. "
                 "Let it learn from the start of fit, or call fit again with it unfrozen."

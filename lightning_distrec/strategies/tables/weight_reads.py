@@ -33,7 +33,7 @@ BEFORE_SHARDING = frozenset({"setup", "configure_model", "configure_optimizers",
 
 def weight_reads(root: nn.Module) -> dict[int, str]:
     """Return id of an embedding -> where its weight is read, such as "SASRec.forward", for what the source shows."""
-    found: dict[int, str] = {}
+    reads: dict[int, str] = {}
     for module in root.modules():
         for kind in type(module).__mro__:
             if kind.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec"):
@@ -41,18 +41,18 @@ def weight_reads(root: nn.Module) -> dict[int, str]:
             for method, chain in _reads_of(kind):
                 for read in _resolve(module, chain):
                     if isinstance(read, (nn.Embedding, nn.EmbeddingBag)):
-                        found.setdefault(id(read), f"{kind.__name__}.{method}")
-    return found
+                        reads.setdefault(id(read), f"{kind.__name__}.{method}")
+    return reads
 
 
-_known: dict[type, list[tuple[str, tuple[str, ...]]]] = {}
+_reads_by_class: dict[type, list[tuple[str, tuple[str, ...]]]] = {}
 
 
 def _reads_of(kind: type) -> list[tuple[str, tuple[str, ...]]]:
     """Return the methods of a class that read `self.<names>.weight`, with the names."""
-    if kind not in _known:
-        _known[kind] = list(_find(kind))
-    return _known[kind]
+    if kind not in _reads_by_class:
+        _reads_by_class[kind] = list(_find(kind))
+    return _reads_by_class[kind]
 
 
 def _find(kind: type) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -97,10 +97,10 @@ def _key(node: ast.Subscript) -> str:
 
 def _resolve(module: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
     """Return the submodules that the names may stand for."""
-    found = [module]
+    modules = [module]
     for name in chain:
-        found = [child for parent in found for key, child in parent.named_children() if name in (key, ANY)]
-    return found
+        modules = [child for parent in modules for key, child in parent.named_children() if name in (key, ANY)]
+    return modules
 
 
 def read_tables(module: nn.Module, tables: list[Table], options: Mapping[str, TableOptions]) -> dict[str, str]:

@@ -53,7 +53,7 @@ def refuse_with_groups(
             f"table '{gathered[0]}' has gathered_weight=True, but with sync_interval={groups.sync_interval} each group "
             "has other weights. Set sync_interval=1, or replicated=True for the table."
         )
-    averages = [type(each).__name__ for each in callbacks if isinstance(each, AVERAGES)]
+    averages = [type(callback).__name__ for callback in callbacks if isinstance(callback, AVERAGES)]
     if averages and not groups.exchanges_gradients:
         raise ConfigError(
             f"the callback {averages[0]} averages weights of which each group has others at "

@@ -124,25 +124,25 @@ class AveragedRows(Replicas):
     def _average(self) -> None:
         shards = [
             (name, shard)
-            for name, of_table in self._tables.shards.items()
-            for shard in of_table
+            for name, table_shards in self._tables.shards.items()
+            for shard in table_shards
             if shard.weight.numel() and (self._updates[name].kind != "frozen" or name in self._unfrozen)
         ]
         state = self._state([(i, shard) for i, (_, shard) in enumerate(shards)])
         if not shards:
             return  # and no replica of this rank has any
-        by_rows = [self._updates[name].in_backward or shard.sparse for name, shard in shards]
+        are_by_rows = [self._updates[name].in_backward or shard.sparse for name, shard in shards]
         firsts = torch.tensor([0, *(len(shard.weight) for _, shard in shards)]).cumsum(0)
         device = shards[0][1].weight.device
         touched = [
             self._touched.ids_of(shard).to(device) + int(first)
-            for (_, shard), first, is_by_rows in zip(shards, firsts, by_rows, strict=False)
+            for (_, shard), first, is_by_rows in zip(shards, firsts, are_by_rows, strict=False)
             if is_by_rows
         ]
         union = union_of_rows(torch.cat(touched), self._group) if touched else torch.empty(0, dtype=torch.long)
         ends = torch.searchsorted(union, firsts.to(union.device)).tolist()
         for i, (_, shard) in enumerate(shards):
-            rows = union[ends[i] : ends[i + 1]] - int(firsts[i]) if by_rows[i] else None
+            rows = union[ends[i] : ends[i + 1]] - int(firsts[i]) if are_by_rows[i] else None
             average_rows([shard.weight, *state[i]], rows, self._group)
 
     def _state(self, shards: list[tuple[int, LocalShard]]) -> dict[int, list[Tensor]]:
@@ -151,30 +151,30 @@ class AveragedRows(Replicas):
         A group in which no step has given a table a gradient may have no state of it yet; it gets zeros.
         """
         fused = self._tables.fused_state()
-        kept = [(i, shard, self._optimizer_of(shard)) for i, shard in shards if id(shard) not in fused]
-        states = {i: (optimizer.state.get(shard.weight, {}), optimizer) for i, shard, optimizer in kept if optimizer}
+        unfused = [(i, shard, self._optimizer_of(shard)) for i, shard in shards if id(shard) not in fused]
+        states = {i: (optimizer.state.get(shard.weight, {}), optimizer) for i, shard, optimizer in unfused if optimizer}
         widths = {i: _widths(shards[i][1], state) for i, (state, _) in states.items()}
-        of_ranks = self._ranks.all_gather(list(widths.items()))
-        alike = [dict(of_ranks[rank]) for rank in self._tables.groups.same_shards(self._ranks.rank)]
-        found: dict[int, list[Tensor]] = {i: list(fused.get(id(shard), ())) for i, shard in shards}
+        rank_widths = self._ranks.all_gather(list(widths.items()))
+        replica_widths = [dict(rank_widths[rank]) for rank in self._tables.groups.same_shards(self._ranks.rank)]
+        row_states: dict[int, list[Tensor]] = {i: list(fused.get(id(shard), ())) for i, shard in shards}
         counts: list[tuple[dict[str, Any], str]] = []
         for i, (state, optimizer) in states.items():
-            wanted = {key: width for of_replica in alike for key, width in of_replica[i]}
-            for key, width in wanted.items():
+            all_widths = {key: width for shard_widths in replica_widths for key, width in shard_widths[i]}
+            for key, width in all_widths.items():
                 if key not in state:
                     weight = shards[i][1].weight
                     shape = () if width < 0 else (len(weight),) if not width else (len(weight), width)
                     state[key] = weight.new_zeros(shape, dtype=torch.float32)
             if state:
                 optimizer.state[shards[i][1].weight] = state
-            found[i] = [state[key] for key, width in wanted.items() if width >= 0]
-            counts += [(state, key) for key, width in wanted.items() if width < 0]
+            row_states[i] = [state[key] for key, width in all_widths.items() if width >= 0]
+            counts += [(state, key) for key, width in all_widths.items() if width < 0]
         self._use_largest(counts)
-        return found
+        return row_states
 
     def _optimizer_of(self, shard: LocalShard) -> Optimizer | None:
         for optimizer in self._optimizers():
-            if any(shard.weight is each for group in optimizer.param_groups for each in group["params"]):
+            if any(shard.weight is parameter for group in optimizer.param_groups for parameter in group["params"]):
                 return optimizer
         return None
 
@@ -197,11 +197,11 @@ class AveragedRows(Replicas):
 
 def _widths(shard: LocalShard, state: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return key -> columns of the state of one shard: 0 for one number per row, -1 for one number in all."""
-    found = []
+    widths = []
     for key, value in state.items():
         along = isinstance(value, Tensor) and value.dim() and len(value) == len(shard.weight)
         if along:
-            found.append((key, value.shape[1] if value.dim() > 1 else 0))
+            widths.append((key, value.shape[1] if value.dim() > 1 else 0))
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            found.append((key, -1))
-    return found
+            widths.append((key, -1))
+    return widths
