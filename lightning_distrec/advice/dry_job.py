@@ -56,14 +56,14 @@ class DryJob:
 
 def decisions_of(dry: DryModule, job: DryJob) -> Decisions:
     """Return what is decided about the tables on these ranks."""
-    constraints = constraints_of(dry.wanted, dry.updates, job.device, job.layout)
+    constraints = constraints_of(dry.selection, dry.updates, job.device, job.layout)
     for name, data in dry.data.items():
-        given = dry.wanted.options[name].pooling_factor is not None
+        given = dry.selection.options[name].pooling_factor is not None
         factors = None if given else data.ids_per_example
         constraints[name] = replace(constraints[name], data=data, pooling_factors=factors)
     if not job.host_bytes:  # estimates take most of the time, and are not needed for kernels that cannot be chosen
         constraints = {name: _on_device(of_table) for name, of_table in constraints.items()}
-    return Decisions(dry.wanted.tables, [], dry.updates, constraints, dry.optimizers, [])
+    return Decisions(selection=dry.selection, updates=dry.updates, constraints=constraints, optimizers=dry.optimizers)
 
 
 def _on_device(constraints: TableConstraints) -> TableConstraints:
@@ -80,7 +80,7 @@ def facts_of(dry: DryModule, job: DryJob) -> ClusterFacts:
             measured = measure_dense(dry.trainer, dry.unconfigured, dry.settings, job.device, layout, job.shards_dense)
     reservation = measured or chosen_reservation(planning.reserve, os.environ)
     shares = job.num_ranks if job.shards_dense else 1
-    dense = dense_bytes(dry.module, dry.wanted.tables, dry.optimizers, dry.trainer.precision, shares)
+    dense = dense_bytes(dry.module, dry.selection.tables, dry.optimizers, dry.trainer.precision, shares)
     reservation = reservation.with_dense(dense, job.memory_bytes)
     bandwidths = asked_bandwidths(planning.bandwidths, os.environ).with_measured({})
     bandwidths = replace(bandwidths, **job.bandwidths)

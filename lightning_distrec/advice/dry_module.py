@@ -18,7 +18,7 @@ from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plan.table_data import TableData
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
-from lightning_distrec.strategies.tables.decisions import WantedTables, updates_in_fit, wanted_tables
+from lightning_distrec.strategies.tables.decisions import SelectedTables, select_tables, updates_in_fit
 from lightning_distrec.strategies.tables.replicas.decisions import why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 
@@ -30,7 +30,7 @@ class DryModule:
     module: LightningModule
     """Configured, on the meta device."""
     unconfigured: LightningModule
-    wanted: WantedTables
+    selection: SelectedTables
     updates: dict[str, TableUpdate]
     optimizers: list[Optimizer]
     """Those of configure_optimizers, on the meta device; none where it failed."""
@@ -60,14 +60,14 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
             f"({place_of(error)}{_line(error)}). Build there what needs neither, and "
             "tensors whose values are read with device='cpu'."
         ) from error
-    wanted = wanted_tables(there, settings)
-    if not wanted.tables:
-        alone = "".join(f" '{path}' is not sharded: {why}." for path, why in list(wanted.left_alone.items())[:3])
+    selection = select_tables(there, settings)
+    if not selection.tables:
+        alone = "".join(f" '{path}' is not sharded: {why}." for path, why in list(selection.left_alone.items())[:3])
         raise ConfigError(
             f"plan: nothing to plan: {type(module).__name__} has no embedding tables that torchrec_sharded would "
             f"shard.{alone} See convert_embeddings and min_rows, or train it with another strategy."
         )
-    assumed = list(wanted.warnings)
+    assumed = list(selection.warnings)
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
     optimizers: list[Optimizer] = []
     failed = ""
@@ -76,10 +76,10 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     except Exception as error:
         failed = _line(error)
     kept_for = why_kept(settings.groups)
-    updates, own, more = updates_in_fit(wanted, there, optimizers, trainer, plugin, device, {}, kept_for)
+    updates, own, more = updates_in_fit(selection, there, optimizers, trainer, plugin, device, {}, kept_for)
     assumed += more
     known = {name for of in own for name in of.tables}
-    of_module = [table for table in wanted.tables if table.full_name not in known]
+    of_module = [table for table in selection.tables if table.full_name not in known]
     if failed and of_module:
         assumed.append(
             f"configure_optimizers failed without a Trainer ({failed}): the user's optimizer is assumed to update "
@@ -89,7 +89,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     return DryModule(
         module=there,
         unconfigured=module,
-        wanted=wanted,
+        selection=selection,
         updates=updates,
         optimizers=optimizers,
         trainer=trainer,

@@ -65,7 +65,7 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     except InfeasiblePlanError as error:
         why_not = str(error)
     seconds = time.perf_counter() - begun
-    tables = dry.wanted.tables
+    tables = dry.selection.tables
     found = DryRun(
         job=job,
         batch_size=settings.batch_size,
@@ -95,7 +95,7 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
         assumed.append(f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used")
     if planning.estimate_pooling and not dry.data:
         assumed.append("planning.estimate_pooling: no data is read, so ids per example are not counted")
-    options = dry.wanted.options.items()
+    options = dry.selection.options.items()
     unset = [name for name, option in options if option.pooling_factor is None and name not in dry.data]
     if unset:
         assumed.append(

@@ -56,7 +56,7 @@ def planned_share(
 
 
 def _counted(dry: DryModule, name: str, constraints: TableConstraints, profile: StepProfile) -> TableConstraints:
-    table = next(table for table in dry.wanted.tables if table.full_name == name)
+    table = next(table for table in dry.selection.tables if table.full_name == name)
     factors = _factors(table, profile)
     return replace(constraints, pooling_factors=factors) if factors else constraints
 

@@ -16,11 +16,11 @@ MAX_NAMED = 4
 
 def with_data(dry: DryModule, statistics: IdStatistics) -> DryModule:
     """Return the module with what batches look up, for estimates; options that are set stay."""
-    found = {table.full_name: data for table in dry.wanted.tables if (data := statistics.of(table)) is not None}
+    found = {table.full_name: data for table in dry.selection.tables if (data := statistics.of(table)) is not None}
     settings, assumed = dry.settings, list(dry.assumed)
     if settings.batch_size_per_rank is None and statistics.examples:
         settings = replace(settings, batch_size_per_rank=statistics.examples, batch_size_origin="of the first batch")
-    unknown = [table.full_name for table in dry.wanted.tables if table.full_name not in found]
+    unknown = [table.full_name for table in dry.selection.tables if table.full_name not in found]
     if unknown:
         assumed.append(
             f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by name, nor does what "

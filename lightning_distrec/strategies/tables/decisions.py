@@ -20,7 +20,7 @@ from lightning_distrec.optimizers.updates_in_backward import (
     why_not_in_backward,
 )
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion
+from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     allowed_kernels,
@@ -42,26 +42,7 @@ from lightning_distrec.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Decisions:
-    """The tables to shard in an unsharded module, with the updates and constraints of each by full name."""
-
-    tables: list[Table]
-    warnings: list[str]
-    updates: dict[str, TableUpdate]
-    constraints: dict[str, TableConstraints]
-    optimizers: list[Optimizer]
-    """Those of configure_optimizers."""
-    lr_scheduler_configs: list[Any]
-    own_optimizers: list[OwnOptimizer] = field(default_factory=list)
-    """Those of tables alone, by table_optimizer."""
-    gathered: set[str] = field(default_factory=set)
-    """Full names of the tables whose full weight the module may read."""
-    left_alone: Mapping[str, str] = field(default_factory=dict)
-    """Path -> reason, of modules that hold tables and are not sharded."""
-
-
-@dataclass(frozen=True)
-class WantedTables:
+class SelectedTables:
     """The tables to shard in a module, and the options of each."""
 
     tables: list[Table]
@@ -87,8 +68,33 @@ class WantedTables:
         ]
 
 
-def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
-    """Return the tables to shard in an unsharded module. Raises ConfigError, ShardingError."""
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """The tables to shard in an unsharded module, with the updates and constraints of each by full name."""
+
+    selection: SelectedTables
+    updates: dict[str, TableUpdate]
+    constraints: dict[str, TableConstraints]
+    warnings: list[str] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    """Those of configure_optimizers."""
+    lr_scheduler_configs: list[Any] = field(default_factory=list)
+    own_optimizers: list[OwnOptimizer] = field(default_factory=list)
+    """Those of tables alone, by table_optimizer."""
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables to shard."""
+        return self.selection.tables
+
+    @property
+    def table_optimizers(self) -> list[Optimizer]:
+        """Optimizers of tables alone."""
+        return [owned.optimizer for owned in self.own_optimizers]
+
+
+def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
+    """Find the tables to shard in an unsharded module: the one place that looks. Raises ConfigError, ShardingError."""
     candidates = find_tables(module, settings.conversion)
     refuse_named_odd_dims(candidates.tables, candidates.of_odd_dims, candidates.left_alone, settings.table_options)
     options = options_by_table(
@@ -107,11 +113,11 @@ def wanted_tables(module: nn.Module, settings: TableSettings) -> WantedTables:
         if name not in table_options
     }
     read = {name: method for name, method in read.items() if name in table_options}
-    return WantedTables(tables, table_options, left_alone, replicated, read)
+    return SelectedTables(tables, table_options, left_alone, replicated, read)
 
 
 def updates_in_fit(
-    selection: WantedTables,
+    selection: SelectedTables,
     module: LightningModule,
     optimizers: list[Optimizer],
     trainer: Any,
@@ -158,7 +164,7 @@ def updates_in_fit(
 
 
 def constraints_of(
-    selection: WantedTables, updates: Mapping[str, TableUpdate], device: torch.device, layout: NodeLayout
+    selection: SelectedTables, updates: Mapping[str, TableUpdate], device: torch.device, layout: NodeLayout
 ) -> dict[str, TableConstraints]:
     """Return the constraints of each table, by full name. Raises ConfigError, PlanError: they contradict each other."""
     return {
@@ -168,39 +174,45 @@ def constraints_of(
     }
 
 
-def decide(run: SetUpInputs, earlier: Mapping[str, list[nn.Parameter]]) -> Decisions:
-    """Look at the unsharded module on this rank, without exchanges between ranks.
+def decide(inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str, list[nn.Parameter]]) -> Decisions:
+    """Decide about the selected tables on this rank, without exchanges between ranks.
 
     earlier: full name -> the shards of an earlier run of the module.
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see docs.
     """
-    trainer, module = run.trainer, run.module
-    selection = wanted_tables(module, run.settings)
-    tables = selection.tables
-    if run.fits:
-        refuse_unsharded_mappings(module, selection.left_alone, run.layout.num_ranks)
+    trainer, module, tables = inputs.trainer, inputs.module, selection.tables
+    if inputs.fits:
+        refuse_unsharded_mappings(module, selection.left_alone, inputs.layout.num_ranks)
     _refuse_dense_on_meta(module, tables, selection.left_alone | dict.fromkeys(selection.replicated, "replicated=True"))
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
     own_optimizers: list[OwnOptimizer] = []
     updates = {table.full_name: frozen("evaluation only") for table in tables}
     warnings = selection.warnings
-    if tables and run.fits:
+    if tables and inputs.fits:
         optimizers, schedulers = init_optimizers_and_schedulers(module)
-        precision = trainer.precision_plugin
-        kept_for = why_kept(run.groups)
         updates, own_optimizers, update_warnings = updates_in_fit(
-            selection, module, optimizers, trainer, precision, run.device, earlier, kept_for
+            selection,
+            module,
+            optimizers,
+            trainer,
+            trainer.precision_plugin,
+            inputs.device,
+            earlier,
+            why_kept(inputs.groups),
         )
-        warnings += [*update_warnings, *warn_of_replicas(run.groups)]
-        refuse_with_groups(run.groups, updates, selection.options, trainer.callbacks)  # type: ignore[attr-defined]
+        warnings += [*update_warnings, *warn_of_replicas(inputs.groups)]
+        refuse_with_groups(inputs.groups, updates, selection.options, trainer.callbacks)  # type: ignore[attr-defined]
         if own_optimizers:
             _report_left_embeddings(module, tables)
-    constraints = constraints_of(selection, updates, run.device, run.group_layout)
-    gathered = {name for name, option in selection.options.items() if option.gathered_weight}
-    schedulers = [*schedulers, *(scheduler for owned in own_optimizers for scheduler in owned.schedulers)]
     return Decisions(
-        tables, warnings, updates, constraints, optimizers, schedulers, own_optimizers, gathered, selection.left_alone
+        selection=selection,
+        updates=updates,
+        constraints=constraints_of(selection, updates, inputs.device, inputs.group_layout),
+        warnings=warnings,
+        optimizers=optimizers,
+        lr_scheduler_configs=[*schedulers, *(scheduler for owned in own_optimizers for scheduler in owned.schedulers)],
+        own_optimizers=own_optimizers,
     )
 
 
@@ -212,8 +224,8 @@ def _report_left_embeddings(module: nn.Module, tables: list[Table]) -> None:
     if unsharded:
         suffix = f" and {len(unsharded) - 1} more" if unsharded[1:] else ""
         rank_zero_info(
-            f"table_optimizer: '{unsharded[0]}'{suffix} is not sharded, and stays with the optimizer of configure_optimizers. "
-            "convert_embeddings, min_rows and replicated decide what is sharded."
+            f"table_optimizer: '{unsharded[0]}'{suffix} is not sharded, and stays with the optimizer of "
+            "configure_optimizers. convert_embeddings, min_rows and replicated decide what is sharded."
         )
 
 
@@ -227,7 +239,7 @@ def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
     ]
 
 
-def _gathered_in_words(selection: WantedTables, name: str) -> str:
+def _gathered_in_words(selection: SelectedTables, name: str) -> str:
     parameter = next(table.parameter for table in selection.tables if table.full_name == name)
     return f"gathered weight: {format_bytes(parameter.nbytes)} and its gradient on each rank"
 
@@ -250,13 +262,14 @@ def _mode(name: str, options: TableOptions) -> str:
     return "dense"
 
 
-def tables_to_shard(module: nn.Module, settings: TableSettings, conversion: Conversion = NO_CONVERSION) -> list[Table]:
-    """Return the unsharded tables of `module` that are to be sharded."""
-    if conversion.which == "none":  # no plain embeddings, whose weights may be read
-        tables = find_tables(module, conversion).tables
-        replicated = replicated_collections(tables, settings.table_options)
-        return [table for table in tables if table.collection not in replicated]
-    return wanted_tables(module, replace(settings, conversion=conversion)).tables
+def has_unsharded_collections(module: nn.Module, settings: TableSettings) -> bool:
+    """Return whether collections were added to a module whose tables an earlier run has sharded.
+
+    Plain embeddings are not looked at: those that stay unsharded were decided about in the earlier run.
+    """
+    tables = find_tables(module, NO_CONVERSION).tables
+    replicated = replicated_collections(tables, settings.table_options)
+    return any(table.collection not in replicated for table in tables)
 
 
 def _in_collection(options: TableOptions) -> TableOptions:

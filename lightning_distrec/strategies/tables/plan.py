@@ -48,7 +48,7 @@ def plan_tables(
 
     plan = _from_rank_zero(make)
     if run.fits and run.trainer.is_global_zero:
-        print_plan(plan, run.output_dtype, facts.in_words, decisions.left_alone)
+        print_plan(plan, run.output_dtype, facts.in_words, decisions.selection.left_alone)
     return plan
 
 

@@ -37,49 +37,52 @@ from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.batch_size import with_batch_size
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
-from lightning_distrec.strategies.tables.decisions import Decisions, decide, tables_to_shard
+from lightning_distrec.strategies.tables.decisions import (
+    Decisions,
+    SelectedTables,
+    decide,
+    has_unsharded_collections,
+    select_tables,
+)
 from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
 from lightning_distrec.strategies.tables.plan import plan_of, plan_tables, save_with_logs
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
 
 
-def set_up_tables(run: SetUpInputs) -> RunTables | None:
+def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
     """Collective. Shard the module's tables and return them; None where it has none.
 
     For fit, tables that an earlier run sharded are sharded again: the optimizers are new, and so is their state. For
     evaluation they stay as they are.
     """
-    if run.fits:
-        run = replace(run, settings=with_batch_size(run.settings, run.trainer, run.module))
-    earlier = sharded_tables_of(run.module)
-    run.consensus.all_or_none("setup", lambda: refuse_foreign_shards(run.module))
-    if earlier is not None and not run.fits and not tables_to_shard(run.module, run.settings):
+    if inputs.fits:
+        inputs = replace(inputs, settings=with_batch_size(inputs.settings, inputs.trainer, inputs.module))
+    earlier = sharded_tables_of(inputs.module)
+    inputs.consensus.all_or_none("setup", lambda: refuse_foreign_shards(inputs.module))
+    if earlier is not None and not inputs.fits and not has_unsharded_collections(inputs.module, inputs.settings):
         updates = {table.full_name: frozen("evaluation only") for table in earlier.tables}
-        return _look_up(run, earlier, plan_of(earlier, run), updates)
-    with _unsharded(run, earlier):
-        decisions = run.consensus.all_or_none(
-            "setup", lambda: decide(run, {} if earlier is None else earlier.parameters())
-        )
-        counts_ids = _check_same_tables(run, decisions.tables)
+        return _look_up(inputs, earlier, plan_of(earlier, inputs), updates)
+    with _unsharded(earlier):
+        decisions = inputs.consensus.all_or_none("setup", lambda: _decide(inputs, earlier))
+        counts_ids = _check_same_tables(inputs, decisions.tables)
         for warning in decisions.warnings:
             rank_zero_warn(warning)
         if not decisions.tables:
             return None
-        if run.fits and counts_ids:
-            decisions = replace(decisions, constraints=with_counted_ids(run, decisions))
-        return _plan_and_shard(run, decisions, earlier)
+        if inputs.fits and counts_ids:
+            decisions = replace(decisions, constraints=with_counted_ids(inputs, decisions))
+        return _plan_and_shard(inputs, decisions, earlier)
 
 
 @contextmanager
-def _unsharded(run: SetUpInputs, earlier: ShardedTables | None) -> Iterator[None]:
+def _unsharded(earlier: ShardedTables | None) -> Iterator[None]:
     """Put the unsharded collections back into the module; on an error, the sharded ones of the earlier run again."""
     if earlier is None:
         yield
         return
     earlier.put_originals_back()
     try:
-        run.consensus.all_or_none("setup", lambda: _refuse_to_replicate(run, earlier))
         yield
     except BaseException:
         if earlier.sharded:
@@ -87,51 +90,57 @@ def _unsharded(run: SetUpInputs, earlier: ShardedTables | None) -> Iterator[None
         raise
 
 
-def _refuse_to_replicate(run: SetUpInputs, earlier: ShardedTables) -> None:
+def _decide(inputs: SetUpInputs, earlier: ShardedTables | None) -> Decisions:
+    selection = select_tables(inputs.module, inputs.settings)
+    if earlier is not None:
+        _refuse_to_replicate(inputs, selection, earlier)
+    return decide(inputs, selection, {} if earlier is None else earlier.parameters())
+
+
+def _refuse_to_replicate(inputs: SetUpInputs, selection: SelectedTables, earlier: ShardedTables) -> None:
     """Raise ShardingError where a table of an earlier run would not be sharded now: the module has no rows of it."""
-    conversion = run.settings.conversion
-    sharded_ids = {id(table.original) for table in tables_to_shard(run.module, run.settings, conversion)}
-    module_ids = {id(child) for child in run.module.modules()}
+    selected = {id(table.original) for table in selection.tables}
+    modules = {id(child) for child in inputs.module.modules()}
     for table in earlier.tables:
-        if id(table.original) in module_ids and id(table.original) not in sharded_ids:
+        if id(table.original) in modules and id(table.original) not in selected:
             raise ShardingError(
                 f"'{table.full_name}' was sharded in an earlier run of this module, and convert_embeddings="
-                f"{conversion.which!r} or replicated=True would leave it unsharded now. Keep convert_embeddings, "
-                "min_rows and replicated as they were, or load a checkpoint into a new module."
+                f"{inputs.settings.conversion.which!r} or replicated=True would leave it unsharded now. Keep "
+                "convert_embeddings, min_rows and replicated as they were, or load a checkpoint into a new module."
             )
 
 
-def _check_same_tables(run: SetUpInputs, tables: list[Table]) -> bool:
+def _check_same_tables(inputs: SetUpInputs, tables: list[Table]) -> bool:
     """Collective. Raise ShardingError where ranks have different tables; return whether any rank counts ids."""
     shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
     local_tables = (shapes, [t.parameter.is_meta for t in tables])
-    gathered = run.consensus.all_gather((local_tables, run.settings.planning.estimate_pooling))
+    gathered = inputs.consensus.all_gather((local_tables, inputs.settings.planning.estimate_pooling))
     for rank, (rank_tables, _) in enumerate(gathered):
         if rank_tables != local_tables:
             raise ShardingError(
-                f"the ranks have different tables: rank {run.consensus.rank} has {shapes}, rank {rank} {rank_tables[0]}. "
-                "Build the same module on every rank."
+                f"the ranks have different tables: rank {inputs.consensus.rank} has {shapes}, rank {rank} "
+                f"{rank_tables[0]}. Build the same module on every rank."
             )
     return any(num_batches for _, num_batches in gathered)
 
 
-def _plan_and_shard(run: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None) -> RunTables:
-    facts = find_facts(run, decisions)
-    plan = plan_tables(run, decisions, earlier, facts)
+def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None) -> RunTables:
+    facts = find_facts(inputs, decisions)
+    plan = plan_tables(inputs, decisions, earlier, facts)
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
     if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum
-        run.trainer.strategy.optimizers, run.trainer.strategy.lr_scheduler_configs = [], []
+        inputs.trainer.strategy.optimizers, inputs.trainer.strategy.lr_scheduler_configs = [], []
         gc.collect()
-    shards = _shard(run, decisions, plan.for_torchrec(facts.devices, run.groups.first_rank), rows, earlier)
-    setup = _look_up(run, shards, plan, decisions.updates)
-    _connect(run, setup, decisions)
-    if run.fits and setup.saves_plan:
-        save_with_logs(run.trainer, plan)
-    return setup
+    shards = _shard(inputs, decisions, plan.for_torchrec(facts.devices, inputs.groups.first_rank), rows, earlier)
+    run_tables = _look_up(inputs, shards, plan, decisions.updates)
+    _connect(inputs, run_tables, decisions)
+    if inputs.fits and run_tables.saves_plan:
+        save_with_logs(inputs.trainer, plan)
+    return run_tables
 
 
 def _shard(
-    run: SetUpInputs,
+    inputs: SetUpInputs,
     decisions: Decisions,
     plan: ShardingByTable,
     rows: dict[str, list[TableShard]],
@@ -147,27 +156,28 @@ def _shard(
         for name, update in updates.items()
         if plan[name].sharding_type != "data_parallel"
     }
-    seed = run.consensus.all_gather(torch.initial_seed())[0]
-    comms, gathered = run.settings.comms, decisions.gathered
+    seed = inputs.consensus.all_gather(torch.initial_seed())[0]
+    comms = inputs.settings.comms
+    gathered = {name for name, option in decisions.selection.options.items() if option.gathered_weight}
     shards = shard_tables(
-        run.module, decisions.tables, plan, fused, run.device, rows, seed, comms, gathered, run.groups, earlier
+        inputs.module, decisions.tables, plan, fused, inputs.device, rows, seed, comms, gathered, inputs.groups, earlier
     )
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(rows_only)
-    optimizers = [*decisions.optimizers, *(owned.optimizer for owned in decisions.own_optimizers)]
+    optimizers = [*decisions.optimizers, *decisions.table_optimizers]
     rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - rows_only.keys())
     return shards
 
 
-def _connect(run: SetUpInputs, setup: RunTables, decisions: Decisions) -> None:
+def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -> None:
     """Let optimizers report their steps, and refuse gradients that fused updates would miss."""
-    setup.lr_scheduler_configs = decisions.lr_scheduler_configs
-    setup.connect(decisions.optimizers, [owned.optimizer for owned in decisions.own_optimizers])
-    if run.fits:
-        setup.connect_replicas(run.consensus)
-    for name in setup.fused_tables:
-        for shard in setup.shards.shards[name]:
+    run_tables.lr_scheduler_configs = decisions.lr_scheduler_configs
+    run_tables.connect(decisions.optimizers, decisions.table_optimizers)
+    if inputs.fits:
+        run_tables.connect_replicas(inputs.consensus)
+    for name in run_tables.fused_tables:
+        for shard in run_tables.shards.shards[name]:
             shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
 
 
@@ -178,12 +188,14 @@ def _rows_only(update: TableUpdate) -> bool:
     return update.kind != "dense"
 
 
-def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, updates: dict[str, TableUpdate]) -> RunTables:
+def _look_up(
+    inputs: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, updates: dict[str, TableUpdate]
+) -> RunTables:
     """Give the proxies their lookups."""
-    settings, consensus = run.settings, run.consensus
+    settings, consensus = inputs.settings, inputs.consensus
     replicas = ReplicaCheck(shards.replicated_parameters, consensus)
     weight = LossWeight(settings.loss_reduction, consensus, rank_zero_info)
-    setup = RunTables(
+    run_tables = RunTables(
         shards=shards,
         plan=plan,
         saves_plan=settings.planning.save_plan,
@@ -191,7 +203,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
         learning_rates=LearningRates(updates),
         loss_weight=weight,
         replicas=replicas,
-        automatic=run.module.automatic_optimization,
+        automatic=inputs.module.automatic_optimization,
     )
     learning = any(update.kind != "frozen" for update in updates.values())
     only_rows = all(isinstance(table.plain, nn.Embedding) for table in shards.tables)
@@ -199,7 +211,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
     for path, sharded in shards.sharded.items():
         tables = shards.tables_of(path)
         names = {table.full_name for table in tables}
-        kernels = setup.learning_rates.connect({n: o for n, o in fused_optimizers.items() if n in names})
+        kernels = run_tables.learning_rates.connect({n: o for n, o in fused_optimizers.items() if n in names})
         uses = {
             table.name: TableUse(
                 shards.plan[table.full_name].sharding_type,
@@ -212,7 +224,7 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
             for update in [updates[table.full_name]]
         }
         check = IdsCheck(tables, settings.check_ids, consensus)
-        push = partial(setup.learning_rates.push, kernels)
+        push = partial(run_tables.learning_rates.push, kernels)
         compare: Callable[[int, int, int], None] | None = weight.add_lookup if weight.counts_examples else None
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):
             # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
@@ -224,16 +236,16 @@ def _look_up(run: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, update
             shards.known_keys,
             check,
             push,
-            run.device,
-            run.output_dtype,
+            inputs.device,
+            inputs.output_dtype,
             compare,
             partial(shards.note_used_tables, path),
             shards.groups,
             mapped_ids(shards, path, updates),
         )
         shards.proxies[path].lookup = lookup
-        setup.lookups.append(lookup)
-    return setup
+        run_tables.lookups.append(lookup)
+    return run_tables
 
 
 def _refuse_direct_gradient(name: str, weight: torch.Tensor) -> None:
