@@ -27,8 +27,7 @@ from lightning_distrec.sharding.plan.plan_file import save_plan
 from lightning_distrec.sharding.plan_report.page import write_page
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-from lightning_distrec.strategies.tables.batch_size import is_size
-from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import parse_bandwidth, parse_bytes
 

@@ -41,7 +41,7 @@ from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.tables.mapped_tables import NotedIds
 from lightning_distrec.strategies.tables.no_tables import NoPrefetching, NoTables
 from lightning_distrec.strategies.tables.prefetching import Prefetching
-from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_checkpoints
+from lightning_distrec.strategies.tables.replicas import refuse_with_checkpoints
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up import set_up_tables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings

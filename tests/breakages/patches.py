@@ -36,7 +36,7 @@ BREAKAGES = (
     # ---- groups of ranks with a replica of the tables each
     Breakage(
         "replicas-keep-their-state",
-        "lightning_distrec/strategies/tables/replicas",
+        "lightning_distrec/strategies/tables/replicas.py",
         r"average_rows\(\[shard\.weight, \*state\[i\]\], rows",
         "average_rows([shard.weight], rows",
         "Groups average their rows and keep their optimizer state: replicas drift apart, and a checkpoint has one's.",
@@ -733,7 +733,7 @@ BREAKAGES = (
     ),
     Breakage(
         "unfrozen-tables",
-        "lightning_distrec/strategies/tables/unfreezing.py",
+        "lightning_distrec/strategies/tables/run_tables.py",
         r'= \[name for name, update in updates\.items\(\) if update\.kind == "frozen"\]',
         "= []",
         "A table that is unfrozen while training gets a gradient that its optimizer cannot take.",
@@ -986,7 +986,7 @@ BREAKAGES = (
     ),
     Breakage(
         "batch-size-assumed",
-        "lightning_distrec/strategies/tables/batch_size.py",
+        "lightning_distrec/strategies/tables/set_up_inputs.py",
         r"if is_size\(size := getattr\(of, \"batch_size\", None\)\):",
         "if False:",
         "Plans are made for 512 examples, not for the loader's.",

@@ -45,7 +45,6 @@ STRATEGIES = {
     "strategies/stages",
     "strategies/estimates",
     "strategies/tables",
-    "strategies/tables/replicas",
 }
 
 MAY_IMPORT = {
@@ -100,8 +99,7 @@ MAY_IMPORT = {
     "strategies/estimates": BELOW_STRATEGIES
     | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"}
     | {"strategies/fully_sharded/tensor_parallel"},
-    "strategies/tables/replicas": BELOW_STRATEGIES,
-    "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates", "strategies/tables/replicas"},
+    "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans
     "metrics": {"errors"},  # for any strategy, and for none

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.strategies.tables.batch_size import with_batch_size
+from lightning_distrec.strategies.tables.set_up_inputs import with_batch_size
 from tests.support.trainers import DEFAULTS
 
 EXAMPLES = torch.ones(12, 3)

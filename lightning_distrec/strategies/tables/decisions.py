@@ -35,7 +35,7 @@ from lightning_distrec.sharding.planning.table_options import (
 )
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.mapped_tables import refuse_unsharded_mappings, with_dynamic_ids, with_mapping
-from lightning_distrec.strategies.tables.replicas.decisions import refuse_with_groups, warn_of_replicas, why_kept
+from lightning_distrec.strategies.tables.replicas import refuse_with_groups, warn_of_replicas, why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.strategies.tables.weight_reads import read_tables
 from lightning_distrec.units import format_bytes
@@ -90,7 +90,7 @@ class Decisions:
     @property
     def table_optimizers(self) -> list[Optimizer]:
         """Optimizers of tables alone."""
-        return [owned.optimizer for owned in self.own_optimizers]
+        return [own_optimizer.optimizer for own_optimizer in self.own_optimizers]
 
 
 def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
@@ -144,13 +144,15 @@ def updates_in_fit(
     updates = translate(
         parameters,
         {name: _mode(name, option) for name, option in selection.options.items()},
-        [*optimizers, *(owned.optimizer for owned in own_optimizers)],
+        [*optimizers, *(own_optimizer.optimizer for own_optimizer in own_optimizers)],
         device.type,
         kept_for or why_not_in_backward(trainer, module, precision),
         {table.full_name for table in tables if table.plain is not None},
         earlier,
     )
-    updates |= {name: of_table_optimizer(updates[name]) for owned in own_optimizers for name in owned.tables}
+    updates |= {
+        name: of_table_optimizer(updates[name]) for own_optimizer in own_optimizers for name in own_optimizer.tables
+    }
     updates |= {
         name: replace(updates[name], why=_gathered_in_words(selection, name))
         for name, option in selection.options.items()
@@ -211,7 +213,10 @@ def decide(inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str,
         constraints=constraints_of(selection, updates, inputs.device, inputs.group_layout),
         warnings=warnings,
         optimizers=optimizers,
-        lr_scheduler_configs=[*schedulers, *(scheduler for owned in own_optimizers for scheduler in owned.schedulers)],
+        lr_scheduler_configs=[
+            *schedulers,
+            *(scheduler for own_optimizer in own_optimizers for scheduler in own_optimizer.schedulers),
+        ],
         own_optimizers=own_optimizers,
     )
 

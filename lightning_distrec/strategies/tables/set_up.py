@@ -34,7 +34,6 @@ from lightning_distrec.sharding.shard_tables import shard_tables
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.strategies.tables.batch_size import with_batch_size
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
 from lightning_distrec.strategies.tables.decisions import (
@@ -47,7 +46,7 @@ from lightning_distrec.strategies.tables.decisions import (
 from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
 from lightning_distrec.strategies.tables.plan import plan_of, plan_tables, save_with_logs
 from lightning_distrec.strategies.tables.run_tables import RunTables
-from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, with_batch_size
 
 
 def set_up_tables(inputs: SetUpInputs) -> RunTables | None:

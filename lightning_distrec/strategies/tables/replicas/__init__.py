@@ -1,1 +1,0 @@
-"""Keeps the replicas of tables equal that are sharded within groups of ranks."""
