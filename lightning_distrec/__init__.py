@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from lightning_distrec.pipeline.options import PrefetchOptions
     from lightning_distrec.sharding.groups.options import ShardingGroupOptions
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
-    from lightning_distrec.sharding.planning.planning_options import PlanningOptions
-    from lightning_distrec.sharding.planning.table_options import TableOptions
+    from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
     from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.sharded_l2 import sharded_l2
     from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
@@ -83,7 +82,7 @@ _HOMES = {
     "NormalizeRows": "lightning_distrec.callbacks.normalize_rows",
     "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
-    "PlanningOptions": "lightning_distrec.sharding.planning.planning_options",
+    "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
     "PrefetchOptions": "lightning_distrec.pipeline.options",
     "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",

@@ -9,9 +9,9 @@ from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.advice.limit_search import Edge
 from lightning_distrec.advice.limits import largest_batch_of, min_nodes_of
 from lightning_distrec.errors import InfeasiblePlanError
-from lightning_distrec.sharding.plan.sharding_plan import Origin, ShardingPlan
 from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
-from lightning_distrec.sharding.planning.reservation import Reservation
+from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
+from lightning_distrec.sharding.planning.topology import Reservation
 from lightning_distrec.strategies.tables.plan import plan_or_follow, wanted_plan
 from lightning_distrec.units import quantity
 

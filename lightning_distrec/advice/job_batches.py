@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.peek import first_batches, loaders_in, why_not
-from lightning_distrec.sharding.planning.id_statistics import IdStatistics
+from lightning_distrec.sharding.planning.id_counts import IdStatistics
 
 
 def look_at_data(module: Any, data: Any, num_batches: int) -> IdStatistics:

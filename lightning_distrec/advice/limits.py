@@ -8,7 +8,7 @@ from lightning_distrec.advice.dry_job import DryJob, decisions_of, facts_of, why
 from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.advice.limit_search import Edge, EdgeSearch
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.plan import cost_of, new_plan, plan_or_follow, wanted_plan

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule
 from lightning_distrec.advice.dry_job import DryJob, decisions_of, facts_of
 from lightning_distrec.advice.dry_module import DryModule, dry_module
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.plan.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.estimate import TablesShare
 from lightning_distrec.strategies.estimates.job import Job

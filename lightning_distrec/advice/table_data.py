@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.atomic_files import replace_file
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.planning.id_statistics import IdStatistics
+from lightning_distrec.sharding.planning.id_counts import IdStatistics
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.units import shortened
 
 MAX_NAMED = 4

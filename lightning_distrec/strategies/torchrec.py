@@ -24,8 +24,7 @@ from lightning_distrec.sharding.lookup.ids_check import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
-from lightning_distrec.sharding.planning.planning_options import PlanningOptions
-from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, TableOptions
+from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.weights.plain_shards import plain_shards
 from lightning_distrec.sharding.weights.sums import in_step

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec import Communication
-from lightning_distrec.sharding.planning.costs import batch_ids
+from lightning_distrec.sharding.planning import costs
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
@@ -68,7 +68,7 @@ def measure(sharding_type: str) -> dict[str, tuple[list[float], dict[str, float]
     found: dict[str, tuple[list[float], dict[str, float], float]] = {}
     for turn in range(ROUNDS):
         for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
-            batch_ids.MAX_DISTINCT_SHARE = WAYS[way]
+            costs.MAX_DISTINCT_SHARE = WAYS[way]
             torch.manual_seed(0)
             model, counts = Sequences(), Communication()
             strategy = {"sharding_types": [sharding_type], "planning": {"estimate_pooling": 2}}

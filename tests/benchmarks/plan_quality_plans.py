@@ -13,12 +13,12 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.planned_table import PlannedShard, PlannedTable, in_order
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
+from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption, estimated_options, without_duplicates
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES

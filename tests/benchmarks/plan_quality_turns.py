@@ -19,10 +19,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.cluster.consensus import consensus_of_all_ranks
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths, measured_bandwidths
+from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from tests.benchmarks.performance_contenders import Clock, Turn
 from tests.benchmarks.performance_rounds import silence
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, LitTables, batches, options

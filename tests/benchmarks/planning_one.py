@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, ShardingPlan
-from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from tests.benchmarks.planning_jobs import Job
 from tests.support.planned_tables import default_critical_path
 

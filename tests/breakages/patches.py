@@ -587,7 +587,7 @@ BREAKAGES = (
     ),
     Breakage(
         "ring-traffic",
-        "lightning_distrec/sharding/plan",
+        "lightning_distrec/sharding/planning",
         r"2 \* (\w+) \* \(num_ranks - 1\) / num_ranks",
         r"\1 * (num_ranks - 1) / num_ranks",
         "Replicated tables look half as expensive as they are.",
@@ -603,7 +603,7 @@ BREAKAGES = (
     ),
     Breakage(
         "critical-path",
-        "lightning_distrec/sharding/plan",
+        "lightning_distrec/sharding/planning",
         r"exchanges\.max\(axis=0, initial=0\.0\)\.sum\(\) \+ compute\.max\(initial=0\.0\)",
         "exchanges.min(axis=0, initial=0.0).sum() + compute.min(initial=0.0)",
         "The plan's time is that of the fastest rank.",
@@ -611,7 +611,7 @@ BREAKAGES = (
     ),
     Breakage(
         "fullest-rank",
-        "lightning_distrec/sharding/plan",
+        "lightning_distrec/sharding/planning",
         r"\(self\.usable - self\.tables\)\.argmin\(\)",
         "(self.usable - self.tables).argmax()",
         "The report names the emptiest rank as the fullest.",
@@ -619,7 +619,7 @@ BREAKAGES = (
     ),
     Breakage(
         "largest-tables",
-        "lightning_distrec/sharding/plan_report",
+        "lightning_distrec/sharding/planning",
         r"key=lambda table: -table\.num_rows",
         "key=lambda table: table.num_rows",
         "The start table of many tables prints the smallest in place of the largest.",
@@ -970,7 +970,7 @@ BREAKAGES = (
     ),
     Breakage(
         "dense-updates-free",
-        "lightning_distrec/sharding/planning/costs/update_costs.py",
+        "lightning_distrec/sharding/planning/costs.py",
         r'elif kind == "dense":',
         'elif kind == "no":',
         "A plan takes the update of all rows by dense Adam for nothing, and gives its rank other tables too.",
@@ -978,7 +978,7 @@ BREAKAGES = (
     ),
     Breakage(
         "kept-part-travels",
-        "lightning_distrec/sharding/planning/costs/exchange_costs.py",
+        "lightning_distrec/sharding/planning/costs.py",
         r"to_each \* \(self\.num_ranks - self\.ranks_on_node\)",
         "to_each * self.num_ranks",
         "An estimate sends what stays on a node over its link, too.",
@@ -994,7 +994,7 @@ BREAKAGES = (
     ),
     Breakage(
         "distinct-rows-of-one-batch",
-        "lightning_distrec/sharding/planning/id_statistics.py",
+        "lightning_distrec/sharding/planning/id_counts.py",
         r"distinct_per_batch=float\(np\.mean\(\[len\(np\.unique\(batch\)\) for batch in batches\]\)\)",
         "distinct_per_batch=float(len(rows))",
         "Different rows of a batch are reported as those of all batches together.",

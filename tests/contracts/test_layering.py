@@ -25,10 +25,7 @@ SHARDING = {
     "sharding/weights",
     "sharding/lookup",
     "sharding/lookup/short_path",
-    "sharding/plan",
     "sharding/planning",
-    "sharding/planning/costs",
-    "sharding/plan_report",
 }
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
 CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/incremental"}
@@ -82,10 +79,7 @@ MAY_IMPORT = {
     "sharding/lookup": GROUND
     | {"sharding", "sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"}
     | {"sharding/lookup/short_path"},
-    "sharding/plan": GROUND | {"sharding"},
-    "sharding/planning/costs": GROUND | {"sharding", "sharding/plan"},
-    "sharding/planning": GROUND | {"sharding", "sharding/plan", "sharding/planning/costs"},
-    "sharding/plan_report": GROUND | {"sharding", "sharding/plan"},
+    "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints/tables": BELOW_STRATEGIES,
     "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints"},

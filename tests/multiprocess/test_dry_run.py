@@ -15,9 +15,9 @@ from lightning_distrec import Communication
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
 from lightning_distrec.cli import fit as cli_fit
 from lightning_distrec.cli import main as cli
-from lightning_distrec.sharding.plan.plan_differences import differences
-from lightning_distrec.sharding.plan.plan_file import load_plan
-from lightning_distrec.sharding.plan.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
+from lightning_distrec.sharding.planning.plan_file import load_plan
+from lightning_distrec.sharding.planning.sharding_plan import differences
+from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
 from tests.multiprocess.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, UNUSED, _batch
 from tests.support.advised_models import NUM_USERS, Advised
 from tests.support.movielens_folder import write_movielens_folder

@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
-from lightning_distrec.sharding.plan.traffic import (
+from lightning_distrec.sharding.planning.traffic import (
     IDS,
     REPLICATED_GRADIENTS,
     ROW_GRADIENTS,

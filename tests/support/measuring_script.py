@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import consensus_of_all_ranks
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import measured_bandwidths
 
 
 def measure(rank: int, places: NodeLayout) -> None:

@@ -13,7 +13,7 @@ from lightning_distrec.sharding.planning.bandwidths import (
     ChosenBandwidths,
     asked_bandwidths,
 )
-from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.table_options import PlanningOptions
 
 ENVIRONMENT = {"INTRA_NODE_BANDWIDTH": "100GB/s", "CROSS_NODE_BANDWIDTH": "12500000000"}
 

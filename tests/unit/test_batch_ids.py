@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_distrec.sharding.planning.costs.batch_ids import MAX_DISTINCT_SHARE, MIN_IDS, BatchIds
+from lightning_distrec.sharding.planning.costs import MAX_DISTINCT_SHARE, MIN_IDS, BatchIds
 
 
 @pytest.mark.parametrize(("number", "rows"), [(3_000, 1_000), (5_000, 20_000), (2_500, 1)])

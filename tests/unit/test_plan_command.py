@@ -14,7 +14,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec.cli import main as cli
-from lightning_distrec.sharding.plan.plan_file import load_plan
+from lightning_distrec.sharding.planning.plan_file import load_plan
 from tests.support.advised_models import Advised
 
 Run = Callable[..., tuple[int, str, str]]

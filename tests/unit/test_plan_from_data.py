@@ -15,8 +15,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from lightning_distrec.cli import main as cli
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan_report.heat_map import cells
-from lightning_distrec.sharding.planning.costs.update_costs import update_milliseconds
+from lightning_distrec.sharding.planning.costs import update_milliseconds
+from lightning_distrec.sharding.planning.report_pictures import cells
 from tests.support.planned import planned_at_random
 
 HERE = "tests.unit.test_plan_from_data."

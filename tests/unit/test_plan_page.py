@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.sharding_plan import PlanCost, ShardingPlan
-from lightning_distrec.sharding.plan_report import page as plan_page
-from lightning_distrec.sharding.plan_report import pictures as plan_pictures
-from lightning_distrec.sharding.plan_report.page import NO_PICTURES, page, write_page, write_pictures
-from lightning_distrec.sharding.plan_report.pictures import draw_plan
-from lightning_distrec.sharding.plan_report.sentences import (
+from lightning_distrec.sharding.planning import report_pictures
+from lightning_distrec.sharding.planning.report_page import NO_PICTURES, page, write_page, write_pictures
+from lightning_distrec.sharding.planning.report_pictures import draw_plan
+from lightning_distrec.sharding.planning.report_text import (
     headline,
     memory_in_words,
     milliseconds_in_words,
     time_in_words,
 )
+from lightning_distrec.sharding.planning.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.units import format_bytes
 from tests.support.planned import planned, planned_at_random
@@ -216,7 +215,7 @@ def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda", dense_bytes=GIB // 8)
-    axes = plan_pictures._draw_memory(facts).axes[0]
+    axes = report_pictures._draw_memory(facts).axes[0]
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
     assert heights == {
         "rows": [0.25 - 15 / 64, 0.75 - 15 / 64],
@@ -226,7 +225,7 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
         "reserved": [0.125, 0.125],
     }
     assert axes.get_ylabel() == "GiB of GPU memory"
-    axes = plan_pictures._draw_time(facts).axes[0]
+    axes = report_pictures._draw_time(facts).axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
         np.full((7, 2), [2 / 7, 3 / 7])
     )
@@ -235,7 +234,7 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
 def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() -> None:
     facts = planned_at_random(200, NodeLayout.equal(256, 8), seed=1, cost=True)
     assert facts.cost is not None
-    axes = plan_pictures._draw_time(facts).axes[0]
+    axes = report_pictures._draw_time(facts).axes[0]
     curve = axes.lines[0].get_ydata()
     by_rank = facts.cost.milliseconds_by_rank
     assert curve[0] == by_rank.max()
@@ -246,7 +245,7 @@ def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() 
 
 def test_the_matrix_shows_what_nodes_send_each_other() -> None:
     facts = planned_at_random(30, NodeLayout.equal(16, 4), seed=2)
-    shown = plan_pictures._draw_matrix(facts).axes[0].images[0].get_array()
+    shown = report_pictures._draw_matrix(facts).axes[0].images[0].get_array()
     wanted = facts.traffic.between_nodes()
     away = ~np.eye(4, dtype=bool)
     assert np.asarray(shown)[away] / wanted[away] == pytest.approx(np.full(12, float(shown[0, 1]) / wanted[0, 1]))
@@ -259,7 +258,7 @@ def test_the_matrix_shows_what_nodes_send_each_other() -> None:
 def test_every_shape_of_a_job_is_drawn(layout: NodeLayout) -> None:
     facts = planned_at_random(3, layout, seed=0)
     assert all(data.startswith(b"\x89PNG") for data in draw_plan(facts).values())
-    Read(plan_page.page(facts, {}))
+    Read(page(facts, {}))
 
 
 @pytest.mark.parametrize(("number", "said"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")])

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.plan_differences import differences
-from lightning_distrec.sharding.plan.plan_file import load_plan, save_plan
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.plan_file import load_plan, save_plan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, differences
 from tests.benchmarks.performance_text import GPU
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths, renamed_ranks, sampled
 from tests.benchmarks.plan_quality_text import (

@@ -14,8 +14,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed.types import ParameterSharding
 
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.sharding_plan import NOT_ESTIMATED, PlanCost, ShardingPlan
-from lightning_distrec.sharding.plan_report.text import print_plan, some_ranks_in_words
+from lightning_distrec.sharding.planning.report_text import print_plan, some_ranks_in_words
+from lightning_distrec.sharding.planning.sharding_plan import NOT_ESTIMATED, PlanCost, ShardingPlan
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table, find_tables
 

@@ -18,13 +18,13 @@ from torchrec.distributed.planner.types import Perf
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
-from lightning_distrec.sharding.plan.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
-from lightning_distrec.sharding.plan.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.planning.constraints import torchrec_constraints
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget
 from lightning_distrec.sharding.planning.planner import budget_of, estimate_plan, make_plan
 from lightning_distrec.sharding.planning.sharding_options import estimated_options
+from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
 from tests.support.parameters import slow_except

@@ -18,7 +18,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.peek import first_batches, loaders_in, unchanged, why_not
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCount, IdCounts
-from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.table_options import PlanningOptions
 from lightning_distrec.sharding.tables import find_tables
 from tests.support.click_model import bag_configs
 

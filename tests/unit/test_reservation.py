@@ -3,14 +3,14 @@
 import pytest
 
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.planning.planning_options import PlanningOptions
-from lightning_distrec.sharding.planning.reservation import (
+from lightning_distrec.sharding.planning.table_options import PlanningOptions
+from lightning_distrec.sharding.planning.topology import (
     DEFAULT,
+    RankMemory,
     chosen_reservation,
     is_measured,
     measured_reservation,
 )
-from lightning_distrec.sharding.planning.topology import RankMemory
 
 
 def test_without_a_word_it_is_15_percent_as_it_was() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.traffic import (
+from lightning_distrec.sharding.planning.traffic import (
     IDS,
     REPLICATED_GRADIENTS,
     ROW_GRADIENTS,

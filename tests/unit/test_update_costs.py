@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
-from lightning_distrec.sharding.plan.sharding_plan import TIME_PARTS, ShardingPlan
-from lightning_distrec.sharding.plan_report.text import print_plan
-from lightning_distrec.sharding.planning.costs.update_costs import touched_rows, update_milliseconds
+from lightning_distrec.sharding.planning.costs import touched_rows, update_milliseconds
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
+from lightning_distrec.sharding.planning.report_text import print_plan
+from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from tests.support.planned_tables import TableSet, table_set
 

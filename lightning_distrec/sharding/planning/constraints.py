@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.table_data import TableData
+from lightning_distrec.sharding.planning.planned_table import TableData
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharding_types import (
     HOST_KERNELS,

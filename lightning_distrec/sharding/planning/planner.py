@@ -8,22 +8,22 @@ from torchrec.distributed.planner import Topology
 
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.planned_table import PlannedShard, PlannedTable
-from lightning_distrec.sharding.plan.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     check_sequence_widths,
     torchrec_constraints,
 )
-from lightning_distrec.sharding.planning.costs.batch_ids import BatchIds
-from lightning_distrec.sharding.planning.infeasible import (
+from lightning_distrec.sharding.planning.costs import BatchIds
+from lightning_distrec.sharding.planning.partial_plan import (
     InfeasiblePlan,
+    MemoryBudget,
+    PartialPlan,
     exceed_total_memory,
     fits_alone,
     no_option_fits,
     pack_by_memory,
 )
-from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan
+from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.search import GOOD_ENOUGH, Search, Totals, proposals
 from lightning_distrec.sharding.planning.sharding_options import (
     EstimatedOption,
@@ -32,6 +32,7 @@ from lightning_distrec.sharding.planning.sharding_options import (
     options_of_plan,
     without_duplicates,
 )
+from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_bytes
 

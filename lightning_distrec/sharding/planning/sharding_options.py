@@ -14,11 +14,14 @@ from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.sharding.plan.sharding_plan import EXCHANGE_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraints
-from lightning_distrec.sharding.planning.costs.exchange_costs import Links, exchange_milliseconds
-from lightning_distrec.sharding.planning.costs.lookup_costs import narrow_rows_on_cpu
-from lightning_distrec.sharding.planning.costs.update_costs import update_milliseconds
+from lightning_distrec.sharding.planning.costs import (
+    Links,
+    exchange_milliseconds,
+    narrow_rows_on_cpu,
+    update_milliseconds,
+)
+from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, ShardingPlan
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import Table
 

@@ -10,20 +10,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.sharding_plan import Origin
-from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
-from lightning_distrec.sharding.planning.measured_bandwidths import measured_bandwidths
-from lightning_distrec.sharding.planning.reservation import (
+from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths, measured_bandwidths
+from lightning_distrec.sharding.planning.sharding_plan import Origin
+from lightning_distrec.sharding.planning.topology import (
     VARIABLE,
+    RankMemory,
     Reservation,
     chosen_reservation,
-    is_measured,
-    measured_reservation,
-)
-from lightning_distrec.sharding.planning.topology import (
-    RankMemory,
     host_bytes_per_rank,
+    is_measured,
     make_topology,
+    measured_reservation,
     memory_bytes_per_rank,
 )
 from lightning_distrec.sharding.tables import Table

@@ -14,12 +14,12 @@ from lightning_distrec import errors
 from lightning_distrec._compat.lightning_resuming import resumed_path
 from lightning_distrec.checkpoint.single_file import plan_in
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.plan_report.text import print_plan
-from lightning_distrec.sharding.planning.plan_checks import check_memory, plan_for_run
+from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run
+from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
-from lightning_distrec.sharding.planning.planning_options import PlanningOptions
+from lightning_distrec.sharding.planning.report_text import print_plan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.table_options import PlanningOptions
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions

@@ -22,10 +22,10 @@ from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import ELEMENTWISE, TableUpdate, sparse_form
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
-from lightning_distrec.sharding.plan.plan_file import PLAN_FILE, plan_text
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.plan_report.page import write_page, write_pictures
-from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
+from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
+from lightning_distrec.sharding.planning.report_page import write_page, write_pictures
+from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.draws import forget_last_call
 from lightning_distrec.sharding.weights.gathered import Gathering

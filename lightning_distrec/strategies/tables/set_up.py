@@ -29,7 +29,7 @@ from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.ids_check import IdsCheck
 from lightning_distrec.sharding.lookup.lookup_outputs import TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.shard_tables import shard_tables
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable

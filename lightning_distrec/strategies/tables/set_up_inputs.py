@@ -21,9 +21,8 @@ from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.plan.sharding_plan import Origin
-from lightning_distrec.sharding.planning.planning_options import PlanningOptions
-from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.planning.sharding_plan import Origin
+from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
 
 ASSUMED_BATCH_SIZE = 512

@@ -10,9 +10,9 @@ from torchrec.modules.embedding_configs import DataType
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plan.planned_table import PlannedShard, PlannedTable, in_order
-from lightning_distrec.sharding.plan.shard_edges import why_not_inside, why_not_placed
-from lightning_distrec.sharding.plan.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.checks import why_not_inside, why_not_placed
+from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
 
 PLAN_FILE = "plan.json"

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.plan.planned_table import PlannedTable
-from lightning_distrec.sharding.plan.sharding_plan import Origin, ShardingPlan
-from lightning_distrec.sharding.plan.traffic import TRAFFIC_KINDS
-from lightning_distrec.sharding.plan_report.pictures import can_draw, draw_plan
-from lightning_distrec.sharding.plan_report.sentences import (
+from lightning_distrec.sharding.planning.planned_table import PlannedTable
+from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
+from lightning_distrec.sharding.planning.report_text import (
     headline,
     memory_in_words,
     milliseconds_in_words,
@@ -23,6 +21,8 @@ from lightning_distrec.sharding.plan_report.sentences import (
     time_in_words,
     updates_in_words,
 )
+from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes, format_ranks
 
 MAX_ROWS = 25

@@ -1,1 +1,0 @@
-"""What a shard costs in a step: its exchanges, its lookups, its update."""

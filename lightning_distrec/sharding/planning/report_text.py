@@ -1,0 +1,330 @@
+"""The start table: each table with its sharding type, ranks and update; and findings about a plan in sentences."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.measure import Measurement
+from rich.table import Table as TextTable
+from rich.text import Text
+
+from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.planning.planned_table import PlannedTable
+from lightning_distrec.sharding.planning.sharding_plan import PlanCost, RankUsage, ShardingPlan
+from lightning_distrec.sharding.planning.traffic import Traffic
+from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.units import format_bytes, format_ranks, quantity
+
+NARROWEST = 9
+
+
+class TableName:
+    """One name in a column of a rich table.
+
+    narrowest: the number of letters below which names are not shortened, but continue on another line; see
+    `narrowest_width`.
+    """
+
+    def __init__(self, name: str, narrowest: int) -> None:
+        self.name, self.narrowest = name, narrowest
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Return the least and the largest width."""
+        return Measurement(min(self.narrowest, len(self.name)), len(self.name)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Return the name in the width that there is."""
+        width = options.max_width
+        name = self.name if len(self.name) <= width or width < self.narrowest else shortened(self.name, width)
+        yield Text(name, overflow="fold")
+
+
+def shortened(name: str, width: int) -> str:
+    """Return the end of `name` in `width` letters."""
+    return name if len(name) <= width else f"…{name[1 - width :]}"
+
+
+def narrowest_width(names: Iterable[str]) -> int:
+    """Return the least width, from NARROWEST on, in which no two names are shortened to the same text."""
+    names = set(names)
+    width = NARROWEST
+    while len({shortened(name, width) for name in names}) < len(names):
+        width += 1
+    return width
+
+
+def headline(plan: ShardingPlan) -> str:
+    """Return the number of tables and ranks, and whether the tables fit."""
+    layout = plan.layout
+    nodes = f" on {quantity(layout.num_nodes, 'node')}" if layout.num_nodes > 1 else ""
+    where = f"{quantity(len(plan.tables), 'table')} over {quantity(layout.num_ranks, 'rank')}{nodes}"
+    if layout.num_replicas > 1:
+        where += f" in each of {layout.num_replicas} groups"
+    return f"{where}: {'all tables fit' if plan.fits else 'the tables do not fit into memory'}"
+
+
+def memory_in_words(memory: RankUsage, where: str) -> str:
+    """Return whether the memory suffices, and which rank has the least left. where: "GPU" or "host"."""
+    worst = memory.worst
+    held, usable = int(memory.tables[worst]), int(memory.usable[worst])
+    alone = len(memory.tables) == 1
+    sizes = f"{format_bytes(held)} of {format_bytes(usable)}"
+    if held > usable:
+        over = int((memory.tables > memory.usable).sum())
+        others = f", and {quantity(over - 1, 'more rank')} would need too much" if over > 1 else ""
+        return f"Too full: {'the rank' if alone else f'rank {worst}'} would need {sizes} of {where} memory{others}"
+    who = "The rank" if alone else f"Rank {worst}, the fullest,"
+    share = held / usable if usable else 0.0
+    return f"{who} fills {f'{share:.0%}' if share >= 0.01 or not held else 'under 1%'} of its {where} memory: {sizes}"
+
+
+def time_in_words(plan: ShardingPlan) -> str:
+    """Return how long the slowest rank spends on tables; "" if the plan was not estimated."""
+    if not plan.cost.known:
+        return ""
+    by_rank = plan.cost.milliseconds_by_rank
+    slowest, mean = float(by_rank.max()), float(by_rank.mean())
+    if len(by_rank) == 1:
+        return f"A step spends {milliseconds_in_words(slowest)} on tables"
+    more = ", as all ranks do"
+    if slowest > 1.005 * mean:
+        more = f", {slowest / mean - 1:.0%} more than the average of {milliseconds_in_words(mean)}"
+    who = f"Rank {int(by_rank.argmax())}, the slowest,"
+    path = plan.cost.critical_path
+    waits = ""
+    if path > 1.005 * slowest:
+        waits = f"; with waits for the slowest rank of each exchange a step takes {milliseconds_in_words(path)}"
+    return f"{who} spends {milliseconds_in_words(slowest)} of a step on tables{more}{waits}"
+
+
+def updates_in_words(plan: ShardingPlan) -> str:
+    """Return what takes most of the updates, and what would change it; "" unless updates outweigh all else.
+
+    Of the slowest rank.
+    """
+    if not plan.cost.known:
+        return ""
+    slowest = plan.cost.slowest
+    all_of_it, updates = float(plan.cost.milliseconds_by_rank[slowest]), float(plan.cost.part("update")[slowest])
+    if 2 * updates <= all_of_it:
+        return ""
+    kinds: dict[tuple[str, str], list[PlannedTable]] = {}
+    for table in plan.tables.values():
+        kinds.setdefault((table.update, table.optimizer), []).append(table)
+    times = {key: sum(table.update_on(slowest) for table in tables) for key, tables in kinds.items()}
+    kind, optimizer = max(times, key=times.__getitem__)
+    tables, time = kinds[kind, optimizer], times[kind, optimizer]
+    name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")
+    share = f"{time:.3g} of {milliseconds_in_words(all_of_it)} on rank {slowest}"
+    rows = f"{'all' if kind == 'dense' else 'touched'} rows of {name}"
+    found = f"Updates outweigh lookups: {kind} {optimizer} moves {rows} in each step, {share}"
+    if kind != "dense":
+        return found
+    lazy = " or, not with the same numbers, embedding_update fused_lazy" if plan.on_gpu and "Adam" in optimizer else ""
+    if tables[0].sharding_type == "data_parallel":
+        return f"{found}. Sharded over the ranks, each would move its share"
+    return f"{found}. table_optimizer Adagrad{lazy} would move those that a step looks up"
+
+
+def sent_in_words(plan: ShardingPlan) -> str:
+    """Return how much ranks send, how much of it to other nodes, and which rank sends the most."""
+    traffic = plan.traffic
+    if traffic.layout.num_ranks == 1:
+        return "Nothing is sent: there is only one rank"
+    sent = traffic.sent()
+    across = ""
+    if traffic.layout.num_nodes > 1 and sent.sum() > 0:
+        across = f", {traffic.across_nodes().sum() / sent.sum():.0%} of it to other nodes"
+    largest = ""
+    if sent.max() > 1.005 * sent.mean():
+        largest = f"; rank {int(sent.argmax())} sends the most, {format_bytes(float(sent.max()))}"
+    return f"A rank sends {format_bytes(float(sent.mean()))} per step on average{across}{largest}"
+
+
+def replicas_in_words(plan: ShardingPlan) -> str:
+    """Return what groups of ranks with a replica of the tables each send to each other; "" for one group."""
+    if plan.layout.num_replicas == 1:
+        return ""
+    size = format_bytes(float(plan.replica_bytes.mean()))
+    if plan.sync_interval == 1:
+        return f"Between groups: gradients of rows at each step, {size} per rank, which is exact"
+    what = f"rows and their state are averaged once in {plan.sync_interval} steps"
+    return f"Between groups: {what}, {size} per rank and step. Not the numbers of one process"
+
+
+def matrix_in_words(matrix: NDArray[np.float64], what: str) -> str:
+    """Return the largest entry of a matrix of bytes from row to column, without its diagonal. what: rank or node."""
+    away = matrix - np.diag(matrix.diagonal())
+    if not away.any():
+        return f"Nothing is sent from {what} to {what}"
+    row, column = np.unravel_index(int(away.argmax()), away.shape)
+    return f"Most is sent from {what} {row} to {what} {column}: {format_bytes(float(away[row, column]))} per step"
+
+
+def milliseconds_in_words(number: float) -> str:
+    """Return a time: 0.0123 ms, 3.25 ms, 1,250 ms."""
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
+
+
+NARROWEST_COLUMNS = 150
+"""Width of the printed table where the output is no terminal."""
+MAX_TABLES = 60
+"""Number of printed tables; of more, the largest are printed."""
+MAX_RANKS = 8
+"""Number of ranks that are listed one by one."""
+
+
+def print_plan(
+    plan: ShardingPlan,
+    output_dtype: torch.dtype | None = None,
+    planned_with: str = "",
+    left_alone: Mapping[str, str] | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print the start table. Call it on one rank.
+
+    output_dtype: the type of looked up rows; None for float32. planned_with: a line about the planner's inputs.
+    left_alone: path -> reason, of modules with tables that are not sharded.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=NARROWEST_COLUMNS, file=console.file)
+    tables = list(plan.tables.values())
+    text = TextTable(
+        title=_title(plan.layout),
+        title_justify="left",
+        caption=_memory(plan)
+        + _types(tables, output_dtype)
+        + _comms(plan.comms)
+        + _time(plan.cost)
+        + (f"\n{updates}" if (updates := updates_in_words(plan)) else "")
+        + _sent(plan.traffic)
+        + (f"\n{replicas}" if (replicas := replicas_in_words(plan)) else "")
+        + _deduplicated(tables)
+        + _rest(tables)
+        + (f"\n{planned_with}" if planned_with else "")
+        + _left_alone(left_alone or {}),
+        caption_justify="left",
+    )
+    for heading in ("table", "rows x dim", "sharding type", "ranks", "largest shard", "update", "why"):
+        justify: JustifyMethod = "right" if heading in ("rows x dim", "largest shard") else "left"
+        text.add_column(heading, justify=justify, overflow="fold")
+    printed = _printed(tables)
+    narrowest = narrowest_width(table.name for table in printed)
+    for table in printed:
+        text.add_row(
+            TableName(table.name, narrowest),
+            f"{table.num_rows:,} x {table.dim}",
+            table.sharding_type,
+            some_ranks_in_words(np.unique(table.ranks).tolist()),
+            format_bytes(table.largest_shard_bytes),
+            table.update,
+            table.update_reason,
+        )
+    console.print(text)
+
+
+def some_ranks_in_words(ranks: list[int]) -> str:
+    """Return the ranks one by one, or their number and range where there are many. ranks: sorted."""
+    text = format_ranks(ranks)
+    return text if text.count(",") < MAX_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
+
+
+def _printed(tables: Sequence[PlannedTable]) -> Sequence[PlannedTable]:
+    """Return the tables that are printed, in their order."""
+    if len(tables) <= MAX_TABLES:
+        return tables
+    largest = sorted(tables, key=lambda table: -table.num_rows * table.dim)[:MAX_TABLES]
+    names = {table.name for table in largest}
+    return [table for table in tables if table.name in names]
+
+
+def _rest(tables: Sequence[PlannedTable]) -> str:
+    more = len(tables) - MAX_TABLES
+    return f"\n{quantity(more, 'smaller table')} not shown; the callback PlanLogger writes them all" if more > 0 else ""
+
+
+def _deduplicated(tables: Sequence[PlannedTable]) -> str:
+    """Return a line about tables whose repeated ids are sent once."""
+    found = [f"{table.name} ({table.distinct_share:.0%} are different)" for table in tables if table.deduplicated]
+    more = f" and {len(found) - MAX_RANKS} more" if len(found) > MAX_RANKS else ""
+    return f"\nIds that a batch repeats are sent once: {', '.join(found[:MAX_RANKS])}{more}" if found else ""
+
+
+def _left_alone(reasons: Mapping[str, str]) -> str:
+    lines = [f"\n'{path}' is not sharded, every rank has all of it: {why}" for path, why in reasons.items()]
+    more = [f"\n{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"] if len(lines) > MAX_TABLES else []
+    return "".join(lines[:MAX_TABLES] + more)
+
+
+def _time(cost: PlanCost) -> str:
+    """Return a line about the estimated time of a step, if it is known."""
+    if not cost.known:
+        return ""
+    by_rank = cost.milliseconds_by_rank
+    line = f"\nEstimated time for tables, per step: {cost.critical_path:.3g} ms"
+    if len(by_rank) == 1:
+        return line
+    mean = float(by_rank.mean())
+    if cost.critical_path <= 1.005 * mean:
+        return f"{line} on every rank"
+    slowest, alone = int(by_rank.argmax()), float(by_rank.max())
+    if cost.critical_path <= 1.005 * alone:
+        return f"{line} on the slowest rank ({slowest}), {mean:.3g} ms on average"
+    waits = "each exchange waits for its slowest rank"
+    return f"{line}: {waits}; rank {slowest} is busy for {alone:.3g} ms of it, {mean:.3g} ms on average"
+
+
+def _sent(traffic: Traffic) -> str:
+    """Return a line about what ranks send, where there are several."""
+    if traffic.layout.num_ranks == 1:
+        return ""
+    sent, within, across = traffic.sent(), traffic.within_node(), traffic.across_nodes()
+    nodes = ""
+    if traffic.layout.num_nodes > 1:
+        nodes = f" ({format_bytes(within.mean())} within its node, {format_bytes(across.mean())} across nodes)"
+    largest = f"; most by rank {int(sent.argmax())}: {format_bytes(sent.max())}" if sent.max() > sent.min() else ""
+    return f"\nEstimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}{nodes}{largest}"
+
+
+def _title(layout: NodeLayout) -> str:
+    num_ranks = layout.num_ranks
+    if layout.num_replicas > 1:
+        return f"Embedding tables over {quantity(num_ranks, 'rank')} in each of {layout.num_replicas} groups"
+    return f"Embedding tables over {'1 rank: nothing is sharded' if num_ranks == 1 else f'{num_ranks} ranks'}"
+
+
+def _memory(plan: ShardingPlan) -> str:
+    held = plan.table_bytes()
+    per_rank = ", ".join(f"rank {rank}: {format_bytes(total)}" for rank, total in enumerate(held[:MAX_RANKS]))
+    more = f" ... largest {format_bytes(held.max())}" if len(held) > MAX_RANKS else ""
+    return f"Memory for tables, gradients and optimizer state: {per_rank}{more}"
+
+
+def _comms(comms: QuantizedComms) -> str:
+    """Return a line about the types in which rows are sent, where they are rounded."""
+    if comms.is_exact:
+        return ""
+    ways = f"rows are sent as {comms.forward}, their gradients as {comms.backward}"
+    return f"\nquantized_comms: {ways}, which rounds them"
+
+
+def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> str:
+    """Return a line about types, unless all are float32."""
+    rows = list(dict.fromkeys(_row_type(table) for table in tables))
+    if rows == ["float32"] and output_dtype is None:
+        return ""
+    looked_up = "" if output_dtype is None else f" and are looked up as {_short(output_dtype)}"
+    names = {kind: [table.name for table in tables if _row_type(table) == kind] for kind in rows}
+    of = "" if len(rows) == 1 else "; ".join(f" {kind}: {', '.join(names[kind])}" for kind in rows[1:])
+    return f"\nrows are {' or '.join(rows)}{looked_up}{f' ({of.strip()})' if of else ''}"
+
+
+def _row_type(table: PlannedTable) -> str:
+    return f"float{8 * table.element_bytes}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
