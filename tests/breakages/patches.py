@@ -800,7 +800,7 @@ BREAKAGES = (
     Breakage(
         "torchrec-version",
         "lightning_distrec/versions.py",
-        r"elif minor\(found\.torchrec\) != minor\(triple\.torchrec\):",
+        r"elif minor\(installed\.torchrec\) != minor\(triple\.torchrec\):",
         "elif False:",
         "A torchrec that was built for another torch is loaded: a crash in its kernels.",
         ("unit/test_versions.py",),
@@ -939,8 +939,8 @@ BREAKAGES = (
     Breakage(
         "target-of-another-rank",
         "lightning_distrec/metrics/target_ranks.py",
-        r"scores, found = rounds\.all_reduce\(torch\.stack\((.*)\)\)",
-        r"scores, found = torch.stack(\1)",
+        r"scores, num_holders = rounds\.all_reduce\(torch\.stack\((.*)\)\)",
+        r"scores, num_holders = torch.stack(\1)",
         "A target is compared by a score that its rank alone knows: ranks, recall and NDCG are wrong.",
         ("multiprocess/test_metrics.py",),
     ),
@@ -987,7 +987,7 @@ BREAKAGES = (
     Breakage(
         "batch-size-assumed",
         "lightning_distrec/strategies/tables/set_up_inputs.py",
-        r"if is_size\(size := getattr\(of, \"batch_size\", None\)\):",
+        r"if is_size\(size := getattr\(source, \"batch_size\", None\)\):",
         "if False:",
         "Plans are made for 512 examples, not for the loader's.",
         ("unit/test_batch_size.py",),

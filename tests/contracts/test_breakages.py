@@ -30,7 +30,7 @@ def test_breakages_change_one_place_each_and_name_tests_that_exist() -> None:
         except (ValueError, SyntaxError) as error:
             problems.append(str(error))
         problems += [f"{breakage.name}: no {test}" for test in breakage.tests if not (ROOT / "tests" / test).exists()]
-    assert problems == []
+    assert not problems, "\n".join(problems)
 
 
 def test_every_package_is_broken_somewhere() -> None:
