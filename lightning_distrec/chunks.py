@@ -5,7 +5,7 @@ A chunk is a rectangle of a tensor: one that a rank holds, or one that a file ha
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,22 +62,28 @@ class ChunkedTensor:
                 chunk.tensor.copy_(local_chunks[chunk.box])
 
 
-class LazyTensor(Protocol):
+class LazyTensor:
     """A tensor in a file: nothing of it is in memory until it is read."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's type."""
+    def size(self) -> torch.Size:
+        """Return the shape, as Tensor.size does."""
+        return torch.Size(self.shape)
 
     def read_into(self, chunks: Sequence[Chunk]) -> None:
         """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
+        raise NotImplementedError
 
     def read(self) -> Tensor:
         """Read and return the full tensor, on the host."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into([Chunk((0,) * len(self.shape), tensor)])
+        return tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyTensor":
+        return self  # Lightning's WeightAveraging copies whole states before it loads them
 
 
 def row_ranges(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import override
 
 from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec.checkpoint.plain_state import STORED
@@ -17,7 +18,7 @@ from lightning_distrec.errors import CheckpointError
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class StoredTensor(LazyTensor):
     """A tensor in a checkpoint's folder."""
 
     name: str
@@ -25,78 +26,46 @@ class StoredTensor:
     dtype: torch.dtype
     tensors: StoredTensors
 
-    def size(self) -> torch.Size:
-        """Return the shape, as Tensor.size does."""
-        return torch.Size(self.shape)
-
+    @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
         self.tensors.read({self.name: chunks})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StoredTensor":
-        return self  # Lightning's WeightAveraging copies whole states before it loads them
 
-    def read(self) -> Tensor:
-        """Read and return the full tensor, on the host."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        self.read_into([Chunk((0,) * len(self.shape), tensor)])
-        return tensor
-
-
-@dataclass(frozen=True, eq=False)
-class MappedTensor:
+class MappedTensor(LazyTensor):
     """A tensor of a plain file, mapped into memory: only what is copied from it is read."""
 
-    tensor: Tensor
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's type."""
-        return self.tensor.dtype
-
-    def size(self) -> torch.Size:
-        """Return the shape, as Tensor.size does."""
-        return self.tensor.size()
-
+    @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Copy the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
         copy_into(chunks, self.tensor)
 
+    @override
     def read(self) -> Tensor:
-        """Return the tensor."""
         return self.tensor
 
 
-class SafetensorsTensor:
+class SafetensorsTensor(LazyTensor):
     """A tensor of a safetensors file, read by the slice."""
 
     def __init__(self, file: Any, key: str, dtype: torch.dtype) -> None:
         self._file, self._key = file, key
         self._slices = slices = file.get_slice(key)
-        self.shape = tuple(slices.get_shape())
-        self.dtype = dtype
+        self.shape, self.dtype = tuple(slices.get_shape()), dtype
 
-    def size(self) -> torch.Size:
-        """Return the shape, as Tensor.size does."""
-        return torch.Size(self.shape)
-
+    @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
         for chunk in chunks:
             ends = [min(o + s, n) for o, s, n in zip(chunk.offsets, chunk.tensor.shape, self.shape, strict=True)]
             box = tuple(slice(first, end) for first, end in zip(chunk.offsets, ends, strict=True))
             if all(s.stop > s.start for s in box):
-                found = self._slices[box]
+                values = self._slices[box]
                 with torch.no_grad():
-                    chunk.tensor[tuple(slice(0, size) for size in found.shape)].copy_(found)
+                    chunk.tensor[tuple(slice(0, size) for size in values.shape)].copy_(values)
 
+    @override
     def read(self) -> Tensor:
-        """Read and return the full tensor, on the host."""
         tensor: Tensor = self._slices[:] if self.shape else self._file.get_tensor(self._key)
         return tensor
 
@@ -132,44 +101,20 @@ class RowIds:
         return self._ids
 
 
-@dataclass(frozen=True, eq=False)
-class PatchedTensor:
+class PatchedTensor(LazyTensor):
     """A tensor of one checkpoint with rows of a later one in their places."""
 
-    base: LazyTensor
-    shards: Sequence[ShardRows]
+    def __init__(self, base: LazyTensor, shards: Sequence[ShardRows]) -> None:
+        self._base, self._shards, self.shape, self.dtype = base, shards, tuple(base.shape), base.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
-        return tuple(self.base.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's type."""
-        return self.base.dtype
-
-    def size(self) -> torch.Size:
-        """Return the shape, as Tensor.size does."""
-        return torch.Size(self.shape)
-
+    @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
-        self.base.read_into(chunks)
-        for shard in self.shards:
+        self._base.read_into(chunks)
+        for shard in self._shards:
             for chunk in chunks:
                 box = overlap((shard.offsets, shard.sizes), chunk.box)
                 if box is not None:
                     _put_rows(narrowed(chunk.tensor.detach(), chunk.offsets, box), box, shard)
-
-    def read(self) -> Tensor:
-        """Read and return the full tensor, on the host."""
-        tensor = self.base.read().clone()
-        self.read_into([Chunk((0,) * len(self.shape), tensor)])
-        return tensor
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PatchedTensor":
-        return self  # as StoredTensor
 
 
 def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
@@ -200,19 +145,16 @@ def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTenso
     return handle
 
 
-LAZY = (StoredTensor, MappedTensor, SafetensorsTensor, PatchedTensor)
-
-
 def as_lazy(value: Any) -> LazyTensor | None:
     """Return what can be read of `value` by the rectangle: a handle, or a tensor in memory; None for others."""
     if isinstance(value, Tensor):
         return MappedTensor(value)
-    return value if isinstance(value, LAZY) else None
+    return value if isinstance(value, LazyTensor) else None
 
 
 def materialized(value: Any) -> Any:
     """Return the tensor of a handle, `value` itself for anything else."""
-    return value.read() if isinstance(value, LAZY) else value
+    return value.read() if isinstance(value, LazyTensor) else value
 
 
 def materialized_as(value: Any, parameter: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The commands `checkpoint inspect`, `checkpoint diff` and `checkpoint merge`."""
+"""The commands `checkpoint inspect` and `checkpoint merge`."""
 
 import json
 import sys
@@ -6,29 +6,26 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_distrec.cli.output import EXIT_ERROR, EXIT_NEGATIVE, EXIT_OK, console
+from lightning_distrec.cli.output import EXIT_ERROR, EXIT_OK, console
 
 
 def parser() -> ArgumentParser:
     """Return the parser of the commands."""
     parser = ArgumentParser(
         prog="lightning-distrec checkpoint",
-        description="Inspect a checkpoint, compare two, or merge a difference with its base: folders, and single files "
-        "of torch or safetensors.",
+        description="Inspect a checkpoint, a folder or a single file, or merge a difference with its base.",
     )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
-    inspect, diff, merge = _inspect_parser(), _diff_parser(), _merge_parser()
+    inspect, merge = _inspect_parser(), _merge_parser()
     commands.add_subcommand("inspect", inspect, help="Print what a checkpoint contains.")
-    commands.add_subcommand("diff", diff, help="Print the differences between two checkpoints.")
     commands.add_subcommand("merge", merge, help="Write a difference and its base as one full checkpoint.")
-    merge.prog = "lightning-distrec checkpoint merge"
-    inspect.prog, diff.prog = "lightning-distrec checkpoint inspect", "lightning-distrec checkpoint diff"
+    inspect.prog, merge.prog = "lightning-distrec checkpoint inspect", "lightning-distrec checkpoint merge"
     return parser
 
 
 def run(options: Namespace) -> int:
     """Run a command and return its exit code."""
-    command = {"inspect": _inspect, "diff": _diff, "merge": _merge}[options.subcommand]
+    command = {"inspect": _inspect, "merge": _merge}[options.subcommand]
     return command(options[options.subcommand])
 
 
@@ -43,18 +40,6 @@ def _inspect_parser() -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="Print JSON with all tensors.")
     parser.add_argument("--all", action="store_true", help="List all tensors instead of the largest ones.")
     parser.add_argument("--verify", action="store_true", help="Read all files and compare them with their checksums.")
-    return parser
-
-
-def _diff_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        description="Print the differences between two checkpoints. Exit codes: 0: none; 1: some; 2: one of them is "
-        "unreadable."
-    )
-    parser.add_argument("a", type=str, help="Compare this checkpoint: a folder, or a .ckpt, .pt or .safetensors file.")
-    parser.add_argument("b", type=str, help="Compare it with this one, which may have another format.")
-    parser.add_argument("--values", action="store_true", help="Compare the values of all tensors too.")
-    parser.add_argument("--json", action="store_true", help="Print JSON with all differences.")
     return parser
 
 
@@ -94,18 +79,6 @@ def _verify(path: Path) -> int:
     if not changed:
         print("All bytes match their checksums.", file=sys.stderr)
     return EXIT_ERROR if changed else EXIT_OK
-
-
-def _diff(options: Namespace) -> int:
-    from lightning_distrec.checkpoint.tools.compare import compare, print_comparison
-
-    # Namespace has a method `values`, which hides the option of this name.
-    comparison = compare(Path(options.a), Path(options.b), values=options["values"])
-    if options.json:
-        print(json.dumps(comparison.as_json(), indent=1))
-    else:
-        print_comparison(comparison, console())
-    return EXIT_OK if comparison.is_same else EXIT_NEGATIVE
 
 
 def _merge(options: Namespace) -> int:

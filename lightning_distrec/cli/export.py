@@ -48,13 +48,6 @@ def parser() -> ArgumentParser:
         "--bits", type=int, choices=[8, 4], default=None, help="Bits of a number in quantized rows. Default: 8."
     )
     parser.add_argument(
-        "--since",
-        type=str,
-        default=None,
-        help="Write only what has changed since this checkpoint: of tables NAME.ids and NAME.rows, of other layers all "
-        "weights. For *.pt and *.safetensors; *.parquet has table, id and vector of changed rows, and no other layers.",
-    )
-    parser.add_argument(
         "--pickles",
         action="store_true",
         help="Read a checkpoint that was saved with `checkpoint: {pickles: true}`. Code in it is run: set it for files "
@@ -82,7 +75,6 @@ def run(options: Namespace) -> int:
             Path(options.checkpoint),
             Path(options.out),
             overwrite=options.overwrite,
-            since=None if options.since is None else Path(options.since),
             pickles=options.pickles,
             on_progress=lambda written, total: progress.update(task, completed=written, total=total),
         )
@@ -91,8 +83,6 @@ def run(options: Namespace) -> int:
 
 def _check(options: Namespace) -> None:
     """Raises ConfigError: options that do not go together."""
-    if options.format in FOLDERS and options.since is not None:
-        raise ConfigError(f"export: --since writes changed rows, and --format {options.format} all. Leave out one.")
     if options.format not in FOLDERS and (options.config or options.bits):
         raise ConfigError("export: --config and --bits are for --format torch.export and quantized.")
     if options.format == "safetensors" and not options.out.endswith(".safetensors"):

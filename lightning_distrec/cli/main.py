@@ -30,7 +30,7 @@ COMMANDS = {
     "recipes": "List the jobs that come with the package, or copy one.",
     "slurm": "Write an sbatch script that runs a recipe.",
     "export": "Convert a checkpoint into a single file, or into a folder that answers requests.",
-    "checkpoint": "Inspect a checkpoint, compare two, or merge a difference.",
+    "checkpoint": "Inspect a checkpoint, or merge a difference.",
     "completion": "Print a script with which a shell completes commands and options.",
 }
 """Our own commands: each is a file of this folder with the functions `parser` and `run`."""

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
 from lightning_distrec.checkpoint.tools.contents import num_bytes
-from lightning_distrec.checkpoint.tools.quantized_rows import QuantizedTensor
 from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.batches import tensors_of
 from lightning_distrec.serving.program import Program, export_program, free_sizes, needed_packages
-from lightning_distrec.serving.tables import find_rows, lookups_of, quantize_lookups
+from lightning_distrec.serving.tables import QuantizedTensor, find_rows, lookups_of, quantize_lookups
 
 TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
 EXAMPLES, REQUEST = "examples.safetensors", "request.json"

@@ -1,14 +1,16 @@
 """The tables of an unsharded module: what reads a row of them, and the same with rows of 8 or 4 bits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
-from lightning_distrec.checkpoint.incremental.packed_rows import dequantized, packed_width, usable_bits
+from lightning_distrec.checkpoint.incremental.packed_rows import dequantized, packed_width, quantized
 from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
 from lightning_distrec.errors import ConfigError
 
 
@@ -33,7 +35,8 @@ def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
     for path, inner in list(lookups_of(module)):
         if isinstance(inner, nn.EmbeddingBag) and inner.padding_idx is not None:
             continue
-        found[path] = of_table = usable_bits(inner.embedding_dim, bits)
+        # FBGEMM packs pairs of bytes, which dims of other multiples do not have in 4 bits.
+        found[path] = of_table = 8 if inner.embedding_dim % 4 else bits
         parent, _, name = path.rpartition(".")
         new = (
             QuantizedBag(inner, of_table) if isinstance(inner, nn.EmbeddingBag) else QuantizedEmbedding(inner, of_table)
@@ -108,3 +111,23 @@ class QuantizedBag(_Quantized):
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
         )
+
+
+class QuantizedTensor(LazyTensor):
+    """A table that is quantized while it is read. source: (num_rows, dim), of any floating type."""
+
+    dtype = torch.uint8
+
+    def __init__(self, source: LazyTensor, bits: int) -> None:
+        self._source, self._bits = source, bits
+        self.shape = (source.shape[0], packed_width(source.shape[1], bits))
+
+    @override
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Quantize the rows of `chunks`, which have full rows."""
+        dim = self._source.shape[1]
+        for chunk in chunks:
+            for first, count in row_ranges((chunk.tensor.shape[0], dim), 4):
+                rows = torch.empty((count, dim), dtype=self._source.dtype)
+                self._source.read_into([Chunk((chunk.offsets[0] + first, 0), rows)])
+                chunk.tensor[first : first + count] = quantized(rows.float(), self._bits)

@@ -10,11 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy
-import pandas
 import pytest
 import torch
-from safetensors.torch import load_file
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.checkpoint.incremental.loading import _shard_rows, load
@@ -88,17 +85,12 @@ def test_rows_of_8_bits_are_near_and_all_else_is_exact(
     found, wanted = runs.tensors_in(difference), runs.tensors_in(full)
     inexact = {where for where in wanted if not torch.equal(found[where], wanted[where])}
     assert inexact == {f"weights/ebc.embedding_bags.{name}.weight" for name in TABLES}
-    changes = tmp_path / "rows.pt"
-    assert main(["export", str(difference), str(changes), "--since", str(folder / "series" / "step=2-full.ckpt")]) == 0
-    of_rows = torch.load(changes)
     for where in inexact:
-        name = where.removeprefix("weights/")
         before = runs.tensors_in(folder / "series" / "step=2-full.ckpt")[where]
         same = (wanted[where] == before).all(1)
         assert torch.equal(found[where][same], before[same])  # rows that have not changed are those of the base
         steps = (wanted[where].amax(1) - wanted[where].amin(1)) / 255  # of 8 bits; scales of column shards are finer
         assert bool(((found[where] - wanted[where]).abs().amax(1) <= 0.51 * steps).all())
-        assert torch.equal(of_rows[f"{name}.rows"], found[where][of_rows[f"{name}.ids"]])
     capsys.readouterr()
     assert main(["checkpoint", "inspect", str(difference)]) == 0
     assert "changed rows, 8 bits a number: ebc." in capsys.readouterr().out
@@ -155,37 +147,6 @@ def test_a_difference_and_its_base_merge_into_a_full_checkpoint(
         assert one.checkpoint["global_step"] == other.checkpoint["global_step"]
     with pytest.raises(CheckpointError, match="is no difference"):
         merge(merged, tmp_path / "again.ckpt")
-
-
-@pytest.mark.parametrize("by_values", [False, True])
-def test_an_export_since_a_checkpoint_has_the_rows_that_changed(
-    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path, by_values: bool
-) -> None:
-    for name in quick[1]:
-        series, full = quick[0] / name / "series", quick[0] / name / "full"
-        base, difference = series / "step=2-full.ckpt", series / "step=4-difference.ckpt"
-        out = tmp_path / f"{name}.safetensors"
-        since = full / "step=2.ckpt" if by_values else base
-        assert main(["export", str(difference), str(out), "--since", str(since)]) == 0
-        found = load_file(out)
-        before, after = (read_full(path, with_optimizers=False)["state_dict"] for path in (base, difference))
-        assert {key.rpartition(".")[0] for key in found if key.endswith(".ids")} == {
-            key for key in after if "ebc" in key
-        }
-        for key, table in after.items():
-            if "ebc" not in key:
-                assert torch.equal(found[key], table)
-                continue
-            ids = found[f"{key}.ids"]
-            before[key][ids] = found[f"{key}.rows"]
-            assert torch.equal(before[key], table)
-            assert 0 < len(ids) <= 60 or "narrow" in key
-        assert main(["export", str(difference), str(out.with_suffix(".parquet")), "--since", str(since)]) == 0
-        written = pandas.read_parquet(out.with_suffix(".parquet"))
-        assert {f"{name}.ids" for name in written["table"].unique()} == {key for key in found if key.endswith(".ids")}
-        for key, of_table in written.groupby("table", observed=True):
-            assert of_table["id"].tolist() == found[f"{key}.ids"].tolist()
-            assert torch.equal(torch.from_numpy(numpy.stack(of_table["vector"].tolist())), found[f"{key}.rows"])
 
 
 def test_load_from_checkpoint_reads_a_difference_with_its_base(quick: tuple[Path, dict[str, list[set[str]]]]) -> None:

@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.checkpoint import single_file
 from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
-from lightning_distrec.checkpoint.tools.compare import compare
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.verify import verify
 from tests.support.embedding_models import loader, pairs
+from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.resuming import differences
 from tests.support.trainers import DEFAULTS
 
 STEPS = 4
@@ -122,8 +123,8 @@ def test_every_strategy_writes_one_file_that_loads_in_one_process(saved: tuple[P
         stock.fit(loaded, loader([pairs(step, 0) for step in range(STEPS)]), ckpt_path=path)
         assert stock.global_step == 2 * STEPS
         assert len(loaded.losses) == STEPS
-    a, b = folder / "torchrec.ckpt", folder / "folders" / "torchrec.ckpt"
-    assert compare(a, b, values=True).is_same
+    forms = [plain_checkpoint(folder / name) for name in ("torchrec.ckpt", "folders/torchrec.ckpt")]
+    assert differences(*forms, "checkpoint", 0.0) == []
 
 
 def test_a_file_goes_on_bitwise_on_its_ranks_and_on_any_other_number_of_ranks(saved: tuple[Path, Any]) -> None:

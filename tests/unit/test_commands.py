@@ -50,7 +50,7 @@ def test_help_lists_all_commands(run: Run) -> None:
     assert code == 0
     for name in (*LightningCLI.subcommands(), *main.COMMANDS):
         assert f"\n    {name} " in text, name
-    assert "Inspect a checkpoint, compare two, or merge a difference." in text
+    assert "Inspect a checkpoint, or merge a difference." in text
     assert run("-h") == (0, text, "")
     assert run() == (2, "", text)
 
@@ -64,7 +64,7 @@ def test_all_commands_of_lightning_are_listed() -> None:
     [
         *((name,) for name in main.COMMANDS),
         ("checkpoint", "inspect"),
-        ("checkpoint", "diff"),
+        ("checkpoint", "merge"),
     ],
 )
 def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
@@ -73,9 +73,9 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
         "advise": ("--device-memory", "Print which strategy suits a module, and why", "nothing is trained."),
         "bench": ("--strategies", "Exit code 1: no case could be measured."),
         "export": ("--overwrite", "Replace OUT if it exists.", "*.ckpt: a Lightning checkpoint"),
-        "checkpoint": ("inspect", "diff", "Print the differences between two checkpoints."),
+        "checkpoint": ("inspect", "merge", "Write a difference and its base as one full checkpoint."),
         "inspect": ("--json", "--all", "2: incomplete, damaged or unreadable."),
-        "diff": ("--values", "--json", "Exit codes: 0: none; 1: some"),
+        "merge": ("difference", "out", "Exit codes: 0: written; 2: it cannot be."),
         "recipes": ("list", "copy", "List the jobs that come with the package"),
         "completion": ("bash", "Print a script that completes commands and options."),
         "slurm": ("--ranks-per-node RANKS_PER_NODE", "--signal-seconds", "Write an sbatch script"),
@@ -180,21 +180,6 @@ def test_inspect_of_what_is_incomplete_ends_with_2_and_one_line(run: Run) -> Non
     assert (found["complete"], found["problem"]) == (False, error.removeprefix("lightning-distrec: ").strip())
 
 
-def test_diff_ends_with_0_1_or_2(run: Run) -> None:
-    _folder("a.ckpt"), _folder("b.ckpt", 3.0), _folder("c.ckpt", global_step=31)
-    assert run("checkpoint", "diff", "a.ckpt", "b.ckpt")[0] == 0
-    code, text, error = run("checkpoint", "diff", "a.ckpt", "b.ckpt", "--values")
-    assert (code, error) == (1, "")
-    assert text.splitlines()[:2] == ["A: a.ckpt", "B: b.ckpt"]
-    assert text.splitlines()[-2].split() == ["state_dict/films.weight", "2"]
-    assert text.splitlines()[-1] == "1 of 2 tensors are equal"
-    assert run("checkpoint", "diff", "a.ckpt", "c.ckpt")[0] == 1
-    code, out, error = run("checkpoint", "diff", "a.ckpt", "none.ckpt")
-    assert (code, out, error) == (2, "", "lightning-distrec: there is no checkpoint none.ckpt.\n")
-    code, text, _ = run("checkpoint", "diff", "a.ckpt", "b.ckpt", "--values", "--json")
-    assert (code, json.loads(text)["values"]) == (1, {"state_dict/films.weight": 2.0})
-
-
 def test_unexpected_errors_are_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_distrec.checkpoint.tools import describe
 
@@ -216,7 +201,6 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
             main(["checkpoint", "inspect", "a.ckpt"]),
             main(["export", "a.ckpt", "a.pt"]),
             main(["export", "a.pt", "b.safetensors"]),
-            main(["checkpoint", "diff", "a.pt", "a.ckpt", "--values"]),
             main(["slurm", "--config", "job.yaml", "--nodes", "2", "--ranks-per-node", "8"]),
         ]
         import torch.distributed as dist
@@ -226,7 +210,7 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0] [] False", done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0] [] False", done.stderr
 
 
 def test_help_starts_without_torchrec() -> None:

@@ -26,11 +26,11 @@ from torchrec import (
 
 from lightning_distrec.checkpoint.incremental.packed_rows import dequantized, quantized
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
-from lightning_distrec.checkpoint.tools.quantized_rows import QuantizedTensor
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.batches import tensors_of, with_tensors
+from lightning_distrec.serving.tables import QuantizedTensor
 from tests.support.environments import environment
 
 ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu"]
@@ -270,7 +270,6 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
     [
         (["--format", "torch.export"], "name the YAML"),
         (["--bits", "4"], "--config and --bits are for"),
-        (["--format", "quantized", "--since", "x"], "--since writes changed rows"),
         (["--format", "safetensors"], "is not named"),
         (["--format", "torch.export", "--bits", "8", "--config", "x.yaml"], "--bits is for --format quantized"),
     ],

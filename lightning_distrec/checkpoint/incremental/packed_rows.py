@@ -10,13 +10,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_distrec.chunks import Chunk, LazyTensor
-
-
-def usable_bits(dim: int, bits: int) -> int:
-    """Return `bits`, or 8 where rows of `dim` numbers cannot be packed in 4: FBGEMM wants pairs of bytes."""
-    return 8 if dim % 4 else bits
 
 
 def packed_width(dim: int, bits: int) -> int:
@@ -44,22 +40,17 @@ def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
     return numbers.float() * of_row[:, :1] + of_row[:, 1:]
 
 
-class UnpackedRows:
+class UnpackedRows(LazyTensor):
     """Rows of 8 bits, unpacked while they are read. packed: (num_rows, dim + 8) uint8."""
 
     def __init__(self, packed: LazyTensor, dtype: torch.dtype) -> None:
         self._packed, self.dtype = packed, dtype
         self.shape = (packed.shape[0], packed.shape[1] - packed_width(0, 8))
 
+    @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
         """Read and unpack the rows of `chunks`, which are full rows."""
         for chunk in chunks:
             packed = torch.empty((len(chunk.tensor), self._packed.shape[1]), dtype=torch.uint8)
             self._packed.read_into([Chunk((chunk.offsets[0], 0), packed)])
             chunk.tensor.copy_(dequantized(packed, self.shape[1], 8))
-
-    def read(self) -> Tensor:
-        """Read and unpack all rows."""
-        rows = torch.empty(self.shape, dtype=self.dtype)
-        self.read_into([Chunk((0, 0), rows)])
-        return rows

@@ -92,20 +92,15 @@ def tensors_of(value: Any) -> dict[str, LazyTensor]:
     return found
 
 
-def num_elements(lazy: LazyTensor) -> int:
-    """Return the number of elements of a tensor."""
-    return torch.Size(lazy.shape).numel()
-
-
 def num_bytes(lazy: LazyTensor) -> int:
     """Return the size of a tensor in bytes."""
-    return num_elements(lazy) * lazy.dtype.itemsize
+    return lazy.size().numel() * lazy.dtype.itemsize
 
 
-def read_blocks(lazy: LazyTensor, itemsize: int | None = None) -> Iterator[Tensor]:
+def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:
     """Yield a tensor's rows in order, on the host and contiguous, BLOCK_BYTES or one row at a time.
 
-    Each block is overwritten by the next one. itemsize: what an element counts for in BLOCK_BYTES, at least its size.
+    Each block is overwritten by the next one.
     """
     shape = tuple(lazy.shape)
     if not shape:
@@ -114,7 +109,7 @@ def read_blocks(lazy: LazyTensor, itemsize: int | None = None) -> Iterator[Tenso
         yield number
         return
     memory: Tensor | None = None
-    for first, count in row_ranges(shape, itemsize or lazy.dtype.itemsize) if num_elements(lazy) else ():
+    for first, count in row_ranges(shape, lazy.dtype.itemsize) if num_bytes(lazy) else ():
         if memory is None:
             memory = torch.empty((count, *shape[1:]), dtype=lazy.dtype)
         block = memory[:count]

@@ -85,14 +85,13 @@ def describe(path: Path) -> Description:
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files)
     try:
-        return description_of(path, read_contents(path), size)
+        return _description_of(path, read_contents(path), size)
     except CheckpointError as error:
         kind = "folder" if path.is_dir() else "file"
         return Description(path=str(path), kind=kind, bytes_on_disk=size, problem=str(error))
 
 
-def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> Description:
-    """Return what is known of a checkpoint that has been read."""
+def _description_of(path: Path, contents: Contents, bytes_on_disk: int) -> Description:
     checkpoint, marker = contents.checkpoint, contents.marker or {}
     plan = marker.get("plan", {})
     state = checkpoint.get("state_dict")
@@ -118,11 +117,6 @@ def description_of(path: Path, contents: Contents, bytes_on_disk: int = 0) -> De
     )
 
 
-def sharding_type_of(of_table: Mapping[str, Any]) -> str | None:
-    """Return a table's sharding type, by the plan in a marker."""
-    return of_table.get("sharding_type", of_table.get("cut"))  # "cut": its name in the first markers of format 1
-
-
 def _kind(path: Path, contents: Contents) -> str:
     if contents.marker is not None:
         return "checkpoint of lightning_distrec"
@@ -145,7 +139,7 @@ def _tensor(name: str, lazy: LazyTensor, of_table: Mapping[str, Any] | None) -> 
         shape=list(lazy.shape),
         dtype=str(lazy.dtype).removeprefix("torch."),
         num_bytes=num_bytes(lazy),
-        sharding_type=sharding_type_of(plan),
+        sharding_type=plan.get("sharding_type", plan.get("cut")),  # "cut": its name in the first markers of format 1
         kernel=plan.get("kernel"),
         ranks=plan.get("ranks"),
     )

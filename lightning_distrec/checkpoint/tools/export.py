@@ -9,17 +9,13 @@ from typing import Any
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.plain_state import plain_optimizer_state
-from lightning_distrec.checkpoint.tools.changes import changes_since
 from lightning_distrec.checkpoint.tools.contents import num_bytes, read_contents, tensors_of
-from lightning_distrec.checkpoint.tools.parquet_file import require_pyarrow, rows_alone, write_parquet
 from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
 from lightning_distrec.checkpoint.tools.torch_file import write_torch_file
 from lightning_distrec.errors import CheckpointError
 
 SUFFIXES = {".pt": "a state_dict", ".safetensors": "a state_dict", ".ckpt": "a Lightning checkpoint"}
 """Suffix of the target -> what is written."""
-PARQUET = ".parquet"
-"""Suffix for changed rows alone."""
 
 
 def export(
@@ -28,7 +24,6 @@ def export(
     *,
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-    since: Path | None = None,
     pickles: bool = False,
 ) -> None:
     """Write the checkpoint `source` as one plain file; tables pass through memory in blocks of 64 MiB.
@@ -37,34 +32,22 @@ def export(
     target: its suffix decides the format, see SUFFIXES. The file appears under its name when it is complete, and
     nothing is left behind if it fails. The state of single ranks, generators and dataloaders, is left out.
     overwrite: whether to replace an existing file. on_progress: called with the bytes written, and their total.
-    since: an earlier checkpoint: write what has changed since then alone, see `changes_since`; a state_dict's formats,
-    or PARQUET, which has rows of tables alone.
-    pickles: whether the checkpoints may hold any types, whose code is run; a state_dict's formats alone can be written.
+    pickles: whether the checkpoint may hold any types, whose code is run; a state_dict's formats alone can be written.
     Raises CheckpointError: the target exists, or its disk is full; the source is not complete, or has values that the
     format cannot hold.
     """
-    if target.suffix == PARQUET and since is None:
-        raise CheckpointError(f"{target}: Parquet is for changed rows. Add --since, or name it *.safetensors.")
-    if target.suffix not in (*SUFFIXES, PARQUET):
+    if target.suffix not in SUFFIXES:
         raise CheckpointError(
             f"{target}: its suffix decides what to write. Name it *.pt or *.safetensors for a state_dict, *.ckpt for a "
             "Lightning checkpoint."
         )
     _must_be_free(target, overwrite)
-    if since is not None and target.suffix == ".ckpt":
-        raise CheckpointError(
-            f"{target}: rows that have changed are no checkpoint. Name it *.safetensors, *.pt or *.parquet."
-        )
-    if target.suffix == PARQUET:
-        require_pyarrow(target)
     if pickles and target.suffix == ".ckpt":
         raise CheckpointError(
             f"{target}: --pickles reads weights alone, and a Lightning checkpoint needs more. Name it *.safetensors or "
             "*.pt."
         )
-    value = _content_for(source, target, pickles) if since is None else changes_since(source, since, pickles)
-    if target.suffix == PARQUET:
-        value = rows_alone(value)
+    value = _content_for(source, target, pickles)
     total = sum(num_bytes(lazy) for lazy in tensors_of(value).values())
     _check_disk_space(target, total)
     written = 0
@@ -75,7 +58,7 @@ def export(
         if on_progress is not None:
             on_progress(written, total)
 
-    write = {".safetensors": write_safetensors, PARQUET: write_parquet}.get(target.suffix, write_torch_file)
+    write = write_safetensors if target.suffix == ".safetensors" else write_torch_file
     try:
         with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=target.parent) as folder:
             unfinished = Path(folder, target.name)

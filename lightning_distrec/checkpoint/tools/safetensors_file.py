@@ -14,7 +14,6 @@ import torch
 
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
 from lightning_distrec.checkpoint.tools.contents import bytes_of, num_bytes, read_blocks
-from lightning_distrec.checkpoint.tools.quantized_rows import QuantizedTensor
 from lightning_distrec.chunks import LazyTensor
 from lightning_distrec.errors import CheckpointError
 
@@ -61,7 +60,7 @@ def _write_bytes(file: IO[bytes], lazy: LazyTensor, on_progress: Callable[[int],
 
 
 def _exportable(name: str, value: Any) -> LazyTensor:
-    lazy = value if isinstance(value, QuantizedTensor) else as_lazy(value)
+    lazy = as_lazy(value)
     kind = type(value).__name__ if lazy is None else f"tensor of {lazy.dtype}"
     if lazy is None or lazy.dtype not in TYPES or (isinstance(value, torch.Tensor) and value.layout != torch.strided):
         raise CheckpointError(
