@@ -20,7 +20,7 @@ from lightning_distrec._compat.torch import share_hooks
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.sharding.calls.plain_calls import FEATURE, bags_call, rows_call
 from lightning_distrec.sharding.mapping.state import HoldsMappings
-from lightning_distrec.sharding.weights.shard_of import refusal
+from lightning_distrec.sharding.weights.shard_access import refusal
 from lightning_distrec.sharding.weights.shard_weight import ShardWeight
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
@@ -159,7 +159,7 @@ class _GuardedWeight(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         weight = super().__getattr__(name)
-        if name == "weight" and not (isinstance(weight, ShardWeight) and weight.of.alone):
+        if name == "weight" and not (isinstance(weight, ShardWeight) and weight.place.table.has_single_shards):
             raise refusal(self.table, "weight", ".weight")
         return weight
 

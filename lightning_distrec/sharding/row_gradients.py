@@ -22,7 +22,7 @@ from lightning_distrec._compat.tensors import mark_coalesced
 from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.sharding.kernel_ids import FeatureEnds, RowSorter, SortedRows, first_bags
-from lightning_distrec.sharding.weights.shard_of import without_guard, without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guard, without_guards
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -35,8 +35,8 @@ from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.weights.gathered import Gathering
-from lightning_distrec.sharding.weights.row_caches import rewriting, watch_caches
+from lightning_distrec.sharding.weights.collective_reads import Gathering
+from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches
 from lightning_distrec.sharding.weights.shard_weight import guard
 from lightning_distrec.unpicklable import refuse_pickling
 
@@ -171,16 +171,20 @@ def _guard(result: ShardedTables, name: str, shape: tuple[int, int], shards: lis
     local = result.shards[name]
     if local[0].replicated:
         return
-    alone = max(Counter(shard.rank for shard in shards).values()) == 1
-    places = [(shard.row, shard.column) for shard in local]
     rectangles: list[list[Any]] = [[] for _ in range(result.groups.num_ranks)]
     for shard in shards:
         if shard.num_rows:
             rectangles[shard.rank].append(shard.rectangle)
-    gathering = Gathering(shape, [sorted(of_rank) for of_rank in rectangles]) if gathered else None
-    loss_weight = partial(getattr, result, "loss_weight")
-    weights, group = [shard.weight for shard in local], result.groups.sharding
-    guard(weights, name, shape, places, alone, loss_weight, gathering, group)
+    table = GuardedTable(
+        name=name,
+        shape=shape,
+        weights=[shard.weight for shard in local],
+        has_single_shards=max(Counter(shard.rank for shard in shards).values()) == 1,
+        loss_weight=partial(getattr, result, "loss_weight"),
+        gathering=Gathering(shape, [sorted(of_rank) for of_rank in rectangles]) if gathered else None,
+        group=result.groups.sharding,
+    )
+    guard(table, [(shard.row, shard.column) for shard in local])
 
 
 def _proxy(

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.sharded_tables import ShardedTables, all_sharded_tables
-from lightning_distrec.sharding.weights.row_caches import write_back
+from lightning_distrec.sharding.weights.shard_access import write_back
 
 
 def sharded_l2(module: nn.Module) -> Tensor:

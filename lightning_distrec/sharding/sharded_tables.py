@@ -26,7 +26,7 @@ from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.weights.row_caches import rewriting
+from lightning_distrec.sharding.weights.shard_access import rewriting
 
 
 class ShardedTables:

@@ -26,8 +26,8 @@ from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
 from lightning_distrec.sharding.quantized_comms import QuantizedComms
-from lightning_distrec.sharding.weights.plain_shards import plain_shards
-from lightning_distrec.sharding.weights.sums import in_step
+from lightning_distrec.sharding.weights.collective_reads import in_step
+from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, full_value
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
@@ -231,7 +231,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        plain_shards.end()
+        plain_shards.close()
         run = self.before_training_step()
         run.tables.before_training_step()
         has_backward = run.module.automatic_optimization
@@ -286,7 +286,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.run.dense.optimizer_step(optimizer), plain_shards.ending():
+        with self.run.dense.optimizer_step(optimizer), plain_shards:
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override

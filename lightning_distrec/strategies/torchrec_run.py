@@ -24,7 +24,7 @@ from lightning_distrec.sharding.groups.sharding_groups import make_groups
 from lightning_distrec.sharding.mapped_tables import unshard_mappings
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from lightning_distrec.sharding.weights.plain_shards import plain_shards
+from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
 from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -146,7 +146,7 @@ class TorchRecRun(Run):
             replicas = tables.shards.groups.num_replicas
             self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_weights(), table_optimizers, replicas))
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
-            self.undo.callback(call_after_closure(plugin, plain_shards.begin))
+            self.undo.callback(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())

@@ -305,7 +305,7 @@ BREAKAGES = (
     # ---- GPUs, on emulated streams and with an emulated cache
     Breakage(
         "cache-not-emptied",
-        "lightning_distrec/sharding/weights/row_caches.py",
+        "lightning_distrec/sharding/weights/shard_access.py",
         r"kernel\.reset_cache_states\(\)",
         "pass",
         "Rows of fused_uvm_caching tables that were loaded are not those that are looked up.",
@@ -313,7 +313,7 @@ BREAKAGES = (
     ),
     Breakage(
         "cache-not-written-back",
-        "lightning_distrec/sharding/weights/row_caches.py",
+        "lightning_distrec/sharding/weights/shard_access.py",
         r"kernel\.flush\(\)",
         "pass",
         "Averages of fused_uvm_caching tables are of old rows.",
@@ -451,15 +451,15 @@ BREAKAGES = (
     Breakage(
         "gathered-gradients",
         "lightning_distrec/sharding/weights",
-        r"mine /= num_ranks\n",
-        "mine /= 1\n",
+        r"local /= num_ranks\n",
+        "local /= 1\n",
         "Tied output weights get the sum of the ranks' gradients in place of the mean.",
         ("multiprocess/test_tied_tables.py",),
     ),
     Breakage(
         "guarded-gradients",
         "lightning_distrec/sharding/weights",
-        r"_wrap\(func\(\*args\), of if name == \"data\" else .*\)\)",
+        r"_wrap\(func\(\*args\), place if name == \"data\" else .*\)\)",
         "func(*args)",
         "Norms of a rank's own shards, and of their gradients, pass for those of the tables.",
         ("multiprocess/test_sharded_weights.py",),
@@ -905,7 +905,7 @@ BREAKAGES = (
     Breakage(
         "difference-user-writes",
         "lightning_distrec/sharding/weights",
-        r"writes\[self\.table\] \+= 1",
+        r"writes\[self\.table\.name\] \+= 1",
         "pass",
         "Rows that user code writes through .data lack in differences.",
         ("multiprocess/test_incremental.py",),

@@ -309,8 +309,8 @@ def _fit_again() -> list[int]:
     model = seeded(ClickModel, *ADAM)
     _, trainer = train_sharded(model, 2, {"sharding_types": ["row_wise"]})
     shards = trainer.strategy.optimizers[0].param_groups[0]["params"]
-    old = [weakref.ref(p) for p in shards if hasattr(p, "of")]
-    states = [weakref.ref(trainer.strategy.optimizers[0].state[p]["exp_avg"]) for p in shards if hasattr(p, "of")]
+    old = [weakref.ref(p) for p in shards if hasattr(p, "place")]
+    states = [weakref.ref(trainer.strategy.optimizers[0].state[p]["exp_avg"]) for p in shards if hasattr(p, "place")]
     del shards
     assert old
     assert states

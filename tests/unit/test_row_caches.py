@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lightning_distrec.sharding import shard_tables
 from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
-from lightning_distrec.sharding.weights import row_caches
+from lightning_distrec.sharding.weights import shard_access
+from lightning_distrec.sharding.weights.shard_access import GuardedTable
 from lightning_distrec.sharding.weights.shard_weight import guard
 from lightning_distrec.strategies.run.lightning_callbacks import WeightCopies
 
@@ -51,11 +52,13 @@ class CachedKernel:
 @pytest.fixture
 def kernel() -> Any:
     made = CachedKernel()
-    guard([made.weight], "table", (4, 2), [(0, 0)], True, lambda: 1.0, None)
-    row_caches.watch_caches([made, CachedKernel.__new__(CachedKernel)])
+    weights = [made.weight]
+    table = GuardedTable(name="table", shape=(4, 2), weights=weights, has_single_shards=True, loss_weight=lambda: 1.0)
+    guard(table, [(0, 0)])
+    shard_access.watch_caches([made, CachedKernel.__new__(CachedKernel)])
     made.train(0)
     yield made
-    row_caches._kernels.discard(made)
+    shard_access._cached_kernels.discard(made)
 
 
 def test_user_code_reads_what_was_trained(kernel: CachedKernel) -> None:

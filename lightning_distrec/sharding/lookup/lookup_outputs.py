@@ -14,7 +14,7 @@ from lightning_distrec.sharding.data_parallel_tables import ZeroGradient
 from lightning_distrec.sharding.lookup.backward_order import BackwardOrder
 from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import Table, output_names
-from lightning_distrec.sharding.weights.shard_of import without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 NEEDS_GRADIENT = attrgetter("requires_grad")
 

@@ -24,7 +24,7 @@ from lightning_distrec.sharding.lookup.lookup_outputs import TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.second_gradients import SecondGradients
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.weights.shard_of import without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 _hooked: WeakSet[nn.Module] = WeakSet()
 

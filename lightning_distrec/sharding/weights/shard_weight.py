@@ -1,9 +1,10 @@
 """The parameters that a module shows of a sharded table: this rank's shard, guarded against being taken for the table.
 
 User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on shards and run on them.
-Random draws, and the functions of torch.nn.init, run on the full shape (draws.py); sums and norms in a step run over
-all ranks (sums.py). Everything else that needs values is refused, naming the table. Optimizers, torchrec and our own
-code work on the shards as they are.
+Sums and norms in a step run over all ranks (collective_reads.py). Random draws, and the functions of torch.nn.init, run
+for the full table on every rank, which keeps its shard: so fans are those of the table, rows of different ranks differ,
+and generators have drawn what they draw in one process. Everything else that needs values is refused, naming the table.
+Optimizers, torchrec and our own code work on the shards as they are.
 """
 
 import inspect
@@ -17,46 +18,53 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.torch import use_foreach_for
-from lightning_distrec.sharding.weights.draws import DRAWS, DRAWS_LIKE, INIT, draw, draw_like, initialize
-from lightning_distrec.sharding.weights.elementwise import is_elementwise
-from lightning_distrec.sharding.weights.gathered import Gathering
-from lightning_distrec.sharding.weights.row_caches import rewriting, write_back
-from lightning_distrec.sharding.weights.shard_of import ShardOf, without_guard
-from lightning_distrec.sharding.weights.sums import SUMS, is_sum_in_step, sum_over_ranks
+from lightning_distrec.errors import ShardedWeightError
+from lightning_distrec.host_memory import free_host_bytes
+from lightning_distrec.sharding.weights.collective_reads import SUMS, Gathering, is_sum_in_step, sum_over_ranks
+from lightning_distrec.sharding.weights.shard_access import (
+    GuardedTable,
+    ShardPlace,
+    rewriting,
+    without_guard,
+    write_back,
+)
+from lightning_distrec.units import format_bytes
 
+INIT = "torch.nn.init"
 OWN = ("lightning_distrec.", "torchrec.", "fbgemm_gpu.")
 OWN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data ="})
 """Attributes with values; the others describe a tensor."""
 SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "__len__"})
-DESCRIBES = frozenset([
-    "__hash__",
-    "__repr__",
-    "__format__",
-    "stride",
-    "storage_offset",
-    "is_contiguous",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "data_ptr",
-    "untyped_storage",
-    "get_device",
-    "requires_grad_",
-    "retain_grad",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "type",
-    "share_memory_",
-    "__deepcopy__",
-    "new_tensor",
-    "is_pinned",
-    "_has_compatible_shallow_copy_type",
-    "backward",
-])
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+DESCRIBES = words("""
+    __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex element_size data_ptr
+    untyped_storage get_device requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook type
+    share_memory_ __deepcopy__ new_tensor is_pinned _has_compatible_shallow_copy_type backward
+""")
 """Methods that read no values, or that copy and print all that this rank has."""
-
-
+DRAWS = words("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
+DRAWS_LIKE = words("randn_like rand_like randint_like")
+FUNCTIONS = words("""
+    abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone
+    contiguous copy copysign div divide detach erf erfinv eq exp expm1 fill float floor floor_divide fmod full_like ge
+    gt half bfloat16 double isfinite isinf isnan le lerp log log1p log2 log10 logical_and logical_not logical_or
+    logical_xor lt maximum minimum mul multiply nan_to_num ne neg negative ones_like pow positive reciprocal relu
+    remainder round rsqrt sgn sigmoid sign sqrt square sub subtract tanh to true_divide trunc type_as where zero
+    zeros_like empty_like cpu cuda coalesce masked_fill softplus hardtanh threshold
+""")
+OPERATORS = words("""
+    abs add and div eq floordiv ge gt iadd iand idiv ifloordiv imod imul invert ior ipow isub itruediv ixor le lt mod
+    mul ne neg or pos pow radd rdiv rmod rmul rpow rsub rtruediv sub truediv xor
+""")
+ELEMENTWISE = FUNCTIONS | {f"{name}_" for name in FUNCTIONS} | {f"__{name}__" for name in OPERATORS}
+"""Operations of torch and of Tensor that treat every element alone, so that they are exact on a shard."""
 READ_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
@@ -76,10 +84,10 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         with without_guard():
             return func(*args, **kwargs)
     if name in SHAPES:
-        return func(_first(args).of.meta(), *args[1:], **kwargs)
+        return func(_first(args).place.meta(), *args[1:], **kwargs)
     if caller == INIT or getattr(func, "__module__", "") == INIT:
         with rewriting():
-            return initialize(func, name, args, kwargs)
+            return _initialize(func, name, args, kwargs)
     if _is_in_place(name):
         with rewriting():
             return _in_user_code(func, name, is_attribute, args, kwargs)
@@ -90,42 +98,28 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
 class ShardValues(Tensor):
     """Values of a shard, element by element: of its weight, of its gradient, or computed from them."""
 
-    of: ShardOf
+    place: ShardPlace
     __torch_function__: Any = classmethod(_guarded)
 
 
 class ShardWeight(nn.Parameter):
     """The weight of a shard, (num_rows, num_columns) of this rank."""
 
-    of: ShardOf
+    place: ShardPlace
     __torch_function__: Any = classmethod(_guarded)
 
 
 use_foreach_for(ShardWeight)
 
 
-def guard(
-    weights: list[nn.Parameter],
-    table: str,
-    shape: tuple[int, int],
-    places: list[tuple[int, int]],
-    alone: bool,
-    loss_weight: Callable[[], float],
-    gathering: Gathering | None,
-    group: Any = None,
-) -> None:
-    """Turn this rank's shards of a table into guarded ones, in place.
-
-    places: first row and column of each. alone: whether no rank has more than one. loss_weight,
-    gathering, group: see ShardOf.
-    """
-    held: list[Any] = list(weights)
-    for weight, (row, column) in zip(held, places, strict=True):
+def guard(table: GuardedTable, places: list[tuple[int, int]]) -> None:
+    """Turn this rank's shards of a table into guarded ones, in place. places: first row and column of each."""
+    for weight, (row, column) in zip(table.weights, places, strict=True):
         rows, columns = weight.shape
         # By its class: kernels, optimizers and the module tree hold references to this object. The class adds methods
         # only, so that the object's memory layout fits.
         weight.__class__ = ShardWeight
-        weight.of = ShardOf(table, shape, row, column, rows, columns, held, alone, loss_weight, gathering, group)
+        weight.place = ShardPlace(table, row, column, rows, columns)
 
 
 def _caller(frame: FrameType | None) -> Any:
@@ -146,10 +140,8 @@ def _caller(frame: FrameType | None) -> Any:
 
 def _is_in_optimizer(frame: FrameType | None) -> bool:
     """Whether this is code of an optimizer of the user's own."""
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith((
-        "lightning",
-        "tests.support.ranks",
-    )):
+    ends = ("lightning", "tests.support.ranks")
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(ends):
         if isinstance(frame.f_locals.get("self"), Optimizer):
             return True
         frame = frame.f_back
@@ -157,50 +149,57 @@ def _is_in_optimizer(frame: FrameType | None) -> bool:
 
 
 def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args: Any, kwargs: dict[str, Any]) -> Any:
-    target: Any = _guarded_in([args, kwargs])[0]
-    of: ShardOf = target.of
-    if name == "data =" and _shares_memory(*args):  # a module that is moved to the device where it is
-        return None
-    if is_attribute and name in ("data", "grad"):
-        with without_guard():
-            return _wrap(func(*args), of if name == "data" else replace(of, what="gradient"))
-    if name == "__reduce_ex__":
-        raise of.refusal("to pickle it, which full_parameter and full_state_dict() are for")
-    if name in DRAWS and target is args[0]:
-        return draw(func, name, args, kwargs)
-    if name in DRAWS_LIKE:
-        return _wrap(draw_like(func, args, kwargs), of)
-    if name in SUMS and is_sum_in_step(of, args, kwargs):
-        return sum_over_ranks(name, args, kwargs)
-    if name == "equal":  # Lightning looks a parameter up in param groups so; shards of two tables may be alike
-        return _same_place(*args)
-    if (is_attribute and name != "data =") or not (is_attribute or is_elementwise(name)):
-        if of.gathering is not None and of.what == "weight":
-            return func(*_gathered(args), **_gathered(kwargs))
-        raise of.refusal(name)
-    is_in_place = _is_in_place(name)
+    shard = _shards_in([args, kwargs])[0]
+    place: ShardPlace = shard.place
     if is_attribute:
-        raise of.refusal(name)
-    if is_in_place:
-        of.note_write()
-        Gathering.forget_all()
-    if is_in_place and not isinstance(_first(args), (ShardValues, ShardWeight)):
-        raise of.refusal(f"{name} into a tensor that is none of its shards")
-    with without_guard():
-        return _wrap(func(*_local(args, of), **_local(kwargs, of)), of)
+        if name == "data =":
+            if _shares_memory(*args):  # a module that is moved to the device where it is
+                return None
+            raise place.refusal(name)
+        if name in ("data", "grad"):
+            with without_guard():
+                return _wrap(func(*args), place if name == "data" else replace(place, kind="gradient"))
+    elif name == "__reduce_ex__":
+        raise place.refusal("to pickle it, which full_parameter and full_state_dict() are for")
+    elif name in DRAWS and shard is args[0]:
+        if place.kind != "weight":
+            raise place.refusal(name)
+        full = _full_like(shard)
+        func(full, *args[1:], **kwargs)
+        return _fill(shard, full)
+    elif name in DRAWS_LIKE:
+        if not place.table.has_single_shards:
+            raise place.refusal(name)
+        return _wrap(place.narrow(func(_full_like(args[0]), *args[1:], **kwargs)), place)
+    elif name in SUMS and is_sum_in_step(place, args, kwargs):
+        return sum_over_ranks(name, args, kwargs)
+    elif name == "equal":  # Lightning looks a parameter up in param groups so; shards of two tables may be alike
+        return _same_place(*args)
+    elif name.removeprefix("_foreach_") in ELEMENTWISE:
+        if _is_in_place(name):
+            place.note_write()
+            Gathering.forget_all()
+            if not isinstance(_first(args), (ShardValues, ShardWeight)):
+                raise place.refusal(f"{name} into a tensor that is none of its shards")
+        with without_guard():
+            args, kwargs = _map([args, kwargs], lambda value: _local(value, place))
+            return _wrap(func(*args, **kwargs), place)
+    if place.table.gathering is None or place.kind != "weight":
+        raise place.refusal(name)
+    args, kwargs = _map([args, kwargs], _gathered)
+    return func(*args, **kwargs)
 
 
 def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") or name.startswith("__i")
 
 
-def _same_place(one: Any, other: Any) -> bool:
+def _same_place(*tensors: Any) -> bool:
     """Return torch.equal of two tensors, of which one is a shard's: False where they are of different shards."""
-    places = {(of.table, of.row, of.column) if of else None for t in (one, other) for of in [getattr(t, "of", None)]}
-    if len(places) > 1:
+    if len({tensor.place.key if hasattr(tensor, "place") else None for tensor in tensors}) > 1:
         return False
     with without_guard():
-        return torch.equal(one, other)
+        return torch.equal(*tensors)
 
 
 def _shares_memory(target: Any, value: Tensor) -> bool:
@@ -214,55 +213,127 @@ def _first(args: Any) -> Any:
     return args
 
 
-def _guarded_in(value: Any) -> list[Any]:
+def _shards_in(value: Any) -> list[Any]:
     if isinstance(value, (ShardValues, ShardWeight)):
         return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [shard for part in parts for shard in _shards_in(part)]
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested arguments with every value changed."""
     if isinstance(value, dict):
-        value = list(value.values())
-    return [shard for one in value for shard in _guarded_in(one)] if isinstance(value, (list, tuple)) else []
+        return {key: _map(part, change) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(part, change) for part in value)
+    return change(value)
 
 
 def _gathered(value: Any) -> Any:
-    """Return arguments with full tables in the place of shards."""
-    if isinstance(value, dict):
-        return {key: _gathered(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_gathered(one) for one in value)
+    """Return the full table in the place of a shard."""
     if not isinstance(value, (ShardValues, ShardWeight)):
         return value
-    if value.of.gathering is None or value.of.what != "weight":
-        raise value.of.refusal("together with a gathered weight")
-    return value.of.gathering.full(value)
+    if value.place.table.gathering is None or value.place.kind != "weight":
+        raise value.place.refusal("together with a gathered weight")
+    return value.place.table.gathering.full(value)
 
 
-def _local(value: Any, of: ShardOf) -> Any:
-    """Return arguments in which tensors that fit the table are narrowed to the shard."""
-    if isinstance(value, dict):
-        return {key: _local(one, of) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_local(one, of) for one in value)
+def _local(value: Any, place: ShardPlace) -> Any:
+    """Return the part at `place` of a tensor that fits the table, and other values as they are."""
     if isinstance(value, (ShardValues, ShardWeight)):
-        if (value.of.table, value.of.row, value.of.column) != (of.table, of.row, of.column):
-            raise of.refusal(f"an operation with '{value.of.table}'")
+        if value.place.key != place.key:
+            raise place.refusal(f"an operation with '{value.place.table.name}'")
         return value
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     try:
-        return of.of_full(torch.broadcast_to(value, of.shape))
+        return place.narrow(torch.broadcast_to(value, place.table.shape))
     except RuntimeError:
-        raise of.refusal(f"an operation with a tensor of shape {tuple(value.shape)}") from None
+        raise place.refusal(f"an operation with a tensor of shape {tuple(value.shape)}") from None
 
 
-def _wrap(value: Any, of: ShardOf) -> Any:
+def _wrap(result: Any, place: ShardPlace) -> Any:
     """Return values that were computed element by element as guarded ones."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_wrap(one, of) for one in value)
-    if not isinstance(value, Tensor) or isinstance(value, (ShardWeight, ShardValues)):
-        return value
-    if value.is_sparse:  # torch makes no subclass of sparse tensors
-        values: Any = value
-        values.__class__ = ShardValues
-    else:
-        values = value.as_subclass(ShardValues)
-    values.of = of
-    return values
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, (ShardWeight, ShardValues)):
+            return value
+        values: Any = value if value.is_sparse else value.as_subclass(ShardValues)
+        values.__class__ = ShardValues  # torch makes no subclass of sparse tensors
+        values.place = place
+        return values
+
+    return _map(result, wrap)
+
+
+def _initialize(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do one step of a function of torch.nn.init, which sees the full table's values of its call so far."""
+    target: Any = kwargs.get("tensor", args[0] if args else None)
+    if getattr(func, "__module__", "") == INIT:  # normal_, constant_ and others hand themselves over
+        full = _full_like(target)
+        func(**kwargs | {"tensor": full})
+        with torch.no_grad():
+            return _fill(target, full)
+    shard = _shards_in([args, kwargs])[0]
+    full = _full_of_call(shard)
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if not (writes or name in ELEMENTWISE or name in DRAWS_LIKE):
+        raise shard.place.refusal(f"{name} in torch.nn.init")
+    args, kwargs = _map([args, kwargs], lambda value: full if value is shard else value)
+    result = func(*args, **kwargs)
+    return _fill(shard, full) if writes and target is shard else result
+
+
+_calls: list[tuple[FrameType, Tensor, Any]] = []
+"""The call of torch.nn.init in progress, or the last one: its frame, the full values, the shard."""
+
+
+def forget_last_call() -> None:
+    """Free the values that the last call of torch.nn.init has made."""
+    _calls.clear()
+
+
+def _full_of_call(shard: Any) -> Tensor:
+    """Return the full values that the call of torch.nn.init in progress has made so far for this shard."""
+    frame: Any = inspect.currentframe()
+    while frame.f_globals.get("__name__") != INIT:
+        frame = frame.f_back
+    if not _calls or _calls[0][0] is not frame or _calls[0][2] is not shard:
+        _calls[:] = [(frame, _full_like(shard), shard)]
+    return _calls[0][1]
+
+
+def _full_like(shard: Any) -> Tensor:
+    """Return a tensor of the table's shape, without values; an empty one for shards that are filled with the first.
+
+    Raises ShardedWeightError: there is no memory for it.
+    """
+    shape = shard.place.meta().shape
+    with without_guard():
+        device, dtype = shard.device, shard.dtype
+    num_bytes = shape.numel() * dtype.itemsize
+    free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if num_bytes > free:
+        raise ShardedWeightError(
+            f"table '{shard.place.table.name}': values are drawn for its weight, which takes {format_bytes(num_bytes)} "
+            f"on every rank for a moment, and {format_bytes(free)} are free. Build the table in configure_model, where "
+            "each rank draws its own rows by the init_fn of the table's config."
+        )
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _fill(shard: Any, full: Tensor) -> Any:
+    """Copy this rank's rectangles of a full table into `shard`, or into all of its shards where there are several."""
+    place: ShardPlace = shard.place
+    with without_guard():
+        if shard.requires_grad and shard.is_leaf and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        if not place.stands_for_table:
+            return shard
+        if not place.table.has_single_shards and shard.data_ptr() != place.table.weights[0].data_ptr():
+            raise place.refusal("a random draw into a copy")
+        place.note_write()
+        for target in [shard] if place.table.has_single_shards else place.table.weights:
+            with torch.no_grad():
+                target.detach().copy_(target.place.narrow(full))
+    return shard

@@ -44,14 +44,14 @@ class WeightCopies(nn.Module):
         self._rewriting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._write_back: Callable[[], None] = _nothing
         if has_tables:
-            from lightning_distrec.sharding.weights.row_caches import rewriting, write_back
+            from lightning_distrec.sharding.weights.shard_access import rewriting, write_back
 
             self._rewriting, self._write_back = rewriting, write_back
         self._write_back()
         for i, parameter in enumerate(module.parameters()):
             copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            if hasattr(parameter, "of"):  # a guarded shard (sharding/weights/shard_weight.py); its copy is another
-                copied.__class__, copied.of = type(parameter), parameter.of
+            if hasattr(parameter, "place"):  # a guarded shard (sharding/weights/shard_weight.py); its copy is another
+                copied.__class__, copied.place = type(parameter), parameter.place
             self.register_parameter(f"p{i}", copied)
         for i, buffer in enumerate(module.buffers()):
             self.register_buffer(f"b{i}", buffer.detach().clone())

@@ -160,7 +160,7 @@ def clip_over_all_ranks(
         taken = {id(gradient) for gradient in gradients}
         of_shards = [shard.grad for shard in (shards() if shards else []) if shard.grad is not None]
         # User code gets guarded views of shards' gradients.
-        if any(id(gradient) in taken for gradient in of_shards) or any(hasattr(g, "of") for g in gradients):
+        if any(id(gradient) in taken for gradient in of_shards) or any(hasattr(g, "place") for g in gradients):
             raise UnsupportedError(
                 "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank has "
                 "its shards only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or "

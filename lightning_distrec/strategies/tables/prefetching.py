@@ -37,7 +37,7 @@ from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
 from lightning_distrec.sharding.lookup.short_exchange import start_exchange
 from lightning_distrec.sharding.proxies import PrefetchedLookups, ShardedProxy
-from lightning_distrec.sharding.weights.shard_of import without_guard
+from lightning_distrec.sharding.weights.shard_access import without_guard
 from lightning_distrec.strategies.tables.run_tables import RunTables
 
 KINDS = {

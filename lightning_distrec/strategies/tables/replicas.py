@@ -22,8 +22,7 @@ from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.weights.row_caches import rewriting
-from lightning_distrec.sharding.weights.shard_of import without_guards
+from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
 
 Updates = Mapping[str, TableUpdate]
 """Full name of a table -> what updates it."""

@@ -27,9 +27,9 @@ from lightning_distrec.sharding.planning.report_page import write_page, write_pi
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.weights.draws import forget_last_call
-from lightning_distrec.sharding.weights.gathered import Gathering
-from lightning_distrec.sharding.weights.shard_of import without_guards
+from lightning_distrec.sharding.weights.collective_reads import Gathering
+from lightning_distrec.sharding.weights.shard_access import without_guards
+from lightning_distrec.sharding.weights.shard_weight import forget_last_call
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
 
 

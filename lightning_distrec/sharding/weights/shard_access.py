@@ -1,0 +1,148 @@
+"""How values of shards are reached: where they lie in their table, past their guard, and past the caches of kernels."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from lightning_distrec._compat.torch import without_torch_function
+from lightning_distrec.errors import ShardedWeightError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+without_guard = without_torch_function
+"""A context in which shards are plain tensors; each operation on them then costs a microsecond less."""
+
+plain_shards = ExitStack()
+"""Holds `without_guard` while an optimizer updates. Its closure calls the user's step, which closes it."""
+
+writes: Counter[str] = Counter()
+"""Table -> writes of user code into its weight, in any module; torch does not count those that go through `.data`."""
+
+WAYS = {
+    "weight": (
+        "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every rank, returns the full "
+        "weight as it is now; lightning_distrec.sharded_l2(table) is its sum of squares, and the callback "
+        "NormalizeRows scales rows. A table whose weight is used in the step otherwise, for tied output weights for "
+        "example, is gathered there with tables={{'{table}': {{'gathered_weight': True}}}}, or stays on every rank "
+        "with 'replicated': True. To export the module, call trainer.strategy.unshard() on every rank after the run."
+    ),
+    "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardedTable:
+    """A table whose shards are guarded."""
+
+    name: str
+    """Its full name."""
+    shape: tuple[int, int]
+    """Rows and columns."""
+    weights: Sequence[Any] = field(repr=False)
+    """Its shards on this rank; the first stands for the table."""
+    has_single_shards: bool
+    """Whether no rank has more than one shard."""
+    loss_weight: Callable[[], float] = field(repr=False)
+    """Returns what this rank's loss is multiplied by in the current backward, for its share of the examples."""
+    gathering: Any = field(default=None, repr=False)
+    """Gathers the full weight where it is read; None: reading it raises."""
+    group: Any = field(default=None, repr=False)
+    """Process group of the ranks that have the shards; None: the default one."""
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where a shard is in its table."""
+
+    table: GuardedTable
+    row: int
+    column: int
+    num_rows: int
+    num_columns: int
+    kind: str = "weight"
+    """Whose values they are: the weight's or its gradient's."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Differs between shards."""
+        return self.table.name, self.row, self.column
+
+    @property
+    def stands_for_table(self) -> bool:
+        """Whether this is the first shard of the table on this rank."""
+        return self.table.has_single_shards or self.key == self.table.weights[0].place.key
+
+    def meta(self) -> Tensor:
+        """Return a tensor without values of the shape that user code sees: one shard has it, others are empty."""
+        rows, columns = self.table.shape
+        return torch.empty(rows if self.stands_for_table else 0, columns, device="meta")
+
+    def narrow(self, full: Tensor) -> Tensor:
+        """Return the shard's rectangle of a full table, as a view."""
+        return full[self.row : self.row + self.num_rows, self.column : self.column + self.num_columns]
+
+    def note_write(self) -> None:
+        """Note that user code writes into these values."""
+        if self.kind == "weight":
+            writes[self.table.name] += 1
+
+    def refusal(self, operation: str) -> ShardedWeightError:
+        """Return the error for an operation that needs the full table."""
+        return refusal(self.table.name, self.kind, operation)
+
+
+def refusal(table: str, kind: str, operation: str) -> ShardedWeightError:
+    """Return the error for what needs a full table. kind: "weight" or "gradient"."""
+    return ShardedWeightError(
+        f"the {kind} of the sharded table '{table}' was read ({operation}), but it is on several ranks. "
+        f"{WAYS[kind].format(table=table)}"
+    )
+
+
+def without_guards(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of ours that looks at many shards, which costs a microsecond less for each."""
+
+    @functools.wraps(call)
+    def unguarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        with without_guard():
+            return call(*args, **kwargs)
+
+    return unguarded
+
+
+# Tables whose rows are on the host and partly on the GPU (kernel fused_uvm_caching): what is trained is in the cache,
+# and the weight that torchrec shows is the host's memory. It is stale until the cache is written back, and what is
+# written to it is lost while the cache holds the row. Not run on a GPU yet.
+_cached_kernels: "WeakSet[Any]" = WeakSet()
+
+
+def watch_caches(kernels: Iterable[Any]) -> None:
+    """Note those FBGEMM kernels that have a cache."""
+    caches = ((kernel, getattr(kernel, "lxu_cache_weights", None)) for kernel in kernels)
+    _cached_kernels.update(kernel for kernel, cache in caches if cache is not None and cache.numel())
+
+
+def write_back() -> None:
+    """Bring the host's rows of all tables up to date, before they are read."""
+    for kernel in _cached_kernels:
+        kernel.flush()
+
+
+@contextmanager
+def rewriting() -> Iterator[None]:
+    """Let the context write to the host's rows: it finds them up to date, and afterwards no cache holds other ones.
+
+    Not between a forward and its backward, which writes to the places in the cache that the forward has found.
+    """
+    write_back()
+    yield
+    for kernel in _cached_kernels:  # flush() does not empty the cache
+        kernel.reset_cache_states()
