@@ -12,7 +12,7 @@ from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
 from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
 from lightning_distrec.sharding.planning.topology import Reservation
-from lightning_distrec.strategies.tables.plan import plan_or_follow, wanted_plan
+from lightning_distrec.strategies.tables.plan_of_run import plan_or_follow, requested_plan_file
 from lightning_distrec.units import quantity
 
 
@@ -57,7 +57,7 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     """
     settings, begun = dry.settings, time.perf_counter()
     decisions, facts = decisions_of(dry, job), facts_of(dry, job)
-    followed = wanted_plan(settings.planning, os.environ)
+    followed = requested_plan_file(settings.planning, os.environ)
     plan = None
     try:
         plan = plan_or_follow(decisions, None, settings, facts)

@@ -11,7 +11,7 @@ from lightning_distrec.errors import InfeasiblePlanError, PlanError
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.plan import cost_of, new_plan, plan_or_follow, wanted_plan
+from lightning_distrec.strategies.tables.plan_of_run import cost_of, new_plan, plan_or_follow, requested_plan_file
 
 MAX_BATCH = 2**24
 """Largest number of examples per rank that is tried."""
@@ -31,7 +31,7 @@ def largest_batch_of(
 ) -> Edge:
     """Return the largest batch per rank that fits. An existing plan is tried first, because that is quick."""
     latest = [] if plan is None or why_not else [plan]
-    follows = wanted_plan(dry.settings.planning, os.environ) is not None
+    follows = requested_plan_file(dry.settings.planning, os.environ) is not None
 
     def reason(batch_size: int) -> str:
         settings = replace(dry.settings, batch_size_per_rank=batch_size)

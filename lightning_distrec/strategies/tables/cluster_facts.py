@@ -84,14 +84,14 @@ class ClusterFacts:
         return format_bytes(smallest) + ("" if smallest == largest else f" to {format_bytes(largest)}")
 
 
-def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
+def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     """Collective. Return the same facts on every rank; bandwidths are measured if that was asked for.
 
     Environment variables are read on rank 0. Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank has
     an impossible value. PlanError: the reservation leaves no memory for tables.
     """
-    settings, consensus, device, layout = run.settings, run.consensus, run.device, run.layout
-    groups, in_group = run.groups, consensus.all_or_none("setup", lambda: run.group_layout)
+    settings, consensus, device, layout = inputs.settings, inputs.consensus, inputs.device, inputs.layout
+    groups, in_group = inputs.groups, consensus.all_or_none("setup", lambda: inputs.group_layout)
     local_ranks = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
 
     def look() -> tuple[Any, int, int]:
@@ -100,7 +100,7 @@ def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
         return request, device_bytes, host_bytes_per_rank(device, local_ranks)
 
     local_facts = consensus.all_or_none("setup", look)
-    reservation = reserve(run, decisions.tables)
+    reservation = reserve(inputs, decisions.tables)
     gathered = consensus.all_gather((*local_facts, device))
     request = gathered[0][0]
     for variable in request.bare:
@@ -109,8 +109,8 @@ def find_facts(run: SetUpInputs, decisions: Decisions) -> ClusterFacts:
         device_bytes=tuple(min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)),
         host_bytes=tuple(min(gathered[r][2] for r in groups.same_shards(rank)) for rank in range(groups.size)),
     )
-    shares = layout.num_ranks if run.shards_dense else 1
-    dense = dense_bytes(run.module, decisions.tables, decisions.optimizers, str(run.trainer.precision), shares)
+    shares = layout.num_ranks if inputs.shards_dense else 1
+    dense = dense_bytes(inputs.module, decisions.tables, decisions.optimizers, str(inputs.trainer.precision), shares)
     reservation = reservation.with_dense(dense, min(memory.device_bytes))
     usable = memory.less(reservation)
     measured = measured_bandwidths(request.wanted, layout, device, consensus, request.afresh) if request.wanted else {}
@@ -137,23 +137,23 @@ def names_of_bandwidths(layout: NodeLayout, device: torch.device) -> tuple[str, 
     return tuple(names)
 
 
-def reserve(run: SetUpInputs, tables: list[Table]) -> Reservation:
+def reserve(inputs: SetUpInputs, tables: list[Table]) -> Reservation:
     """Collective. Return what is reserved on every rank: by the argument and the environment of rank 0.
 
     Raises ConfigError, on all ranks: the environment variable has an impossible value.
     """
-    trainer, settings, consensus = run.trainer, run.settings, run.consensus
+    trainer, settings, consensus = inputs.trainer, inputs.settings, inputs.consensus
     option, variable = consensus.all_gather((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
     if not is_measured(option):
         return chosen_reservation(option, {VARIABLE: variable})
-    activation_bytes, reason = sample_step(trainer, run.module, tables, consensus, run.device)
-    if reason and run.fits:
+    activation_bytes, reason = sample_step(trainer, inputs.module, tables, consensus, inputs.device)
+    if reason and inputs.fits:
         rank_zero_info(f"torchrec_sharded: reserve='measure': nothing is reserved for activations: {reason}.")
     # Measuring runs the user's configure_model on a copy, so every rank does it: it may have collectives.
     measured = consensus.all_or_none(
         "setup",
         lambda: measure_dense(
-            trainer, run.module, settings, run.device, run.layout, run.shards_dense, activation_bytes
+            trainer, inputs.module, settings, inputs.device, inputs.layout, inputs.shards_dense, activation_bytes
         ),
     )
     return consensus.all_gather(measured)[0]

@@ -169,9 +169,8 @@ def mapping_counts(mappings: Mapping[str, RowsOfIds], ranks: Ranks) -> dict[str,
     distinct ids that were looked up, those of them that shared a row, rows that were taken from an id.
     """
     local_counts = {
-        name: (mapping.num_rows, mapping.num_taken, of.looked_up, of.shared, of.evicted)
-        for name, mapping in mappings.items()
-        for of in [mapping.counts]
+        name: (m.num_rows, m.num_taken, m.counts.looked_up, m.counts.shared, m.counts.evicted)
+        for name, m in mappings.items()
     }
     gathered = ranks.all_gather(local_counts) if local_counts else [local_counts]
     return {

@@ -44,7 +44,7 @@ from lightning_distrec.strategies.tables.decisions import (
     select_tables,
 )
 from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
-from lightning_distrec.strategies.tables.plan import plan_of, plan_tables, save_with_logs
+from lightning_distrec.strategies.tables.plan_of_run import plan_of, plan_tables, save_with_logs
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, with_batch_size
 

@@ -15,7 +15,9 @@ from lightning_distrec._compat.lightning_resuming import resumed_path
 from lightning_distrec.checkpoint.single_file import plan_in
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run
+from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
+from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
@@ -32,7 +34,7 @@ OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
 
 
 def plan_tables(
-    run: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
+    inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
 ) -> ShardingPlan:
     """Collective. Return the plan; rank 0 of a fit prints it.
 
@@ -41,22 +43,22 @@ def plan_tables(
     """
 
     def make() -> ShardingPlan:
-        old = None if earlier is None or earlier.groups.size != run.groups.size else plan_of(earlier, run)
-        resumes_from = resumed_path(run.trainer) if run.fits else None
-        planning = follow_checkpoint(run.settings.planning, resumes_from, os.environ)
-        return plan_or_follow(decisions, old, replace(run.settings, planning=planning), facts)
+        old = None if earlier is None or earlier.groups.size != inputs.groups.size else plan_of(earlier, inputs)
+        resumes_from = resumed_path(inputs.trainer) if inputs.fits else None
+        planning = follow_checkpoint(inputs.settings.planning, resumes_from, os.environ)
+        return plan_or_follow(decisions, old, replace(inputs.settings, planning=planning), facts)
 
     plan = _from_rank_zero(make)
-    if run.fits and run.trainer.is_global_zero:
-        print_plan(plan, run.output_dtype, facts.in_words, decisions.selection.left_alone)
+    if inputs.fits and inputs.trainer.is_global_zero:
+        print_plan(plan, inputs.output_dtype, facts.in_words, decisions.selection.left_alone)
     return plan
 
 
-def plan_of(sharded: ShardedTables, run: SetUpInputs) -> ShardingPlan:
+def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:
     """Return the plan of tables that are sharded already, without its cost."""
     groups = sharded.groups
-    layout = run.layout.of_group(groups.size)
-    return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, layout, run.device.type, groups.first_rank)
+    layout = inputs.layout.of_group(groups.size)
+    return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, layout, inputs.device.type, groups.first_rank)
 
 
 def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
@@ -83,9 +85,9 @@ def plan_or_follow(
 
     Raises PlanError, and of those InfeasiblePlanError where memory does not suffice.
     """
-    wanted = wanted_plan(settings.planning, os.environ)
-    if wanted is not None:
-        return cost_of(decisions, follow(*wanted, decisions, facts), settings, facts)
+    plan_file = requested_plan_file(settings.planning, os.environ)
+    if plan_file is not None:
+        return cost_of(decisions, follow(*plan_file, decisions, facts), settings, facts)
     if old is not None and _still_suits(old, decisions):
         return cost_of(decisions, old, settings, facts)
     return new_plan(decisions, settings, facts)
@@ -121,28 +123,32 @@ def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -
 def _still_suits(old: ShardingPlan, decisions: Decisions) -> bool:
     """Return whether an earlier plan suits every table, so that rows can stay where they are."""
     return old.tables.keys() == decisions.constraints.keys() and all(
-        table.sharding_type in wanted.sharding_types
-        and table.compute_kernel in wanted.compute_kernels
-        and table.cache_load_factor == wanted.options.cache_load_factor
-        for name, table in old.tables.items()
-        for wanted in [decisions.constraints[name]]
+        _allows(decisions.constraints[name], table) for name, table in old.tables.items()
+    )
+
+
+def _allows(constraints: TableConstraints, table: PlannedTable) -> bool:
+    return (
+        table.sharding_type in constraints.sharding_types
+        and table.compute_kernel in constraints.compute_kernels
+        and table.cache_load_factor == constraints.options.cache_load_factor
     )
 
 
 # -------------------------------------------------------------------------------------------------------- plan files
 
 
-def wanted_plan(planning: PlanningOptions, variables: Mapping[str, str]) -> tuple[str, str] | None:
+def requested_plan_file(planning: PlanningOptions, variables: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the path of the plan file to follow and what messages call it; None for no file. Call it on one rank.
 
     The argument takes precedence over the environment variable; a message says so where they differ.
     """
-    given, by_variable = planning.plan_file, variables.get(VARIABLE) or None
-    if given is not None:
-        if by_variable not in (None, given):
-            rank_zero_info(f"planning: plan_file='{given}' is followed, and {VARIABLE}={by_variable} is ignored.")
-        return given, f"plan_file='{given}'"
-    return None if by_variable is None else (by_variable, f"{VARIABLE}={by_variable}")
+    path, variable_path = planning.plan_file, variables.get(VARIABLE) or None
+    if path is not None:
+        if variable_path not in (None, path):
+            rank_zero_info(f"planning: plan_file='{path}' is followed, and {VARIABLE}={variable_path} is ignored.")
+        return path, f"plan_file='{path}'"
+    return None if variable_path is None else (variable_path, f"{VARIABLE}={variable_path}")
 
 
 def follow_checkpoint(
@@ -161,7 +167,7 @@ def follow_checkpoint(
     return replace(planning, plan_file=ckpt_path)
 
 
-def follow(path: str, what: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
+def follow(path: str, description: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
     """Return the plan in a file for this run's tables and ranks. Call it on one rank.
 
     what: what messages call the file. Raises ConfigError, PlanError: see `load_plan` and `plan_for_run`.
@@ -169,9 +175,15 @@ def follow(path: str, what: str, decisions: Decisions, facts: ClusterFacts) -> S
     not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     device = facts.topology.compute_device
     plan = plan_for_run(
-        load_plan(path, plan_in), what, decisions.tables, decisions.constraints, facts.layout, device, not_updated
+        load_plan(path, plan_in),
+        description,
+        decisions.tables,
+        decisions.constraints,
+        facts.layout,
+        device,
+        not_updated,
     )
-    rank_zero_info(f"Tables are sharded by the plan of {what}.")
+    rank_zero_info(f"Tables are sharded by the plan of {description}.")
     return plan
 
 
