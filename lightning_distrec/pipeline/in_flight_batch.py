@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_distrec.errors import IdsError, ProvenanceError
-from lightning_distrec.pipeline.computed.replaying import replaying
-from lightning_distrec.pipeline.computed.variants import ComputedCall
+from lightning_distrec.pipeline.computed.calls import ComputedCall
+from lightning_distrec.pipeline.computed.slices import replaying
 from lightning_distrec.pipeline.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
 from lightning_distrec.pipeline.learning import PrefetchedCall, StepCalls
 from lightning_distrec.pipeline.prefetchable import Exchange, Prefetchable, PreparedLookup

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_distrec.own_operations import OWN
+from lightning_distrec.pipeline.computed.calls import Trial, Variant
 from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.computed.trial import Trial
-from lightning_distrec.pipeline.computed.variants import Variant
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
 from lightning_distrec.pipeline.learning import RecordedCall, StepCalls, agree_on_calls
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects

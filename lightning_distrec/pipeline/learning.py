@@ -1,12 +1,11 @@
 """From the calls of the first steps of a kind to the calls that are prefetched in later ones, alike on all ranks."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_distrec.pipeline.computed.calls import ComputedCall, Variant, parts_of
 from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.computed.slices import Guard, Slice, guards_of, slice_of
-from lightning_distrec.pipeline.computed.variants import ComputedCall, Variant
+from lightning_distrec.pipeline.computed.slices import Guards, Slice, guards_of, slice_of
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
 from lightning_distrec.pipeline.provenance.feature_order import FeatureOrder
 from lightning_distrec.pipeline.provenance.sources import JaggedSource, LookupCall, Source, ViewSource, paths_of
@@ -36,7 +35,7 @@ class RecordedCall:
         """Why it cannot be prefetched; "" if it can."""
         self.needs_trial = False
         """Whether later steps may call with something else: it is computed, or Python has read a value before."""
-        guards, refusal = ([], "") if recorder is None else guards_of(recorder)
+        guards, refusal = ({}, "") if recorder is None else guards_of(recorder)
         sources: list[Source] = []
 
         def compute(tensor: Any) -> Any:
@@ -65,7 +64,7 @@ class RecordedCall:
             self._look_behind_views(recorder, guards, arguments, found)
 
     def _look_behind_views(
-        self, recorder: Recorder, guards: list[Guard], arguments: tuple[Any, ...], found: LookupCall
+        self, recorder: Recorder, guards: Guards, arguments: tuple[Any, ...], found: LookupCall
     ) -> None:
         """The end of x[:, :n] may depend on the batch: on its width, or on a number that Python has read."""
         views = [source for source in found.arguments if isinstance(source, ViewSource)]
@@ -82,14 +81,6 @@ class RecordedCall:
             call = ComputedCall(found.path, self.place, found)
             call.learn(self.variant)
             self.call = call
-
-
-def parts_of(sources: Iterable[Source]) -> Iterator[Source]:
-    """Yield sources, and those of the fields of KeyedJaggedTensors."""
-    for source in sources:
-        yield source
-        if isinstance(source, JaggedSource):
-            yield from (field for _, field in source.fields)
 
 
 class StepCalls:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_distrec.pipeline.computed.calls import ComputedCall
 from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.computed.replaying import replaying
-from lightning_distrec.pipeline.computed.variants import ComputedCall
+from lightning_distrec.pipeline.computed.slices import replaying
 from lightning_distrec.pipeline.learning import RecordedCall
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
 from lightning_distrec.pipeline.provenance.sources import BatchRoots

@@ -1,14 +1,18 @@
 """What a recording consists of: operations, and where their inputs come from."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.pipeline.provenance.sources import Path, path_text
+
+COPIED_BYTES = 64 * 2**20
+"""A larger held tensor is not copied, and counts as changed once it is written to."""
 
 
 class NotReadyError(Exception):
@@ -25,23 +29,48 @@ class BatchTensor:
         return path_text(self.path)
 
 
-@dataclass(frozen=True)
 class HeldTensor:
     """A tensor that is not the batch's and was there before the step: a buffer, or an attribute of a module.
 
     read: returns it as it is now.
     """
 
-    name: str
-    read: Callable[[], Any] = field(compare=False)
+    def __init__(self, name: str, read: Callable[[], Any]) -> None:
+        self.name = name
+        self.read = read
+        self.tensor: Tensor | None = None
+        """As it was when a lookup of the recorded step first depended on it."""
+        self._stamp: Any = None
+        self._copy: Tensor | None = None
 
     def __repr__(self) -> str:
         return self.name
 
-    def stamp(self) -> tuple[int, int | None]:
-        """Return what changes when it is replaced or written to."""
+    def keep(self) -> None:
+        """Note its value, with which `changed` compares later ones."""
+        if self.tensor is None:
+            self.tensor = tensor = self.read()
+            self._stamp = _stamp(tensor)
+            is_small = tensor.numel() * tensor.element_size() <= COPIED_BYTES
+            self._copy = tensor.detach().clone() if is_small else None
+
+    def had_same_value(self, other: "HeldTensor") -> bool:
+        """Whether it had the value of another one when they were kept."""
+        assert self.tensor is not None
+        assert other.tensor is not None
+        return self.tensor is other.tensor or are_equal(self.tensor, other.tensor)
+
+    def changed(self) -> bool:
+        """Whether it has another value now."""
         tensor = self.read()
-        return id(tensor), version_of(tensor) if isinstance(tensor, Tensor) else None
+        stamp = _stamp(tensor)
+        if stamp == self._stamp:
+            return False
+        # A broadcast of buffers writes to them and changes nothing.
+        if self._copy is None or not isinstance(tensor, Tensor) or not are_equal(tensor, self._copy):
+            return True
+        self._stamp = stamp
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +89,9 @@ class Result:
 
     operation: int
     output: int
+
+    def __repr__(self) -> str:
+        return "a tensor that the step computes"
 
 
 Input = BatchTensor | HeldTensor | Constant | Result
@@ -80,6 +112,14 @@ class Number:
         """The operations whose value it may be."""
         return [origin[1] for origin in self.origins if origin[0] == "read"]
 
+    def narrow(self, other: "Number", places: dict[int, int]) -> bool:
+        """Keep the origins that it has in another recording too. Returns whether there are any.
+
+        places: operation of the other recording -> that of this one.
+        """
+        self.origins &= {("read", places.get(at[1])) if at[0] == "read" else at for at in other.origins}
+        return bool(self.origins)
+
 
 @dataclass
 class Operation:
@@ -91,17 +131,10 @@ class Operation:
     storages: frozenset[int]
     """Of its tensors, in the step that was recorded."""
 
-    def inputs(self) -> Iterator[Input]:
-        """Yield where its tensors come from."""
-        for found in flatten((self.args, self.kwargs)):
-            if isinstance(found, (BatchTensor, HeldTensor, Constant, Result)):
-                yield found
-
-    def numbers(self) -> Iterator[Number]:
-        """Yield its integers."""
-        for found in flatten((self.args, self.kwargs)):
-            if isinstance(found, Number):
-                yield found
+    @property
+    def parts(self) -> list[Any]:
+        """Its arguments, without the lists that they are in."""
+        return list(flatten((self.args, self.kwargs)))
 
 
 @dataclass
@@ -120,11 +153,8 @@ class Read:
 
 def flatten(found: Any) -> Iterator[Any]:
     """Yield what is in lists, tuples and dicts."""
-    if isinstance(found, (list, tuple)):
-        for child in found:
-            yield from flatten(child)
-    elif isinstance(found, dict):
-        for child in found.values():
+    if isinstance(found, (list, tuple, dict)):
+        for child in found.values() if isinstance(found, dict) else found:
             yield from flatten(child)
     else:
         yield found
@@ -132,4 +162,33 @@ def flatten(found: Any) -> Iterator[Any]:
 
 def tensors_of(found: Any) -> list[Tensor]:
     """Return the tensors in lists, tuples and dicts."""
-    return [child for child in flatten(found) if isinstance(child, torch.Tensor)]
+    return [child for child in flatten(found) if isinstance(child, Tensor)]
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, of one type, on one device."""
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def held_tensors(module: nn.Module) -> Iterator[tuple[Tensor, HeldTensor]]:
+    """Yield the tensors that can be read again by name: buffers, frozen parameters, attributes, lists and dicts."""
+    for prefix, child in module.named_modules():
+        name = f"self.{prefix}" if prefix else "self"
+        attributes = [*child.named_buffers(recurse=False), *child.named_parameters(recurse=False), *vars(child).items()]
+        for key, value in attributes:
+            if isinstance(value, Tensor):
+                if not value.requires_grad:
+                    yield value, HeldTensor(f"{name}.{key}", partial(getattr, child, key))
+            elif type(value) in (list, tuple, dict) and not key.startswith("_"):
+                for at, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                    if isinstance(entry, Tensor) and not entry.requires_grad:
+                        yield entry, HeldTensor(f"{name}.{key}[{at!r}]", partial(_entry, child, key, at))
+
+
+def _entry(module: nn.Module, name: str, key: Any) -> Any:
+    return getattr(module, name)[key]
+
+
+def _stamp(tensor: Any) -> tuple[int, int | None]:
+    """Return what is another one once a tensor is replaced or written to."""
+    return id(tensor), version_of(tensor) if isinstance(tensor, Tensor) else None

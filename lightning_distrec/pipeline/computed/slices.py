@@ -1,14 +1,12 @@
-"""Slices of a recorded step: the operations that lead from its batch to one input of a table."""
+"""Slices of a recorded step: the operations that lead from its batch to one input of a table, repeated for others."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_distrec._compat.tensors import storage_key
-from lightning_distrec.pipeline.computed.held_tensors import HeldValue
-from lightning_distrec.pipeline.computed.numbers import BatchNumbers
 from lightning_distrec.pipeline.computed.operations import (
     BatchTensor,
     Constant,
@@ -17,46 +15,49 @@ from lightning_distrec.pipeline.computed.operations import (
     NotReadyError,
     Number,
     Operation,
+    Origin,
     Result,
+    are_equal,
 )
 from lightning_distrec.pipeline.computed.recorder import Recorder
 from lightning_distrec.pipeline.provenance.sources import BatchRoots, Path, object_at
 
 ENOUGH_SHAPES = 8
 """Recordings of unlike shapes, after which a number that has not changed is a constant."""
+OTHER_OPERATIONS = "the step does not compute it with the operations of its first step"
 Shapes = tuple[tuple[int, ...], ...]
+Guards = dict[int, bool | Number]
+"""Operation whose value Python has read before the call, and may have branched on -> what it was; the number that it
+has been."""
 
 
-class Guard:
-    """A value that Python has read before the call: it may have branched on it.
-
-    operation: that makes the value. expected: what it was, or the number that it has been.
-    """
-
-    def __init__(self, operation: int, expected: bool | Number) -> None:
-        self.operation = operation
-        self.expected = expected
-
-    @property
-    def is_branch(self) -> bool:
-        """Whether it is true or false, so that both may occur."""
-        return isinstance(self.expected, bool)
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Compute without gradients, and in the types in which operations were recorded: below autograd and autocast."""
+    # Tensors that are made in inference mode do not count writes in place, by which changed inputs are noticed.
+    with torch.inference_mode(False), torch.no_grad():
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                yield
+        else:
+            yield
 
 
-def guards_of(recorder: Recorder) -> tuple[list[Guard], str]:
+def guards_of(recorder: Recorder) -> tuple[Guards, str]:
     """Return the guards of a call that is made now, and why there are others that cannot be computed ahead, or ""."""
-    guards, refusal = [], ""
+    guards: Guards = {}
+    refusal = ""
     for read in recorder.reads:
         if read.operation is None:
             refusal = refusal or f"Python has read a value before the call: {read.reason}"
         elif isinstance(read.value, bool):
-            guards.append(Guard(read.operation, read.value))
+            guards[read.operation] = read.value
         elif not read.is_used:
-            guards.append(Guard(read.operation, Number(read.origins)))
+            guards[read.operation] = Number(read.origins)
     return guards, refusal
 
 
-def slice_of(recorder: Recorder, tensor: Tensor | None, guards: list[Guard]) -> "Slice | str":
+def slice_of(recorder: Recorder, tensor: Tensor | None, guards: Guards) -> "Slice | str":
     """Return the operations that make a tensor of the step that is running, or why they cannot be repeated ahead.
 
     tensor: None for the guards alone.
@@ -68,166 +69,181 @@ def slice_of(recorder: Recorder, tensor: Tensor | None, guards: list[Guard]) -> 
     end: Input | str | None = None if tensor is None else recorder.source_of(tensor)
     if isinstance(end, str):
         return end
-    todo = [guard.operation for guard in guards]
-    if tensor is not None:
-        todo += [end.operation] if isinstance(end, Result) else []
-        todo += recorder.writers.get(storage_key(tensor), [])
-    needed: set[int] = set()
-    while todo:
-        index = todo.pop()
+    inputs: list[Any] = [] if end is None else [end]
+    pending = [*guards, *(source.operation for source in inputs if isinstance(source, Result))]
+    needed: dict[int, Operation] = {}
+    while pending:
+        index = pending.pop()
         if index in needed:
             continue
-        needed.add(index)
-        operation = recorder.operations[index]
+        needed[index] = operation = recorder.operations[index]
         for storage in operation.storages:
             if storage in recorder.spoiled:
                 return recorder.spoiled[storage]
-            todo += recorder.writers.get(storage, [])
-        todo += _inputs_of(operation)
-    for found in [source for index in needed for source in recorder.operations[index].inputs()] + [end]:
-        if isinstance(found, BatchTensor) and not recorder.is_unwritten(found):
-            return f"{found} is changed in place"
-    private = {index for index in needed if any(of in recorder.writers for of in recorder.operations[index].storages)}
-    return Slice({index: recorder.operations[index] for index in sorted(needed)}, end, guards, private, recorder)
-
-
-def _inputs_of(operation: Operation) -> Iterable[int]:
-    yield from (source.operation for source in operation.inputs() if isinstance(source, Result))
-    for number in operation.numbers():
-        yield from number.reads
+        for part in operation.parts:
+            inputs.append(part)
+            pending += [part.operation] if isinstance(part, Result) else part.reads if isinstance(part, Number) else []
+    for source in inputs:
+        if isinstance(source, BatchTensor) and not recorder.is_unwritten(source):
+            return f"{source} is changed in place"
+    return Slice(dict(sorted(needed.items())), inputs, end, guards, recorder)
 
 
 class Slice:
     """Operations that make one input of a table out of a batch.
 
-    operations: by their place in the recording, in its order. end: what they lead to. private: those that read or
-    write a tensor that is written to, so that their results must not be shared with other slices of the recording.
+    operations: by their place in the recording, in its order. inputs: of all of them. end: what they lead to.
     """
 
     def __init__(
         self,
         operations: dict[int, Operation],
+        inputs: list[Any],
         end: Input | None,
-        guards: list[Guard],
-        private: set[int],
+        guards: Guards,
         recorder: Recorder,
     ) -> None:
         self.operations = operations
         self.end = end
         self.guards = guards
-        self._private = private
+        self.paths: list[Path] = list(dict.fromkeys(part.path for part in inputs if isinstance(part, BatchTensor)))
         self._recording = recorder.identity
         self._default_dtype = torch.get_default_dtype()
-        inputs = [source for operation in operations.values() for source in operation.inputs()]
-        inputs += [] if end is None else [end]
-        self.held = {of.name: HeldValue(of) for of in inputs if isinstance(of, HeldTensor)}
-        self.constants = [of.value for of in inputs if isinstance(of, Constant)]
-        self.paths: list[Path] = list(dict.fromkeys(of.path for of in inputs if isinstance(of, BatchTensor)))
+        self.constants = [part.value for part in inputs if isinstance(part, Constant)]
+        self.held = {part.name: part for part in inputs if isinstance(part, HeldTensor)}
+        for held in self.held.values():
+            held.keep()
         self.shapes: set[Shapes] = {self._shapes_of(recorder.roots)}
-
-    def __repr__(self) -> str:
-        return self.text
 
     @property
     def last_operation(self) -> str:
         """The name of the operation that makes the result."""
-        if isinstance(self.end, Result):
-            return str(self.operations[self.end.operation].function)
-        return repr(self.end)
-
-    @property
-    def text(self) -> str:
-        """What is the same in all steps that compute alike: operations and where their inputs come from."""
-        at = {index: place for place, index in enumerate(self.operations)}
-
-        def of(found: Any) -> str:
-            if isinstance(found, Result):
-                return f"%{at[found.operation]}.{found.output}"
-            if isinstance(found, Number):
-                return "n"
-            if isinstance(found, (list, tuple)):
-                return f"[{', '.join(map(of, found))}]"
-            return repr(found)
-
-        lines = [
-            f"{operation.function}({', '.join(map(of, [*operation.args, *operation.kwargs.values()]))})"
-            for operation in self.operations.values()
-        ]
-        return "; ".join([*lines, of(self.end), *(str(at[guard.operation]) for guard in self.guards)])
+        return str(self.operations[self.end.operation].function) if isinstance(self.end, Result) else repr(self.end)
 
     @property
     def reads(self) -> list[int]:
         """The operations whose value may be a number that another operation is given."""
-        return [read for operation in self.operations.values() for of in operation.numbers() for read in of.reads]
+        parts = [part for operation in self.operations.values() for part in operation.parts]
+        return [read for part in parts if isinstance(part, Number) for read in part.reads]
 
-    def changed(self) -> str:
+    def narrow(self, other: "Slice") -> str:
+        """Keep the origins of numbers that fit in the step of another recording too.
+
+        Returns why the two do not compute the same, or "".
+        """
+        if changed := self._changed():
+            return changed
+        if self.form != other.form:
+            return OTHER_OPERATIONS
+        for name, held in self.held.items():
+            if not held.had_same_value(other.held[name]):
+                return f"{name} changes"
+        if not all(map(are_equal, self.constants, other.constants)):
+            return "a tensor that the step makes of Python numbers changes"
+        self.shapes |= other.shapes
+        places = dict(zip(other.operations, self.operations, strict=True))
+        for operation, operation_there in zip(self.operations.values(), other.operations.values(), strict=True):
+            for part, part_there in zip(operation.parts, operation_there.parts, strict=True):
+                if isinstance(part, Number) and not part.narrow(part_there, places):
+                    return (
+                        f"a number that {operation.function} is given changes from step to step, and is no size of "
+                        "the batch"
+                    )
+        for expected, expected_there in zip(self.guards.values(), other.guards.values(), strict=True):
+            if isinstance(expected, Number) and isinstance(expected_there, Number):
+                if not expected.narrow(expected_there, places):
+                    return "Python has read a number of the batch before the call, and what for is not known"
+            elif expected != expected_there:
+                return OTHER_OPERATIONS
+        return ""
+
+    @property
+    def form(self) -> list[Any]:
+        """Return what is the same in all steps that compute alike: operations and where their inputs come from."""
+        places = {index: place for place, index in enumerate(self.operations)}
+
+        def form(part: Any) -> Any:
+            if isinstance(part, Result):
+                return places[part.operation], part.output
+            if isinstance(part, (list, tuple)):
+                return [form(child) for child in part]
+            return "number" if isinstance(part, Number) else repr(part)
+
+        operations = [
+            (step.function, form(step.args), form([*step.kwargs.values()])) for step in self.operations.values()
+        ]
+        return [operations, form(self.end), [places[index] for index in self.guards]]
+
+    def _changed(self) -> str:
         """Return which held tensor has changed since the recording, or ""."""
-        return next((reason for held in self.held.values() if (reason := held.changed())), "")
+        return next((f"{held.name} changes" for held in self.held.values() if held.changed()), "")
+
+    def _shapes_of(self, roots: BatchRoots) -> Shapes:
+        return tuple(tuple(object_at(roots, path).shape) for path in self.paths)
 
     def get(self, roots: BatchRoots) -> Tensor:
         """Compute it from a batch.
 
         Raises NotReadyError: what the step will compute is not known; or as its operations do.
         """
-        if changed := self.changed():
+        if changed := self._changed():
             raise NotReadyError(changed)
         if len(self.shapes) < ENOUGH_SHAPES and self._shapes_of(roots) not in self.shapes:
             raise NotReadyError("a batch of new shapes")
-        shared = roots.memo.setdefault(self._recording, {})
-        made: dict[int, Any] = {}
-        numbers = roots.memo.setdefault("numbers", BatchNumbers(roots))
-        branches = {guard.operation: guard.expected for guard in self.guards}
-        with _default_dtype(self._default_dtype):
+        replay = _Replay(roots, roots.memo.setdefault(self._recording, {}), roots.memo.setdefault("numbers", {}))
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._default_dtype)
+        try:
             for index, operation in self.operations.items():
-                if index in shared and index not in self._private:
-                    made[index] = shared[index]
-                else:
-                    output = self._run(operation, roots, made, numbers)
-                    made[index] = output if isinstance(output, (tuple, list)) else (output,)
-                    if index not in self._private:
-                        shared[index] = made[index]
-                if index in branches:
-                    self._check(branches[index], made[index][0], numbers, made)
-            return self._input(self.end, roots, made, numbers)
+                replay.run(index, operation)
+                if index in self.guards and replay.results[index][0] != replay.value(self.guards[index]):
+                    raise NotReadyError("Python has read another value of the batch than before")
+            return replay.value(self.end)
+        finally:
+            torch.set_default_dtype(default_dtype)
 
-    def _check(self, expected: bool | Number, value: Any, numbers: BatchNumbers, made: dict[int, Any]) -> None:
-        wanted = numbers.value(expected.origins, made) if isinstance(expected, Number) else expected
-        if value != wanted:
-            raise NotReadyError("Python has read another value of the batch than before")
 
-    def _run(self, operation: Operation, roots: BatchRoots, made: dict[int, Any], numbers: BatchNumbers) -> Any:
-        args = [self._input(found, roots, made, numbers) for found in operation.args]
-        options = {name: self._input(found, roots, made, numbers) for name, found in operation.kwargs.items()}
-        return operation.function(*args, **options)
+class _Replay:
+    """The values of one recording for one batch. results: operation -> its outputs. numbers: those of the batch."""
 
-    def _input(self, found: Any, roots: BatchRoots, made: dict[int, Any], numbers: BatchNumbers) -> Any:
-        kind = type(found)
+    def __init__(self, roots: BatchRoots, results: dict[int, Any], numbers: dict[Origin, Any]) -> None:
+        self.results = results
+        self._roots = roots
+        self._numbers = numbers
+
+    def run(self, index: int, operation: Operation) -> None:
+        """Repeat an operation, unless another slice of the recording has."""
+        if index not in self.results:
+            options = {name: self.value(part) for name, part in operation.kwargs.items()}
+            output = operation.function(*self.value(operation.args), **options)
+            self.results[index] = output if isinstance(output, (tuple, list)) else (output,)
+
+    def value(self, part: Any) -> Any:
+        """Return the value of what a recorded operation was given."""
+        kind = type(part)
         if kind is Result:
-            return made[found.operation][found.output]
+            return self.results[part.operation][part.output]
         if kind is BatchTensor:
-            return object_at(roots, found.path)
+            return object_at(self._roots, part.path)
         if kind is Number:
-            return numbers.value(found.origins, made)
+            values = {self._number(origin) for origin in part.origins}
+            if len(values) != 1:
+                raise NotReadyError(f"a number may be any of {sorted(values)}")
+            return values.pop()
         if kind is list or kind is tuple:
-            return kind(self._input(child, roots, made, numbers) for child in found)
+            return kind(self.value(child) for child in part)
         if kind is HeldTensor:
-            return found.read()
-        return found.value if kind is Constant else found
+            return part.read()
+        return part.value if kind is Constant else part
 
-    def _shapes_of(self, roots: BatchRoots) -> Shapes:
-        return tuple(tuple(object_at(roots, path).shape) for path in self.paths)
-
-
-class _default_dtype:
-    """Sets torch's default dtype, where it is another one, inside of the context."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._before = dtype, torch.get_default_dtype()
-
-    def __enter__(self) -> None:
-        if self._dtype is not self._before:
-            torch.set_default_dtype(self._dtype)
-
-    def __exit__(self, *_: object) -> None:
-        if self._dtype is not self._before:
-            torch.set_default_dtype(self._before)
+    def _number(self, origin: Origin) -> Any:
+        if origin[0] == "const":
+            return origin[1]
+        if origin[0] == "read":
+            return self.results[origin[1]][0]
+        if origin not in self._numbers:
+            item = object_at(self._roots, origin[1])
+            if origin[0] == "size":
+                item = item.shape[origin[2]] + origin[3]
+            self._numbers[origin] = item.numel() if origin[0] == "numel" else item
+        return self._numbers[origin]
