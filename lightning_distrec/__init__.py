@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
     from lightning_distrec.callbacks.stage_schedule import StageSchedule
     from lightning_distrec.callbacks.throughput import Throughput
-    from lightning_distrec.callbacks.timeline import Timeline
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.pipeline.options import PrefetchOptions
     from lightning_distrec.sharding.groups.options import ShardingGroupOptions
@@ -65,7 +64,6 @@ __all__ = [
     "TableOptions",
     "TensorParallelOptions",
     "Throughput",
-    "Timeline",
     "TorchRecShardedStrategy",
     "TunedDDPStrategy",
     "TunedFSDPStrategy",
@@ -92,7 +90,6 @@ _HOMES = {
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
     "TensorParallelOptions": "lightning_distrec.strategies.fully_sharded.tensor_parallel.options",
     "Throughput": "lightning_distrec.callbacks.throughput",
-    "Timeline": "lightning_distrec.callbacks.timeline",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
     "TunedFSDPStrategy": "lightning_distrec.strategies.fsdp",

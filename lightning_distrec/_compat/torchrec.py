@@ -11,6 +11,8 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 
+from lightning_distrec._compat.torch import profiler_runs
+
 
 def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], group: str) -> None:
     """Set the in-backward optimizer that torchrec gives a table when it shards it.
@@ -92,7 +94,7 @@ _NOT_RECORDED = contextlib.nullcontext()
 
 
 def _record_function(name: str, args: str | None = None) -> Any:
-    return record_function(name, args) if torch._C._autograd._profiler_enabled() else _NOT_RECORDED
+    return record_function(name, args) if profiler_runs() else _NOT_RECORDED
 
 
 KEYED_TENSOR_VALUES = "_values"

@@ -1,5 +1,6 @@
 """A picture of one step of pipeline_parallel: which stage computes which micro-batch when, and how long ranks idle."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_distrec.callbacks.trace import align_clocks
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import STAGE_BACKWARD, STAGE_FORWARD, STAGE_LOSS, Span, subscribe
 
@@ -58,7 +58,9 @@ class StageSchedule(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Compare the ranks' clocks. Raises ConfigError: the strategy has no stages."""
         if getattr(trainer.strategy, "strategy_name", "") != "pipeline_parallel":
-            raise ConfigError("StageSchedule draws stages of strategy='pipeline_parallel'. Use Timeline with others.")
+            raise ConfigError(
+                "StageSchedule draws stages of strategy='pipeline_parallel'. Use PyTorchProfiler with others."
+            )
         self._seen, self._zero = 0, align_clocks(trainer.strategy.root_device)
 
     @override
@@ -116,6 +118,24 @@ class StageSchedule(Callback):
             for rank, (of_rank, count) in enumerate(zip(gathered, counts, strict=True))
             for kind, stage, microbatch, begin, end in of_rank[: int(count)].tolist()
         ]
+
+
+def align_clocks(device: torch.device, rounds: int = 5) -> float:
+    """Collective. Return a moment of this rank's time.perf_counter that is the same moment on all ranks.
+
+    All ranks leave a blocking all-reduce at nearly the same time, so the median difference over some rounds is the
+    offset between two clocks, to within the time of such an exchange (tens of microseconds to a millisecond).
+    """
+    moments = []
+    for _ in range(rounds):
+        token = torch.zeros(1, device=device)
+        dist.all_reduce(token)
+        token.item()  # waits for a GPU
+        moments.append(time.perf_counter())
+    local = torch.tensor(moments, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return float(gathered[0][0]) + float((local - gathered[0]).median())
 
 
 def ideal_bubble(num_ranks: int, num_stages: int, microbatches: int) -> float:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_distrec._compat.lightning import batches_that_stepped
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.spans import CONCURRENT, Span, subscribe
+from lightning_distrec.spans import Span, subscribe
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Clocked(Callback):
 def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
     """Split spans so that each moment belongs to one of them, the one that began last; in order of time.
 
-    A wait inside of forward is then not part of forward. Concurrent spans are left out.
+    A wait inside of forward is then not part of forward.
     """
     exclusive: list[Span] = []
     open_spans: list[Span] = []
@@ -134,7 +134,7 @@ def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
                 open_spans.pop()
         now = moment
 
-    for span in sorted((s for s in spans if s.name not in CONCURRENT), key=lambda s: (s.begin, -s.end)):
+    for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         until(span.begin)
         open_spans.append(span)
     until(max((s.end for s in open_spans), default=now))

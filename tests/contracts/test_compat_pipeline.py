@@ -225,6 +225,17 @@ def test_saved_tensors_are_hooked_inside_of_a_checkpoint() -> None:
     assert not _torch.saved_tensors_are_hooked()
 
 
+def test_profiler_runs_while_a_profiler_records() -> None:
+    assert not _torch.profiler_runs()
+    schedule = torch.profiler.schedule(wait=1, warmup=0, active=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
+        waits = not _torch.profiler_runs()
+        profile.step()
+        assert _torch.profiler_runs()
+    assert waits
+    assert not _torch.profiler_runs()
+
+
 def test_order_backward_decides_which_node_runs_first() -> None:
     ran: list[str] = []
 

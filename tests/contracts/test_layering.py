@@ -47,7 +47,7 @@ STRATEGIES = {
 MAY_IMPORT = {
     "errors": set(),
     "versions": {"errors"},
-    "spans": set(),
+    "spans": {"_compat"},
     "ranks": set(),
     "chunks": set(),
     "host_memory": set(),

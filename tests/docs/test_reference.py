@@ -49,9 +49,7 @@ def test_the_reference_has_the_options_of_planning_and_of_tables():
     assert _documented(tables) == {field.name for field in fields(lightning_distrec.TableOptions)}
 
 
-@pytest.mark.parametrize(
-    "name", ["Throughput", "Communication", "Timeline", "RankMonitor", "PlanLogger", "ScaledLearningRate"]
-)
+@pytest.mark.parametrize("name", ["Throughput", "Communication", "RankMonitor", "PlanLogger", "ScaledLearningRate"])
 def test_the_reference_has_the_arguments_of_a_callback(name):
     shown = _section("reference/callbacks.md", name)
     for argument in _arguments(getattr(lightning_distrec, name)):

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_distrec import Communication, PipelineParallelStrategy, RankMonitor, Throughput, Timeline
+from lightning_distrec import Communication, PipelineParallelStrategy, RankMonitor, Throughput
 from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
     IDS,
@@ -284,7 +284,7 @@ def test_what_replicas_of_stages_average_is_counted() -> None:
         assert counted["sent"][DENSE_GRADIENTS] == counted["gradients"]  # 2 (W - 1) / W is 1
 
 
-@pytest.mark.parametrize("callback", [Throughput, Communication, Timeline, RankMonitor])
+@pytest.mark.parametrize("callback", [Throughput, Communication, RankMonitor])
 def test_no_callback_of_ours_makes_updates_wait_for_the_step(callback: type) -> None:
     assert not {"on_after_backward", "on_before_optimizer_step"} & set(vars(callback))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightning_distrec import spans
 from lightning_distrec.callbacks import steps
@@ -13,8 +14,8 @@ from lightning_distrec.callbacks.steps import Step, StepClock, exclusive_spans, 
 from lightning_distrec.spans import (
     BACKWARD,
     FORWARD,
-    INPUT_DIST,
     OPTIMIZER,
+    WAIT_DATA,
     WAIT_OUTPUT_DIST,
     Span,
     emit,
@@ -45,8 +46,8 @@ def heard() -> Iterator[list[Span]]:
 def test_a_span_is_reported_with_its_begin_and_end(clock: SimpleNamespace, heard: list[Span]) -> None:
     with span(FORWARD):
         clock.now += 2.0
-    emit(INPUT_DIST, 90.0, 101.0)
-    assert heard == [Span(FORWARD, 100.0, 102.0), Span(INPUT_DIST, 90.0, 101.0)]
+    emit(WAIT_DATA, 90.0, 101.0)
+    assert heard == [Span(FORWARD, 100.0, 102.0), Span(WAIT_DATA, 90.0, 101.0)]
     assert [s.seconds for s in heard] == [2.0, 11.0]
 
 
@@ -76,6 +77,21 @@ def test_a_span_that_began_without_a_listener_is_not_reported() -> None:
     assert heard == []
 
 
+@pytest.mark.parametrize("has_subscriber", [True, False])
+def test_a_profiler_shows_spans_as_ranges(has_subscriber: bool) -> None:
+    unsubscribe = subscribe(lambda _: None) if has_subscriber else lambda: None
+    with span(BACKWARD):
+        pass
+    with torch.profiler.profile() as profile, span(FORWARD), span(WAIT_OUTPUT_DIST):
+        pass
+    unsubscribe()
+    assert [event.name for event in profile.events()] == [FORWARD, WAIT_OUTPUT_DIST]
+
+
+def test_a_span_that_nobody_sees_is_no_range() -> None:
+    assert span(FORWARD) is span(BACKWARD)
+
+
 def test_spans_of_other_threads_are_recorded(heard: list[Span]) -> None:
     thread = threading.Thread(target=emit, args=(WAIT_OUTPUT_DIST, 1.0, 2.0))
     thread.start()
@@ -93,20 +109,16 @@ def test_a_wait_inside_of_forward_is_cut_out_of_it() -> None:
     ]
 
 
-def test_travels_take_no_time_from_others() -> None:
-    assert exclusive_spans([Span(INPUT_DIST, 0.0, 9.0), Span(FORWARD, 1.0, 8.0)]) == [Span(FORWARD, 1.0, 8.0)]
-
-
 def _owner(emitted: list[Span], moment: float) -> str | None:
     """Return, by trying them all, the name of the span that began last of those that hold `moment`."""
-    holding = [s for s in emitted if s.begin < moment < s.end and s.name != INPUT_DIST]
+    holding = [s for s in emitted if s.begin < moment < s.end]
     return max(holding, key=lambda s: s.begin).name if holding else None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_moment_belongs_to_the_span_that_began_last(seed: int) -> None:
     draw = random.Random(seed)
-    names = [FORWARD, BACKWARD, OPTIMIZER, WAIT_OUTPUT_DIST, INPUT_DIST]
+    names = [FORWARD, BACKWARD, OPTIMIZER, WAIT_OUTPUT_DIST]
     begins = draw.sample(range(100), 12)
     emitted = [Span(draw.choice(names), float(begin), float(begin + draw.randint(1, 40))) for begin in begins]
     exclusive = exclusive_spans(emitted)

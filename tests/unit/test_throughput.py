@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -19,7 +21,7 @@ from lightning_distrec import Throughput, spans
 from lightning_distrec.callbacks import steps
 from lightning_distrec.callbacks.throughput import count_samples, format_count
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.spans import BACKWARD, FORWARD, INPUT_DIST, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
+from lightning_distrec.spans import BACKWARD, FORWARD, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -56,7 +58,6 @@ class Job(pl.LightningModule):
         self._pass(WAIT_OUTPUT_DIST, 3.0)
         if self.tells:
             emit(FORWARD, begin, steps.time.perf_counter())
-            emit(INPUT_DIST, begin - 5.0, begin)
         self._pass(BACKWARD, 2.0)
         self.sleep(3.0)
         return self.layer(batch).sum()
@@ -253,3 +254,24 @@ def test_settings_that_cannot_be_are_refused() -> None:
 )
 def test_numbers_in_the_progress_bar_have_three_digits(number: float, text: str) -> None:
     assert format_count(number) == text
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  logger: false
+  callbacks:
+    - class_path: lightning_distrec.Throughput
+      init_args: {every_n_steps: 10, window: 20, samples_from: label}
+    - class_path: lightning_distrec.Communication
+      init_args: {every_n_steps: 10}
+"""
+
+
+def test_yaml_reaches_every_argument(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(YAML)
+    args = ["--config", str(tmp_path / "config.yaml")]
+    cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=args)
+    throughput, communication = cli.trainer.callbacks[:2]  # type: ignore[attr-defined]
+    assert (throughput._log_times._every, throughput._steps.maxlen, throughput._samples_from) == (10, 20, "label")
+    assert communication._log_times._every == 10

@@ -5,7 +5,6 @@ One exchange of sizes for all lookups, then one of ids. torchrec's train pipelin
 are in flight until `send_ids`, the ids until `wait`.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -37,7 +36,6 @@ class IdsExchange:
     ) -> None:
         self._requests = requests
         self._stream = stream
-        self._begin = time.perf_counter()
         with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
             splits = []
             for request in requests:
@@ -76,7 +74,6 @@ class IdsExchange:
         waits, self._ids = self._ids, []
         if not waits:
             return
-        spans.emit(spans.INPUT_DIST, self._begin, time.perf_counter())
         with spans.span(spans.WAIT_INPUT_DIST):
             with self._on_stream(), torch.no_grad():
                 for request, wait in zip(self._requests, waits, strict=True):

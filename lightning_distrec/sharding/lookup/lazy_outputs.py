@@ -4,7 +4,6 @@ The exchange of rows is most of the traffic. It continues while the user's code 
 accesses the rows.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ class LazyOutput:
     def __init__(self, wait: Callable[[], Any]) -> None:
         self._wait: Callable[[], Any] | None = wait
         self._with_gradient = torch.is_grad_enabled()
-        self._begin = time.perf_counter()
         self._rows: Any = None
 
     @torch.compiler.disable
@@ -35,7 +33,6 @@ class LazyOutput:
         """Return the rows; waits for them the first time."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            spans.emit(spans.OUTPUT_DIST, self._begin, time.perf_counter())
             with torch.set_grad_enabled(self._with_gradient), spans.span(spans.WAIT_OUTPUT_DIST):
                 self._rows = wait()
         return self._rows

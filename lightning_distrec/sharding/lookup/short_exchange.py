@@ -1,6 +1,5 @@
 """The input dist on the short path: one exchange of lengths and ids for all lookups; sizes are known before."""
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -64,7 +63,6 @@ class ShortExchange:
         first = requests[0].short
         assert first is not None
         self._group = group or first.path.sharding.group
-        self._begin = time.perf_counter()
         self._sizes: list[int] = []
         self._sent = self._received = torch.empty(0)
         self._work: Any = None
@@ -104,7 +102,6 @@ class ShortExchange:
         if self._has_arrived:
             return
         self._has_arrived = True
-        spans.emit(spans.INPUT_DIST, self._begin, time.perf_counter())
         with spans.span(spans.WAIT_INPUT_DIST):
             with self._on_stream(), torch.no_grad():
                 self._work.wait()
