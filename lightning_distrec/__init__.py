@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-    from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
     from lightning_distrec.strategies.pipeline import PipelineParallelStrategy
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
@@ -62,7 +61,6 @@ __all__ = [
     "ShardingGroupOptions",
     "StageSchedule",
     "TableOptions",
-    "TensorParallelOptions",
     "Throughput",
     "TorchRecShardedStrategy",
     "TunedDDPStrategy",
@@ -88,7 +86,6 @@ _HOMES = {
     "ShardingGroupOptions": "lightning_distrec.sharding.groups.options",
     "StageSchedule": "lightning_distrec.callbacks.stage_schedule",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
-    "TensorParallelOptions": "lightning_distrec.strategies.fully_sharded.tensor_parallel.options",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",

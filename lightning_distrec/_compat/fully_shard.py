@@ -98,12 +98,11 @@ def drop_state_dict_hooks(module: nn.Module) -> None:
 
 
 def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> None:
-    """Give a module the class back that it had before fully_shard, and remove its and parallelize_module's hooks.
+    """Give a module the class back that it had before fully_shard, and remove fully_shard's state and hooks.
 
     package: hooks whose functions are defined in it go too, and so do these attributes of the instance. A module that
     fully_shard was not called with may have hooks of it, for its parameters.
-    Source: torch/distributed/_composable_state.py, torch/distributed/fsdp/_fully_shard,
-    torch/distributed/tensor/_api.py.
+    Source: torch/distributed/_composable_state.py, torch/distributed/fsdp/_fully_shard.
     """
     from torch.distributed._composable_state import _module_state_mapping
 
@@ -112,15 +111,14 @@ def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> No
     hooks_of_state = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
     for name in ("_forward_pre_hooks", "_forward_hooks", *hooks_of_state):
         found = kept[name].items()
-        ours = (package, "torch.distributed.tensor.")
-        added = {k for k, h in found if _module_of(h).startswith(ours) or _belongs_to_fully_shard(h)}
+        added = {k for k, h in found if _module_of(h).startswith(package) or _belongs_to_fully_shard(h)}
         kept[name] = type(kept[name])((k, h) for k, h in found if k not in added)
     for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         hooks = kept["_forward_pre_hooks" if "pre" in name else "_forward_hooks"]
         kept[name] = type(kept[name])((key, value) for key, value in kept[name].items() if key in hooks)
     users_class = class_before_fully_shard(module) if hasattr(module, "_orig_cls_mro_index") else type(module)
     vars(module).clear()
-    dropped = {*attributes, "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied"}
+    dropped = {*attributes, "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
     vars(module).update({name: value for name, value in kept.items() if name not in dropped})
     module.__class__ = users_class
     _module_state_mapping.pop(module, None)

@@ -1,6 +1,5 @@
 """Private names of torch's sparse and sharded tensors, of its dispatcher and of what sends: both are watched."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -119,65 +118,6 @@ def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Callable[[], Non
     return undo
 
 
-def watch_functional_collectives(on_call: Callable[[str, Tensor, list[int]], None]) -> Callable[[], None]:
-    """Call `on_call` before each collective by which DTensors exchange their parts; returns an undo.
-
-    on_call: gets the name that torch.distributed has for it, the tensor and the global ranks of the group. Functions
-    that this torch lacks are skipped. Seen are calls that read the function from its module at the time of the call.
-    Source: torch/distributed/_functional_collectives.py; torch/distributed/tensor/placement_types.py.
-    """
-    from torch.distributed import _functional_collectives as functional
-
-    names = {
-        **{"all_reduce": "all_reduce", "all_gather_single": "all_gather_into_tensor"},
-        **{"all_gather_tensor": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"},
-        "reduce_scatter_tensor": "reduce_scatter_tensor",
-    }
-    inside: list[str] = []
-
-    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def call(*args: Any, **options: Any) -> Any:
-            if not inside:  # an old name calls the new one
-                given = signature.bind(*args, **options).arguments
-                on_call(names[name], given["self"], _ranks_of(given["group"]))
-            inside.append(name)
-            try:
-                return original(*args, **options)
-            finally:
-                inside.pop()
-
-        return call
-
-    originals = {name: getattr(functional, name) for name in names if hasattr(functional, name)}
-    replaced = {name: watched(name, original) for name, original in originals.items()}
-    for name, function in replaced.items():
-        setattr(functional, name, function)
-
-    def undo() -> None:
-        for name, function in replaced.items():
-            if getattr(functional, name) is function:
-                setattr(functional, name, originals[name])
-
-    return undo
-
-
-def _ranks_of(group: Any) -> list[int]:
-    """Return the global ranks of what stands for a group: a mesh, a mesh and its dim, a group's name, a group."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(group, tuple) and isinstance(group[0], DeviceMesh):
-        group = group[0].get_group(group[1])
-    elif isinstance(group, DeviceMesh):
-        group = group.get_group()
-    elif isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return list(group) if isinstance(group, list) else dist.get_process_group_ranks(group)
-
-
 def argument_names(operation: Any) -> list[str]:
     """Return the names of the arguments of an operation, in their order. Source: torch/_ops.py, OpOverload._schema."""
     return [argument.name for argument in operation._schema.arguments]
@@ -197,16 +137,6 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def storage_key(tensor: Tensor) -> int:
     """Return what identifies a tensor's storage while that lives. Source: torch/storage.py."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile has compiled a module, or its calls.
-
-    Source: torch/nn/modules/module.py; torch/_dynamo/eval_frame.py, which is slow to import.
-    """
-    kind = type(module)
-    is_wrapper = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
-    return is_wrapper or vars(module).get("_compiled_call_impl") is not None
 
 
 def replace_calls(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:

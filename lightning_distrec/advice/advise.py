@@ -62,7 +62,7 @@ def advise(
     """
     profile, options = profile or StepProfile(), options or ChosenOptions()
     conversion = Conversion()
-    sizes = measure_module(module, settings, device_type, conversion, options.dense, job.num_ranks)
+    sizes = measure_module(module, settings, device_type, conversion, options.dense)
     planned, why_not = None, ""
     if sizes.tables and TORCHREC not in sizes.refused:
         table_settings = table_settings or TorchRecShardedStrategy().table_settings
@@ -144,11 +144,6 @@ def _share_of_tables(sizes: ModuleSizes) -> float:
 
 def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, why_not: str) -> list[str]:
     notes = [*sizes.notes, *profile.notes]
-    if sizes.split_layers:
-        notes.append(
-            f"fsdp_tuned is estimated with {quantity(len(sizes.split_layers), 'layer')} split by tensor_parallel: one "
-            "batch is for all ranks of a group, whose activations count as those of one process"
-        )
     if profile.activation_bytes is None and not profile.notes:
         notes.append("activations are left out: no batch was run")
     elif profile.activation_bytes is not None:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
 from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 
@@ -42,8 +41,6 @@ def options_of(strategy: Any) -> ChosenOptions:
         )
         return ChosenOptions(dense=dense, note=note)
     if kind == "TunedFSDPStrategy":
-        if (split := given.get("tensor_parallel")) is not None:
-            given["tensor_parallel"] = as_options("tensor_parallel", TensorParallelOptions, _plain(split))
         return ChosenOptions(dense=DenseOptions(fsdp=_made(FSDPOptions, given)), note=note)
     if kind == "PipelineParallelStrategy":
         ends = {name: tuple(given.get(name) or ()) for name in ("first_stage", "last_stage")}
@@ -52,7 +49,7 @@ def options_of(strategy: Any) -> ChosenOptions:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (Mapping, PowerSGDOptions, TensorParallelOptions)) else vars(value)
+    return value if isinstance(value, (Mapping, PowerSGDOptions)) else vars(value)
 
 
 def _made(options: type[T], given: Mapping[str, Any]) -> T:

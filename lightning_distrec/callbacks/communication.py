@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_distrec._compat.tensors import watch_functional_collectives, watch_sends
+from lightning_distrec._compat.tensors import watch_sends
 from lightning_distrec._compat.torch import has_comm_hook, watch_collectives
 from lightning_distrec._compat.torchrec import ddp_of_data_parallel_tables
 from lightning_distrec.callbacks.sent_bytes import (
@@ -31,7 +31,6 @@ from lightning_distrec.callbacks.sent_bytes import (
     kind_of,
     reduced_bytes,
     ring_bytes,
-    sent_by_parts,
     sent_by_stage,
 )
 from lightning_distrec.callbacks.sent_table import print_table
@@ -78,7 +77,6 @@ class Communication(Callback):
         self._reductions: list[tuple[DistributedDataParallel, float, float]] = []
         self._ranks_on_node: int | None = None
         self._evaluating = False
-        self._split_over: list[int] = []
         self._fit = SentTotals()
         self._since_log = SentTotals()
         self._ended: deque[tuple[str, float]] = deque()
@@ -125,11 +123,6 @@ class Communication(Callback):
         undo = ExitStack()
         undo.callback(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
         undo.callback(watch_sends(self._count_send))
-        if hasattr(trainer.strategy, "device_mesh"):
-            undo.callback(watch_functional_collectives(self._count_parts))
-            names = trainer.strategy.device_mesh.mesh_dim_names or ()
-            split = trainer.strategy.device_mesh["tensor_parallel"] if "tensor_parallel" in names else None
-            self._split_over = [] if split is None else split.mesh.tolist()
         self._unwatch = undo.close
 
     @override
@@ -216,13 +209,6 @@ class Communication(Callback):
         self._count(kind, sent, across, calls=1)
         if not self._evaluating:
             self._ended.append((kind, nan))  # stages wait for what they receive, not for what they send
-
-    def _count_parts(self, name: str, part: Tensor, ranks: list[int]) -> None:
-        if len(ranks) > 1:
-            kind, sent, across = sent_by_parts(name, part, ranks, self._split_over, self._ranks_on_node)
-            self._count(kind, sent, across, calls=1)
-            if not self._evaluating:
-                self._ended.append((kind, nan))
 
     def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
         if not self._evaluating:

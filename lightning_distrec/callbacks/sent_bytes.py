@@ -14,12 +14,11 @@ ROWS = "rows"
 ROW_GRADIENTS = "row gradients"
 DENSE_GRADIENTS = "dense gradients"
 GATHERED = "gathered parameters"
-SPLIT_LAYERS = "parts of split layers"
 REPLICAS = "replicas of tables"
 STAGE_OUTPUTS = "stage outputs"
 STAGE_GRADIENTS = "stage gradients"
 OTHER = "control messages and other"
-RARE_KINDS = (GATHERED, SPLIT_LAYERS, REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS)
+RARE_KINDS = (GATHERED, REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS)
 """Shown only where something of them is sent: most jobs have none."""
 KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, *RARE_KINDS, OTHER)
 
@@ -74,18 +73,6 @@ def sent_by_stage(
     sent = float(_bytes(tensor))
     is_away = ranks_on_node is not None and to_rank // ranks_on_node != rank // ranks_on_node
     return STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS, sent, sent if is_away else 0.0
-
-
-def sent_by_parts(
-    name: str, part: Tensor, ranks: list[int], split_over: list[int], ranks_on_node: int | None
-) -> tuple[str, float, float]:
-    """Return the same of a collective by which DTensors exchange their parts, with the kind of the exchange.
-
-    ranks: those of the collective. split_over: the ranks of this one's tensor-parallel group.
-    """
-    argument = {"all_reduce": "tensor", "all_gather_into_tensor": "input_tensor"}.get(name, "input")
-    sent, across = ring_bytes(name, {argument: part}, ranks, ranks_on_node)
-    return SPLIT_LAYERS if split_over and ranks == split_over else OTHER, sent, across
 
 
 def exchanged_bytes(

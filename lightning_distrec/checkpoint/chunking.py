@@ -41,13 +41,10 @@ def split_replicated(tensor: Tensor, rank: int, num_ranks: int, turn: int) -> Ch
 
 
 def _chunked_dtensor(tensor: DTensor) -> ChunkedTensor:
-    """Return this rank's rectangle; of what several ranks hold replicated, the first rank's.
-
-    Where the ranks have several meshes side by side (of tensor-parallel groups), that with rank 0 is the first.
-    """
+    """Return this rank's rectangle; of what several ranks hold replicated, the first rank's."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
-    is_first = bool((tensor.device_mesh.mesh == 0).any()) and not any(
+    is_first = not any(
         coordinate and isinstance(placement, Replicate)
         for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
     )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_distrec._compat.torch import norms_of, scale_all
 
@@ -81,7 +81,7 @@ def _groups(kind: Any) -> list[Any]:
     if kind in (ON_ALL, ON_ONE):
         return [dist.group.WORLD] if kind == ON_ONE else []
     mesh, placements = kind
-    return [mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    return [mesh.get_group(dim) for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
 
 
 def _with_summed_rows(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ from lightning_distrec.optimizers.step_hooks import register_update_pre_hook
 
 @contextmanager
 def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Inside of the context let a step see each param group split into DTensors, by their mesh, and plain tensors.
+    """Inside of the context let a step see each param group split into DTensors and plain tensors.
 
     torch's foreach updates refuse several kinds at once. The step's closure, hooks, schedulers and checkpoints see the
     groups as they were made. Raises UnsupportedError: the step computes something over a group, which would differ when
@@ -57,9 +57,9 @@ def _copy_changes(optimizer: Optimizer, split_groups: list[list[dict[str, Any]]]
 
 
 def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
-    kinds: dict[Any, list[Any]] = {}
+    kinds: tuple[list[Any], list[Any]] = ([], [])
     for parameter in group["params"]:
-        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    if len(kinds) < 2:
+        kinds[isinstance(parameter, DTensor)].append(parameter)
+    if not all(kinds):
         return [group]
-    return [{**group, "params": parameters} for parameters in kinds.values()]
+    return [{**group, "params": parameters} for parameters in kinds]

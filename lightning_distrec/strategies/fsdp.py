@@ -30,10 +30,7 @@ from lightning_distrec.strategies.fully_sharded.fully_sharded_module import (
 from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizers
 from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.group import TensorParallelGroup
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
 from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
-from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import (
     MatmulPrecision,
@@ -69,9 +66,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             node, so that parameters are gathered within nodes, and gradients are summed between them.
         reshard_after_forward: whether to free a block's parameters after forward, and gather them again for backward.
             "auto": for all blocks but the last.
-        tensor_parallel: size: ranks that compute one batch together, each with its part of some layers; plan: path of
-            an nn.Linear or nn.Embedding (`*`: any name) -> "colwise", "rowwise" or "colwise_gather_output", or "auto":
-            see TensorParallelOptions. None: each rank computes batches of its own.
         activation_checkpointing: layers that recompute their activations in backward instead of keeping them: true for
             the blocks, or a list of class names and paths; "auto", or a size like "4GiB": as few of the layers that
             repeat as it takes for activations to fit into 80 % of the rank's memory, or into the size.
@@ -101,7 +95,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         min_num_parameters: int = 1_000_000,
         replicas: int | Literal["nodes"] = 1,
         reshard_after_forward: Literal["auto"] | bool = "auto",
-        tensor_parallel: TensorParallelOptions | dict[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointing = False,
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
@@ -122,9 +115,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             min_num_parameters=min_num_parameters,
             replicas=replicas,
             reshard_after_forward=reshard_after_forward,
-            tensor_parallel=None
-            if tensor_parallel is None
-            else as_options("tensor_parallel", TensorParallelOptions, tensor_parallel),
             activation_checkpointing=activation_checkpointing,
             cpu_offload=cpu_offload,
             param_dtype=param_dtype,
@@ -134,7 +124,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             backward_prefetch=backward_prefetch,
         )
         self._mesh: DeviceMesh | None = None
-        self._group: TensorParallelGroup | None = None
         super().__init__(
             uneven_inputs=uneven_inputs,
             checkpoint=checkpoint,
@@ -147,21 +136,13 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks: (data_parallel,), (replicate, shard) or (data_parallel, tensor_parallel).
+        """The ranks: (data_parallel,) or (replicate, shard).
 
         `self.device_mesh` is that too, in configure_model.
         """
         if self._mesh is None:  # as in Lightning's ModelParallelStrategy
             raise RuntimeError("Accessing the device mesh before processes have initialized is not allowed.")
         return self._mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # All ranks of a tensor-parallel group have the same batches.
-        if (group := self._group) is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": group.num_replicas, "rank": group.replica}
 
     # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
 
@@ -171,8 +152,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         ranks_on_node = self.session.consensus.all_gather(self.num_local_ranks)
         if self._mesh is None:  # one for all runs: parameters that stay sharded between them are on it
             self._mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
-            if self._fsdp_options.tensor_parallel is not None:
-                self._group = TensorParallelGroup(self._mesh, self._wait.total_seconds())
         set_device_and_mesh(self.module, self.module.device, self._mesh)
 
     @override
@@ -185,7 +164,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         drop_unfinished_step(module)
         self.precision_plugin.convert_module(module)
         options, mesh, precision = self._fsdp_options, self.device_mesh, str(trainer.precision)
-        sharded = shard_module(module, options, mesh, self.root_device, precision, consensus, self._group)
+        sharded = shard_module(module, options, mesh, self.root_device, precision, consensus)
         run.sharded = sharded
         run.undo.callback(sharded.teardown)
         self.model = module
@@ -199,32 +178,28 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         if run.is_fitting:
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
             run.buffers = sharded.begin_training(optimizers, consensus)
-            # Layers that are split take less: each rank of a group has a part of them.
-            shares = self.world_size if self._group is None else self._group.num_replicas
-            sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, shares)
-        dealt = self.distributed_sampler_kwargs
-        run.session.checkpoints.positions.data_ranks = dealt["rank"], dealt["num_replicas"]
+            sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, self.world_size)
         run.session.checkpoints.begin(tables=None)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self.before_training_step()
-        with spans.span(spans.FORWARD), run.sharded.step(*args):
+        with spans.span(spans.FORWARD), run.sharded.step():
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step(*args):
+        with self.run.evaluation_step(), self.run.sharded.step():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step(*args):
+        with self.run.evaluation_step(), self.run.sharded.step():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step(*args):
+        with self.run.evaluation_step(), self.run.sharded.step():
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
@@ -235,7 +210,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.run.sharded.backward(closure_loss):
+        with self.run.sharded.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -245,8 +220,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if group is None and self._group is not None:
-            group = self._group.replicas  # so that sums count each batch once
         return super().reduce(full_value(tensor), group, *args, **kwargs)
 
     @override
@@ -262,10 +235,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
         unshard_module(self.module, full)
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_group": None}
 
     @property
     @override

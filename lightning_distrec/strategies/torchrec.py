@@ -271,7 +271,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run = self.run
         factor = run.tables.loss_factor()
         loss = closure_loss if factor == 1.0 else closure_loss * factor
-        with run.dense.backward(loss):
+        with run.dense.backward():
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if run.tables.groups is not None:
             run.tables.groups.after_backward()

@@ -215,11 +215,6 @@ def sharded_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> Shar
     if dense == "ddp" and fsdp is not None:
         raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
     options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
-    if options is not None and options.tensor_parallel is not None:
-        raise ConfigError(
-            "fsdp: tensor_parallel: all ranks exchange the rows of tables for batches of their own. Remove it, or use "
-            "strategy='fsdp_tuned'."
-        )
     if options is not None and options.activation_checkpointing == "auto":
         raise ConfigError(
             "fsdp: {activation_checkpointing: auto}: tables are planned into the same memory before a step shows what "

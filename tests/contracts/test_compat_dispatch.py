@@ -4,9 +4,7 @@ import inspect
 
 import torch
 from torch import distributed
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import placement_types
 
 from lightning_distrec._compat import tensors as dispatch
 
@@ -38,13 +36,6 @@ def test_a_function_that_is_first_called_while_watched_is_compiled_afterwards() 
         double(torch.ones(2))
     double(torch.ones(2))
     assert compiled
-
-
-def test_a_compiled_module_is_told_from_others() -> None:
-    plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    in_place.compile(backend="eager")
-    compiled = [dispatch.is_compiled(module) for module in (plain, in_place, torch.compile(plain, backend="eager"))]
-    assert compiled == [False, True, True]
 
 
 def test_arguments_are_named() -> None:
@@ -89,14 +80,3 @@ def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
     assert distributed.P2POp is original
     for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
         assert "dist.P2POp(dist.isend, send_tensor, peer_global_rank" in inspect.getsource(getattr(PipelineStage, name))
-
-
-def test_collectives_of_dtensors_are_watched_and_the_watch_can_be_undone() -> None:
-    names = [name for name in ("all_reduce", "all_gather_single", "reduce_scatter_single") if hasattr(functional, name)]
-    originals = {name: getattr(functional, name) for name in names}
-    assert "all_reduce" in names
-    undo = dispatch.watch_functional_collectives(lambda *_: None)
-    assert all(getattr(functional, name) is not original for name, original in originals.items())
-    undo()
-    assert all(getattr(functional, name) is original for name, original in originals.items())
-    assert "return funcol.all_reduce(" in inspect.getsource(placement_types)  # read when it is called

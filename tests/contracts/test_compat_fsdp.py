@@ -14,8 +14,7 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from lightning_distrec._compat import fully_shard as _fully_shard
 from lightning_distrec._compat import lightning as _lightning
@@ -209,9 +208,7 @@ def _undone() -> dict[str, Any]:
     module = nn.Sequential(inner, nn.Linear(4, 5))
     before = {name: set(vars(part)) for name, part in module.named_modules()}
     kept = module.register_forward_hook(_hook_of_the_users)
-    groups = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    parallelize_module(inner, groups["tensor_parallel"], ColwiseParallel(output_layouts=Replicate()))
-    fully_shard(module, mesh=groups["data_parallel"])
+    fully_shard(module, mesh=mesh)
     assert module(torch.ones(2, 3)).shape == (2, 5)
     module.reshard()
     full = {name: parameter.full_tensor() for name, parameter in module.named_parameters()}

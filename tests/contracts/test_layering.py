@@ -38,7 +38,6 @@ STRATEGIES = {
     "strategies/checkpoints/tables",
     "strategies/data_parallel",
     "strategies/fully_sharded",
-    "strategies/fully_sharded/tensor_parallel",
     "strategies/stages",
     "strategies/estimates",
     "strategies/tables",
@@ -85,14 +84,11 @@ MAY_IMPORT = {
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints"},
     "strategies/activations": BELOW_STRATEGIES,
     "strategies/data_parallel": BELOW_STRATEGIES | {"strategies/run"},
-    "strategies/fully_sharded/tensor_parallel": BELOW_STRATEGIES,
-    "strategies/fully_sharded": BELOW_STRATEGIES
-    | {"strategies/run", "strategies/activations", "strategies/fully_sharded/tensor_parallel"},
+    "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/run", "strategies/activations"},
     "strategies/stages": BELOW_STRATEGIES
     | {"strategies/run", "strategies/checkpoints", "strategies/fully_sharded", "strategies/estimates"},
     "strategies/estimates": BELOW_STRATEGIES
-    | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"}
-    | {"strategies/fully_sharded/tensor_parallel"},
+    | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"},
     "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans

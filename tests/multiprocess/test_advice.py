@@ -68,20 +68,10 @@ def _run(kind: str, optimizer: str, strategy: str, options: dict[str, Any]) -> t
     counts, sent = CountsBytes(), Communication()
     made: Any = StrategyRegistry.get(strategy) if not options else type(StrategyRegistry.get(strategy))(**options)
     trainer = pl.Trainer(strategy=made, devices=num_ranks, callbacks=[counts, sent], **DEFAULTS)
-    with_one_batch = options.get("stages", num_ranks) if strategy == "pipeline_parallel" else _split(options)
+    with_one_batch = options.get("stages", num_ranks) if strategy == "pipeline_parallel" else 1
     dealt = rank // with_one_batch
     trainer.fit(KINDS[kind](optimizer), loader(batches(dealt, STEPS)))
     return counts.held, sent.bytes_per_step
-
-
-GATES = dict.fromkeys(("gate.query", "gate.key", "gate.value"), "colwise") | {"gate.out": "rowwise"}
-SPLIT: dict[str, Any] = {"tensor_parallel": {"size": 2, "compare_first_batch": False}}
-"""Not the first batch, on which exchanges are compared too."""
-
-
-def _split(options: dict[str, Any]) -> int:
-    """Return how many ranks compute one batch under fsdp_tuned."""
-    return int((options.get("tensor_parallel") or {}).get("size", 1))
 
 
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -111,8 +101,6 @@ WITH_OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "reduce_dtype": "bf16", "reshard_after_forward": True}),
         ("Wide", "fsdp_tuned", {"reshard_after_forward": False, "wrap": ["blocks.0", "blocks.2"]}),
         ("Wide", "fsdp_tuned", {"forward_prefetch": 2, "reduce_dtype": "bf16"}),
-        ("Chained", "fsdp_tuned", SPLIT),
-        ("Gated", "fsdp_tuned", {"tensor_parallel": SPLIT["tensor_parallel"] | {"plan": GATES}}),
         ("Chained", "pipeline_parallel", {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "chain": "blocks"}),
     )
 }
@@ -121,7 +109,6 @@ OF_FOUR: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     for kind, strategy, options in (
         ("Wide", "fsdp_tuned", {"replicas": 2}),
         ("Wide", "fsdp_tuned", {"replicas": 2, "param_dtype": "bf16"}),
-        ("Chained", "fsdp_tuned", SPLIT),
         ("Chained", "pipeline_parallel", {"stages": 2, "schedule": "1f1b"}),
         ("Chained", "ddp_tuned", {"powersgd": {"matrix_rank": 2, "start_step": 0}}),
     )

@@ -1,6 +1,5 @@
 """A YAML of recipes/strategies behind a model's YAML puts its strategy in place of the model's, and changes no more."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,7 @@ from lightning_distrec.cli.main import main
 from tests.support.console import fit_by_console
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_OPTIONS = ROOT / "recipes" / "strategies" / "tensor_parallel.yaml"
-FRAGMENTS = sorted({*(ROOT / "recipes" / "strategies").glob("*.yaml")} - {WITH_OPTIONS})
+FRAGMENTS = sorted((ROOT / "recipes" / "strategies").glob("*.yaml"))
 CLASSES = {
     "ddp_tuned": "TunedDDPStrategy",
     "fsdp_tuned": "TunedFSDPStrategy",
@@ -89,23 +87,6 @@ def test_a_class_behind_a_class_keeps_the_options_that_it_has_too(
     assert strategy["class_path"] == "lightning_distrec.TunedDDPStrategy"
     assert strategy["init_args"]["timeout_seconds"] == 60
     assert "min_rows" not in strategy["init_args"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["auto", {"blocks.*.linear1": "colwise", "blocks.*.linear2": "rowwise"}])
-def test_layers_are_split_by_a_fragment_with_options(plan: Any, tmp_path: Path) -> None:
-    given = plan if plan == "auto" else json.dumps(plan)
-    arguments = [
-        *("--config", str(BY_NAME.relative_to(ROOT)), "--config", str(WITH_OPTIONS.relative_to(ROOT))),
-        *(f"--trainer.strategy.init_args.tensor_parallel.plan={given}", "--trainer.max_epochs=1"),
-        *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
-        *(f"--trainer.logger.init_args.save_dir={tmp_path}", "--trainer.strategy.init_args.watchdog_seconds=20"),
-        "--trainer.callbacks+=tests.support.strategy_printer.PrintsStrategy",
-    ]
-    assert fit_by_console(*arguments).stdout.count("trained by TunedFSDPStrategy") == 2
-    assert (tmp_path / "next_character" / "version_0" / "checkpoints" / "best.ckpt").exists()
-    saved = yaml.safe_load((tmp_path / "next_character" / "version_0" / "config.yaml").read_text())
-    assert saved["trainer"]["strategy"]["init_args"]["tensor_parallel"]["plan"] == plan
 
 
 @pytest.mark.slow

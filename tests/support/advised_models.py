@@ -116,29 +116,7 @@ class Chained(Advised):
         return self.last(self.blocks(self.first((batch % 7).float())).relu())
 
 
-class Gate(nn.Module):
-    """Three layers of one input, as of queries, keys and values, and one of what they give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(256, 256) for _ in range(4))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.out(self.query(hidden) * self.key(hidden) + self.value(hidden))
-
-
-class Gated(Advised):
-    """A layer, and a gate."""
-
-    def __init__(self, optimizer: str = "AdamW") -> None:
-        super().__init__(optimizer)
-        self.first, self.gate = nn.Linear(6, 256), Gate()
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.gate(self.first((batch % 7).float()))
-
-
-MODELS = (Wide, WithTable, WithLayers, WithBags, Chained, Gated)
+MODELS = (Wide, WithTable, WithLayers, WithBags, Chained)
 KINDS: dict[str, type[Advised]] = {kind.__name__: kind for kind in MODELS}
 
 

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.strategies.activations.checkpointing import (
@@ -138,8 +137,8 @@ def _counting(found: Storages, own: set[int]) -> Iterator[None]:
     """Count the bytes that autograd saves inside, but for those at the addresses `own`."""
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided and (key := _storage(tensor).data_ptr()) not in own:
-            found[key] = _storage(tensor).nbytes()
+        if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in own:
+            found[key] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # an output that its own node saves would keep that node, and itself, alive
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -147,19 +146,13 @@ def _counting(found: Storages, own: set[int]) -> Iterator[None]:
 
 
 def _of(tensors: list[Tensor]) -> Storages:
-    return {_storage(t).data_ptr(): _storage(t).nbytes() for t in tensors}
-
-
-@torch.no_grad()
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the memory of a tensor; this rank's of a DTensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def _addresses(module: nn.Module) -> set[int]:
     """Return where parameters and buffers are now: gathered parameters move."""
     tensors = [*module.parameters(), *module.buffers()]
-    return {_storage(t).data_ptr() for t in tensors if type(t) in (Tensor, nn.Parameter, DTensor)}
+    return {t.untyped_storage().data_ptr() for t in tensors if type(t) in (Tensor, nn.Parameter)}
 
 
 class NothingCheckpointed:

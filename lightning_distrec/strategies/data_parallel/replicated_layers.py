@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 NOTHING = nullcontext()
@@ -11,11 +10,11 @@ NOTHING = nullcontext()
 class ReplicatedLayers:
     """In the place of a FullyShardedModule: nothing is to be done around layers that DDP averages."""
 
-    def step(self, *args: object) -> AbstractContextManager[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Do nothing around a step."""
         return NOTHING
 
-    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Do nothing around backward."""
         return NOTHING
 

@@ -13,11 +13,7 @@ class BlockProfile:
     """Of each block of an nn.Sequential or nn.ModuleList, by its path."""
 
     input_bytes: dict[str, int] = field(default_factory=dict)
-    """Of its first argument. Of an nn.Linear and nn.Embedding too, wherever they are."""
-    output_bytes: dict[str, int] = field(default_factory=dict)
-    """Of what it returns, where that is a tensor."""
-    learns_from: dict[str, int] = field(default_factory=dict)
-    """Of those whose first argument gets a gradient, the number of that argument: several may have the same."""
+    """Of its first argument."""
     follows: set[str] = field(default_factory=set)
     """Those whose first argument is the very output of the block before."""
 
@@ -36,33 +32,22 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 def watch_blocks(module: nn.Module, found: BlockProfile) -> Iterator[None]:
     """Record what the blocks of a module get while they run inside."""
     outputs: dict[str, Any] = {}
-    inputs: dict[int, int] = {}
-    kept: list[Tensor] = []
 
     def watch(path: str, before: str, block: nn.Module, hooks: ExitStack) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor):
                 found.input_bytes[path] = args[0].numel() * args[0].itemsize
-                if args[0].requires_grad:
-                    found.learns_from[path] = inputs.setdefault(id(args[0]), len(inputs))
-                    kept.append(args[0])  # so that no other tensor gets its id
                 if before in outputs and outputs[before] is args[0]:
                     found.follows.add(path)
 
         def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             outputs[path] = output
-            if isinstance(output, Tensor):
-                found.output_bytes[path] = output.numel() * output.itemsize
 
         hooks.callback(block.register_forward_pre_hook(enter).remove)
         hooks.callback(block.register_forward_hook(leave).remove)
 
     with ExitStack() as hooks:
-        blocks = blocks_of(module)
-        for path, block in blocks.items():
+        for path, block in blocks_of(module).items():
             container, _, number = path.rpartition(".")
             watch(path, f"{container}.{int(number) - 1}", block, hooks)
-        for path, layer in module.named_modules():
-            if isinstance(layer, (nn.Linear, nn.Embedding)) and path not in blocks:
-                watch(path, "", layer, hooks)
         yield

@@ -4,7 +4,7 @@ Estimated from sizes, without ranks. Sent bytes are those of ring collectives, a
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,6 @@ from lightning_distrec.strategies.estimates.activation_budget import MAX_MEMORY_
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, ParameterSize, TableSize
-from lightning_distrec.strategies.estimates.parts_sent import parts_sent
 from lightning_distrec.strategies.estimates.sharded_bytes import ShardedBytes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 
@@ -84,8 +83,6 @@ def estimate_strategies(
     try:
         shards = ShardedBytes(job, options.fsdp)
         sharded = Estimate(strategy=FSDP, memory=shards.memory(every), sent=shards.sent(every))
-        if sizes.split_layers:
-            sharded = _with_parts(sharded, sizes, profile, options)
     except DistRecError as error:
         sharded = Estimate(strategy=FSDP, refused=str(error))
     estimates = [replicated, sharded]
@@ -98,14 +95,6 @@ def estimate_strategies(
         estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(shards.memory(dense), tables), sent=sent))
     asked = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
     return [_completed(estimate, sizes, profile, job, asked.get(estimate.strategy, False)) for estimate in estimates]
-
-
-def _with_parts(sharded: Estimate, sizes: ModuleSizes, profile: StepProfile, options: DenseOptions) -> Estimate:
-    """Return the estimate with what the ranks of a tensor-parallel group send each other; unknown without a batch."""
-    if profile.blocks is None or sharded.sent is None or options.fsdp.tensor_parallel is None:
-        return replace(sharded, sent=None)
-    sent = parts_sent(sizes.split_layers, profile.blocks, options.fsdp.tensor_parallel.size)
-    return replace(sharded, sent=sharded.sent | {"parts of split layers": sent})
 
 
 def dense_memory(sizes: ModuleSizes, job: Job, is_sharded: bool) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """The sizes of a module: its parameters with their optimizer state, its tables, its buffers and its FSDP blocks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +18,8 @@ from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.mesh import num_groups
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_module
 from lightning_distrec.strategies.fully_sharded.replicated_parameters import choose_replicated
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.plan import planned_layers
 from lightning_distrec.units import shortened
 
 
@@ -43,8 +40,6 @@ class ParameterSize:
     """The block that gathers it under fsdp_tuned, by its position in the module; None: gathered for a whole step."""
     is_sharded: bool
     """Whether fsdp_tuned shards it."""
-    split_dim: int | None = None
-    """The dim by which tensor_parallel splits it; None: each rank has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +68,6 @@ class ModuleSizes:
     """Strategy -> why it would refuse the module."""
     recomputed: dict[str, list[str]] = field(default_factory=dict)
     """Strategy -> the paths of the layers that may compute their activations again."""
-    split_layers: dict[str, str] = field(default_factory=dict)
-    """Path of a layer that tensor_parallel splits -> how."""
     notes: list[str] = field(default_factory=list)
     """What was assumed."""
 
@@ -91,15 +84,13 @@ def measure_module(
     device_type: str,
     conversion: Conversion,
     options: DenseOptions | None = None,
-    num_ranks: int | None = None,
 ) -> ModuleSizes:
     """Return the sizes of a module, which stays as it is: they are measured on a configured copy without memory.
 
     settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
-    num_ranks: over which the options' tensor_parallel splits layers and FSDP shards them; None: it does not.
     """
     with torch.random.fork_rng(devices=[]):  # what configure_model draws must not change what is drawn later
-        return _measure(module, settings, device_type, conversion, options or DenseOptions(), num_ranks)
+        return _measure(module, settings, device_type, conversion, options or DenseOptions())
 
 
 def _measure(
@@ -108,7 +99,6 @@ def _measure(
     device_type: str,
     conversion: Conversion,
     options: DenseOptions,
-    num_ranks: int | None,
 ) -> ModuleSizes:
     sizes = ModuleSizes()
     try:
@@ -123,12 +113,6 @@ def _measure(
     else:
         optimizers = _optimizers_or_note(measured, sizes)
     sizes.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in measured.buffers())
-    if options.fsdp.tensor_parallel is not None and num_ranks is not None:
-        try:
-            num_shards = num_groups(options.fsdp.tensor_parallel, num_ranks)
-            sizes.split_layers = planned_layers(measured, options.fsdp.tensor_parallel, num_shards)
-        except DistRecError as error:
-            sizes.refused["fsdp_tuned"] = str(error)
     _measure_parameters(measured, optimizers, options.fsdp, sizes)
     for strategy, find in (("ddp_tuned", options.ddp_layers), ("fsdp_tuned", options.fsdp_layers)):
         try:
@@ -179,22 +163,8 @@ def _measure_parameters(
             has_sparse_gradient=id(parameter) in sparse,
             block=block_of.get(id(parameter)),
             is_sharded=id(parameter) not in replicated_ids,
-            split_dim=_split_dim(measured, name, sizes.split_layers),
         )
         sizes.parameters.append(size)
-
-
-def _split_dim(module: nn.Module, name: str, split_layers: Mapping[str, str]) -> int | None:
-    """Return the dim by which a parameter is split, as torch's ColwiseParallel and RowwiseParallel do."""
-    path, _, kind = name.rpartition(".")
-    if path not in split_layers:
-        return None
-    is_rowwise = split_layers[path] == "rowwise"
-    if isinstance(module.get_submodule(path), nn.Embedding):
-        return 0 if is_rowwise else 1
-    if kind == "bias":
-        return None if is_rowwise else 0
-    return 1 if is_rowwise else 0
 
 
 def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes: ModuleSizes) -> dict[int, int]:

@@ -1,7 +1,6 @@
 """What parameters need that FSDP2 shards over the ranks: bytes of memory per rank, and bytes that a rank sends."""
 
 import math
-from dataclasses import replace
 
 from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.module_sizes import ParameterSize
@@ -21,16 +20,14 @@ class ShardedBytes:
         self._dtypes = choose_dtypes(self._options, job.precision)
         ranks_on_node = [job.num_ranks // job.num_nodes] * job.num_ranks
         self._replicas = num_replicas(self._options.replicas, ranks_on_node)
-        split = self._options.tensor_parallel
-        self._split = 1 if split is None else split.size
-        self._ranks = job.num_ranks // self._replicas // self._split
+        self._ranks = job.num_ranks // self._replicas
 
     def memory(self, parameters: list[ParameterSize]) -> dict[str, float]:
         """Return use of memory -> bytes."""
         memory = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
         weights: dict[int | None, float] = {}
         gradients: dict[int | None, float] = {}
-        for parameter in map(self._part, parameters):
+        for parameter in parameters:
             itemsize, local_numel = self._job.itemsize(parameter), self._local_numel(parameter)
             memory["parameters"] += local_numel * itemsize
             memory["optimizer state"] += parameter.state_numel * itemsize * local_numel / max(parameter.numel, 1)
@@ -67,7 +64,7 @@ class ShardedBytes:
         """
         last = max((p.block for p in parameters if p.block is not None), default=None)
         gathered = scattered = averaged = replicated = 0.0
-        for parameter in map(self._part, parameters):
+        for parameter in parameters:
             itemsize = self._job.itemsize(parameter)
             if not parameter.is_sharded:
                 averaged += parameter.numel * itemsize if parameter.requires_grad else 0
@@ -81,20 +78,11 @@ class ShardedBytes:
                 scattered += reduced
                 replicated += reduced / self._ranks
         share, between = (self._ranks - 1) / self._ranks, 2 * (self._replicas - 1) / self._replicas
-        with_own_batch = self._job.num_ranks // self._split
-        of_replicated = 2 * (with_own_batch - 1) / with_own_batch * averaged  # those that are not sharded
+        over_all = 2 * (self._job.num_ranks - 1) / self._job.num_ranks  # of those that are not sharded
         return {
             "gathered parameters": share * gathered,
-            "dense gradients": share * scattered + between * replicated + of_replicated,
+            "dense gradients": share * scattered + between * replicated + over_all * averaged,
         }
-
-    def _part(self, parameter: ParameterSize) -> ParameterSize:
-        """Return what one rank of a tensor-parallel group has of a parameter, before FSDP shards that."""
-        if parameter.split_dim is None:
-            return parameter
-        rows = parameter.rows // (self._split if parameter.split_dim == 0 else 1)
-        numel, state = parameter.numel // self._split, parameter.state_numel // self._split
-        return replace(parameter, rows=rows, numel=numel, state_numel=state)
 
     def _times(self, parameter: ParameterSize, last: int | None) -> int:
         wanted = self._options.reshard_after_forward

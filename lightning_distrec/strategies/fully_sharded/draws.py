@@ -22,7 +22,7 @@ def draw_full(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     drawn: Tensor = operator(full, *args[1:], **options)
     for dim, (offset, length) in enumerate(zip(local_offsets(target), local.shape, strict=True)):
         drawn = drawn.narrow(dim, offset, length)
-    # A sum over ranks that is not complete yet, of a layer that is split: the first one has the numbers, others 0.
+    # A sum over ranks that is not complete yet: the first one has the numbers, others 0.
     coordinates = target.device_mesh.get_coordinate() or ()
     if any(p.is_partial() and place for p, place in zip(target.placements, coordinates, strict=True)):
         drawn = torch.zeros_like(drawn)

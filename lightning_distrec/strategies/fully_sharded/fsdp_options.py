@@ -7,7 +7,6 @@ import torch
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
 
 Replicas = int | Literal["nodes"]
 ReshardAfterForward = Literal["auto"] | bool
@@ -56,9 +55,6 @@ class FSDPOptions:
     backward_prefetch: int = 0
     """Blocks that are gathered ahead in backward, in reverse order. 0: torch's own way, one."""
 
-    tensor_parallel: TensorParallelOptions | None = None
-    """Layers whose weights are split over the ranks that compute one batch together; None: no such layers."""
-
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str) and self.wrap != "auto":
             raise ConfigError(
@@ -70,11 +66,6 @@ class FSDPOptions:
             raise ConfigError(f"reshard_after_forward={self.reshard_after_forward!r}: must be 'auto', true or false.")
         if self.replicas != "nodes" and (isinstance(self.replicas, str) or self.replicas < 1):
             raise ConfigError(f"replicas={self.replicas!r}: must be 'nodes', or at least 1.")
-        if self.tensor_parallel is not None and self.replicas != 1:
-            raise ConfigError(
-                f"replicas={self.replicas!r} with tensor_parallel: a mesh of three dims was not tried. Remove one of "
-                "them."
-            )
         check_option(self.activation_checkpointing)
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -52,9 +52,6 @@ from lightning_distrec.strategies.fully_sharded.shard_blocks import (
     is_block,
     modules_in_step,
 )
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.group import TensorParallelGroup
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.plan import planned_layers
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.split import SplitLayers
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, BufferBroadcaster
 
 _sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, Dtypes]]" = WeakKeyDictionary()
@@ -78,45 +75,25 @@ def shard_module(
     device: torch.device,
     precision: str,
     consensus: Consensus,
-    group: TensorParallelGroup | None = None,
 ) -> "FullyShardedModule":
     """Collective. Shard the module, with rank 0's weights, unless an earlier run has.
 
-    mesh: of all ranks. group: those that compute one batch together; None: each rank computes its own.
+    mesh: of all ranks.
     Raises ConfigError, UnsupportedError on every rank: it cannot be sharded so, or was sharded otherwise.
     """
     wanted = options, choose_dtypes(options, precision)
     if isinstance(module, FSDPModule):
         _refuse_other_options(_sharded_as.get(module, wanted), wanted)
     else:
-        blocks, styles = consensus.all_or_none("setup", lambda: _choose_layers(module, options, group))
+        blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
         log_replicated(replicated, rank_zero_info)
-        layers = SplitLayers() if group is None else SplitLayers(group.mesh, styles, options.tensor_parallel)
-        sharding = Sharding(mesh if group is None else mesh["data_parallel"], device, *wanted, layers)
-        sharding.shard(module, blocks, set(replicated.values()))
+        Sharding(mesh, device, *wanted).shard(module, blocks, set(replicated.values()))
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
         guard(module)
         _sharded_as[module] = wanted
     set_device_and_mesh(module, device, mesh)
-    return FullyShardedModule(module, options, consensus, group)
-
-
-def _choose_layers(
-    module: LightningModule, options: FSDPOptions, group: TensorParallelGroup | None
-) -> tuple[list[nn.Module], dict[nn.Module, str]]:
-    """Return the blocks that are gathered as one, and the style of each layer that is split."""
-    blocks = _choose_blocks(module, options)
-    if options.tensor_parallel is None or group is None:
-        return blocks, {}
-    planned = planned_layers(module, options.tensor_parallel, group.num_replicas)
-    outside = [path for path in planned if not any(module.get_submodule(path) in set(b.modules()) for b in blocks)]
-    if outside and not module.automatic_optimization:
-        raise UnsupportedError(
-            f"tensor_parallel: '{outside[0]}' is in no block, and in manual optimization only blocks are sharded. Name "
-            "a module that contains it in wrap."
-        )
-    return blocks, {module.get_submodule(path): style for path, style in planned.items()}
+    return FullyShardedModule(module, options, consensus)
 
 
 def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
@@ -141,10 +118,8 @@ def _refuse_other_options(before: tuple[FSDPOptions, Dtypes], wanted: tuple[FSDP
 class FullyShardedModule:
     """Runs the steps of a sharded module during one run. The module stays sharded between runs."""
 
-    def __init__(
-        self, module: nn.Module, options: FSDPOptions, consensus: Consensus, group: TensorParallelGroup | None
-    ) -> None:
-        self._module, self._group = module, group
+    def __init__(self, module: nn.Module, options: FSDPOptions, consensus: Consensus) -> None:
+        self._module = module
         self._fsdp_modules = fsdp_modules(module)
         blocks = {path: block for path, block in module.named_modules() if path and is_block(block)}
         wanted = options.activation_checkpointing
@@ -156,9 +131,6 @@ class FullyShardedModule:
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
         self._undo: list[Callable[[], None]] = [self.activations.undo]
-        if group is not None:
-            group.begin_run()
-            self._undo.append(group.sync_metrics(module))
         if any(p.device.type == "cpu" for p in module.parameters() if isinstance(p, DTensor)):
             self._undo.append(draw_dtensors_with(draw_full))
 
@@ -170,13 +142,11 @@ class FullyShardedModule:
         return BroadcastSkipper(self._buffers, consensus.flags)
 
     @contextmanager
-    def step(self, *args: Any) -> Iterator[None]:
-        """Around a step of any kind. Collective where buffers are broadcast. args: the step's.
+    def step(self) -> Iterator[None]:
+        """Around a step of any kind. Collective where buffers are broadcast.
 
         Raises UnsupportedError: the step has written to weights while they were gathered.
         """
-        if self._group is not None:
-            self._group.begin_step(args)
         self.reshard()  # weights may have changed since something else was computed with them
         if self._buffers is not None and self._broadcasts_buffers:
             self._buffers.broadcast()
@@ -228,10 +198,8 @@ class FullyShardedModule:
         self.reshard()
 
     @contextmanager
-    def backward(self, loss: Tensor) -> Iterator[None]:
+    def backward(self) -> Iterator[None]:
         """Around backward. Collective, unless gradients accumulate: averages those of replicated parameters."""
-        if self._group is not None:
-            self._group.check_loss(loss)
         with explained_errors(self._module):
             yield
         if self._syncs_gradients:

@@ -1,4 +1,4 @@
-"""Which ranks share one copy of the parameters, and which compute one batch: the mesh of a fully sharded module."""
+"""Which ranks share one copy of the parameters: the mesh of a fully sharded module."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, Replicas
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.options import TensorParallelOptions
 
 
 def make_mesh(
@@ -17,36 +16,21 @@ def make_mesh(
 ) -> DeviceMesh:
     """Collective. Return a mesh of all ranks: (data_parallel,), or (replicate, shard) with more than one replica.
 
-    Consecutive ranks share one replica of the parameters. (data_parallel, tensor_parallel) with tensor_parallel, where
-    consecutive ranks have the same batches.
+    Consecutive ranks share one replica of the parameters.
     ranks_on_node: for each rank, the number of ranks on its node.
-    Raises ConfigError: the ranks cannot be divided evenly among replicas or groups; nothing to offload from.
+    Raises ConfigError: the ranks cannot be divided evenly among replicas; nothing to offload from.
     """
     if options.cpu_offload and device.type != "cuda":
         raise ConfigError(
             f"cpu_offload=true: the ranks compute on {device.type}, so everything is on the host already. Remove it."
         )
     num_ranks, replicas = len(ranks_on_node), num_replicas(options.replicas, ranks_on_node)
-    names = ("replicate", "shard")
-    if options.tensor_parallel is not None:
-        names = ("data_parallel", "tensor_parallel")
-        replicas = num_groups(options.tensor_parallel, num_ranks)
-    elif replicas == 1:
+    if replicas == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))
     # By hand, because groups that init_device_mesh makes have torch's default timeout.
     ranks = torch.arange(num_ranks).view(replicas, -1)
     groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=names)
-
-
-def num_groups(options: TensorParallelOptions, num_ranks: int) -> int:
-    """Return the number of tensor-parallel groups. Raises ConfigError: the ranks cannot be divided evenly."""
-    if num_ranks % options.size:
-        raise ConfigError(
-            f"tensor_parallel: {num_ranks} ranks cannot be groups of size={options.size}. Use a divisor of "
-            f"{num_ranks}, or a multiple of the size as the number of ranks."
-        )
-    return num_ranks // options.size
+    return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=("replicate", "shard"))
 
 
 def num_replicas(replicas: Replicas, ranks_on_node: Sequence[int]) -> int:

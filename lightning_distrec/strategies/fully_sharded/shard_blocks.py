@@ -25,7 +25,6 @@ from lightning_distrec.strategies.fully_sharded.deep_copy import allow_deepcopy
 from lightning_distrec.strategies.fully_sharded.dtypes import Dtypes
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.meta_weights import materialize
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.split import SplitLayers
 
 modules_in_step: "WeakSet[nn.Module]" = WeakSet()
 """Fully sharded modules of which the strategy runs a step now."""
@@ -39,7 +38,6 @@ class Sharding:
     device: torch.device
     options: FSDPOptions
     dtypes: Dtypes
-    layers: SplitLayers
 
     def shard(self, module: nn.Module, blocks: Sequence[nn.Module], replicated: set[nn.Parameter]) -> None:
         """Collective. Shard the parameters of each block, then the module's others, with rank 0's weights.
@@ -47,7 +45,6 @@ class Sharding:
         blocks: nested ones first; one at a time is on the device unsharded. replicated: parameters to leave out.
         Raises ConfigError: what is on the meta device cannot be initialized.
         """
-        self.layers.confine(module)
         last = blocks[-1] if blocks else None
         inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
         for block in blocks:
@@ -68,14 +65,10 @@ class Sharding:
         materialize(module, self.device)
         apply_to_tensors(module, partial(_to_device, self.device))
         broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
-        self.layers.split(module)
         module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
         self._fully_shard(module, replicated, reshard_after_forward, policy)
         module.register_forward_hook(_reshard_without_backward)
         module.register_load_state_dict_pre_hook(_load_shards)
-        if self.layers.styles:
-            self.layers.refuse_deepcopy(module)
-            return
         allow_deepcopy(
             module,
             lambda copied, its_replicated: self._fully_shard(copied, its_replicated, True, policy),

@@ -13,7 +13,6 @@ from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step
 from lightning_distrec.strategies.fully_sharded.guards import GUARDS
-from lightning_distrec.strategies.fully_sharded.tensor_parallel.mixed_operands import release
 
 
 def unshard_module(module: nn.Module, full: Mapping[str, Tensor]) -> None:
@@ -35,7 +34,6 @@ def unshard_module(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     users_steps = {name: step for name in STEPS if (step := _users_step(module, name)) is not None}
     is_sharded = isinstance(module, FSDPModule)
     for submodule in list(module.modules()) if is_sharded else []:
-        release(submodule)
         added = ("__deepcopy__", *GUARDS) if isinstance(submodule, FSDPModule) else ()
         undo_fully_shard(submodule, str(__package__), (*added, *STEPS) if submodule is module else added)
     vars(module).update(users_steps)
