@@ -7,8 +7,8 @@
     frozen      nothing updates the table
 
 What is fused is a whitelist by exact class and hyperparameters, each entry measured against an unsharded process
-(tests/multiprocess/test_parity.py). What FBGEMM would silently ignore (momentum and weight decay of SGD, weight decay
-of Adagrad) or fill with a default of its own (eps) is never left to it.
+(tests/multiprocess/strategies/test_parity.py). What FBGEMM would silently ignore (momentum and weight decay of SGD,
+weight decay of Adagrad) or fill with a default of its own (eps) is never left to it.
 """
 
 from collections.abc import Container, Mapping

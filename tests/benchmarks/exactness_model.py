@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
-from tests.multiprocess.test_parity import CUTS, POOLINGS
+from tests.multiprocess.strategies.test_parity import CUTS, POOLINGS
 from tests.support.click_model import FEATURES, join_batches, make_batch
 
 State = dict[str, Tensor]

@@ -8,16 +8,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tests.multiprocess import (
-    test_ids_check,
-    test_learning_rates,
-    test_plain_embedding_refusals,
-    test_refusals,
-    test_replicas,
-    test_resuming,
-    test_uneven_inputs,
-    test_watches,
-)
+from tests.multiprocess.checkpoint import test_resuming
+from tests.multiprocess.optimizers import test_learning_rates, test_replicas, test_watches
+from tests.multiprocess.prefetch import test_uneven_inputs
+from tests.multiprocess.sharding import test_ids_check, test_plain_embedding_refusals
+from tests.multiprocess.strategies import test_refusals
 from tests.support.ranks import run_on_ranks
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]

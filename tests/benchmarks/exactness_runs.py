@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from tests.multiprocess import test_averages, test_batch_sizes
+from tests.multiprocess.sharding import test_batch_sizes
+from tests.multiprocess.strategies import test_averages
 from tests.support.click_model import ClickModel, SequenceModel, largest_difference, seeded
 from tests.support.ranks import run_on_ranks
 

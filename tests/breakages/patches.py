@@ -31,7 +31,7 @@ BREAKAGES = (
         r"with torch\.enable_grad\(\), self\._order\.of\(lambda: \[values\]\):",
         "with self._order.of(lambda: [values]):",
         "Bags that are first seen under no_grad lose their gradient: their tables stop learning, silently.",
-        ("multiprocess/test_lazy_outputs.py",),
+        ("multiprocess/sharding/test_lazy_outputs.py",),
     ),
     # ---- groups of ranks with a replica of the tables each
     Breakage(
@@ -40,7 +40,7 @@ BREAKAGES = (
         r"average_rows\(\[shard\.weight, \*state\[i\]\], rows",
         "average_rows([shard.weight], rows",
         "Groups average their rows and keep their optimizer state: replicas drift apart, and a checkpoint has one's.",
-        ("multiprocess/test_sharding_groups.py",),
+        ("multiprocess/sharding/test_sharding_groups.py",),
     ),
     Breakage(
         "replicas-add-gradients",
@@ -48,7 +48,7 @@ BREAKAGES = (
         r"\.view\(-1, widths\[i\]\) / len\(rows\)",
         ".view(-1, widths[i])",
         "The gradients of tables are as many times too large as there are groups.",
-        ("multiprocess/test_sharding_groups.py",),
+        ("multiprocess/sharding/test_sharding_groups.py",),
     ),
     Breakage(
         "saves-unequal-replicas",
@@ -56,7 +56,7 @@ BREAKAGES = (
         r"(state = super\(\)\.lightning_module_state_dict\(\)\n) +_make_equal\(self\.module\)\n",
         r"\1",
         "A checkpoint between two synchronisations has the rows of the first group only.",
-        ("multiprocess/test_sharding_groups.py",),
+        ("multiprocess/sharding/test_sharding_groups.py",),
     ),
     # ---- cluster
     Breakage(
@@ -65,7 +65,7 @@ BREAKAGES = (
         r"\[int\(found\[1\]\)\] \* int\(found\[2\] or 1\)",
         "[int(found[1])]",
         "Ranks on nodes of equal size are counted once: wrong local ranks, or an IndexError on node 1.",
-        ("unit/test_slurm.py",),
+        ("unit/cluster/test_slurm.py",),
     ),
     Breakage(
         "slurm-restart",
@@ -73,7 +73,7 @@ BREAKAGES = (
         r" restart \{given\.get\('SLURM_RESTART_COUNT', '0'\)\}",
         "",
         "A requeued job meets what is left of its earlier attempt.",
-        ("unit/test_slurm.py",),
+        ("unit/cluster/test_slurm.py",),
     ),
     Breakage(
         "torchrun-local-ranks",
@@ -81,7 +81,7 @@ BREAKAGES = (
         r'local_num_ranks=number\(given, "LOCAL_WORLD_SIZE"\)',
         'local_num_ranks=number(given, "WORLD_SIZE")',
         "Under torchrun on several nodes every rank believes that all ranks are on its node.",
-        ("unit/test_environment.py", "cluster/test_torchrun.py"),
+        ("unit/cluster/test_environment.py", "cluster/test_torchrun.py"),
     ),
     Breakage(
         "threads-shared",
@@ -89,7 +89,7 @@ BREAKAGES = (
         r"len\(mine\) // \w+",
         "len(mine)",
         "Every rank uses all cores of its node: several times slower.",
-        ("unit/test_threads.py",),
+        ("unit/cluster/test_threads.py",),
     ),
     Breakage(
         "failure-on-one-rank",
@@ -97,7 +97,7 @@ BREAKAGES = (
         r"for rank, report in enumerate\(reports\):",
         "for rank, report in ():",
         "One rank fails in setup and the others wait forever.",
-        ("multiprocess/test_refusals.py",),
+        ("multiprocess/strategies/test_refusals.py",),
     ),
     Breakage(
         "dead-rank",
@@ -105,7 +105,7 @@ BREAKAGES = (
         r"self\._change\(is_gone=True\)",
         "self._change(is_gone=False)",
         "A rank that is killed is never named; its job hangs.",
-        ("unit/test_watchdog.py", "cluster/test_dead_ranks.py"),
+        ("unit/cluster/test_watchdog.py", "cluster/test_dead_ranks.py"),
     ),
     Breakage(
         "stranger",
@@ -113,7 +113,7 @@ BREAKAGES = (
         r"return isinstance\(signature, str\) and hmac.*",
         "return True",
         "Whoever reaches the rendezvous takes a rank's place in the job.",
-        ("unit/test_rendezvous.py", "unit/test_job_key.py"),
+        ("unit/cluster/test_rendezvous.py", "unit/cluster/test_job_key.py"),
     ),
     Breakage(
         "late-watch",
@@ -130,7 +130,7 @@ BREAKAGES = (
         r"numbers & 15, numbers >> 4",
         "numbers >> 4, numbers & 15",
         "Rows of 4 bits are read with neighbouring numbers swapped.",
-        ("unit/test_serving.py",),
+        ("unit/serving/test_serving.py",),
     ),
     Breakage(
         "program-of-training",
@@ -138,7 +138,7 @@ BREAKAGES = (
         r"return copy\.eval\(\)",
         "return copy.train()",
         "A served module drops numbers at random, as in training.",
-        ("unit/test_serving.py",),
+        ("unit/serving/test_serving.py",),
     ),
     # ---- checkpoint
     Breakage(
@@ -147,7 +147,7 @@ BREAKAGES = (
         r"\"names\": numbered_names\(each\)",
         '"names": numbered_names(each)[::-1]',
         "A run that resumes from one file gets each parameter's optimizer state from another parameter.",
-        ("multiprocess/test_single_files.py",),
+        ("multiprocess/checkpoint/test_single_files.py",),
     ),
     Breakage(
         "pickled-shards",
@@ -155,7 +155,7 @@ BREAKAGES = (
         r"value if is_full else refuse_pickling\([^\n]*\)",
         "value",
         "torch.save(model.state_dict()) on one rank loses the rows of the others without a word.",
-        ("multiprocess/test_unsharding.py",),
+        ("multiprocess/strategies/test_unsharding.py",),
     ),
     Breakage(
         "truncated-checkpoint",
@@ -163,7 +163,7 @@ BREAKAGES = (
         r"if found != size:",
         "if False:",
         "A truncated copy of a checkpoint is taken for complete.",
-        ("unit/test_checkpoint_attacks.py", "unit/test_describe.py"),
+        ("unit/checkpoint/test_checkpoint_attacks.py", "unit/checkpoint/test_describe.py"),
     ),
     Breakage(
         "unlocked-writer",
@@ -171,7 +171,7 @@ BREAKAGES = (
         r"return True(?=  # held)",
         "return False",
         "A starting job deletes the checkpoint that another job is writing.",
-        ("multiprocess/test_checkpoint_crashes.py",),
+        ("multiprocess/checkpoint/test_checkpoint_crashes.py",),
     ),
     Breakage(
         "reshard-offsets",
@@ -179,7 +179,7 @@ BREAKAGES = (
         r"dest_offsets=(\w+)\(box\[0\], [\w.]+\)",
         r"dest_offsets=\1(box[0], begin)",
         "A checkpoint that is resumed on other ranks puts rows into wrong places.",
-        ("unit/test_export.py", "multiprocess/test_resuming.py"),
+        ("unit/checkpoint/test_export.py", "multiprocess/checkpoint/test_resuming.py"),
     ),
     Breakage(
         "unverified-bytes",
@@ -187,7 +187,7 @@ BREAKAGES = (
         r"if zlib\.crc32\(\(path / name\)\.read_bytes\(\)\) != checksum",
         "if False",
         "inspect --verify calls a damaged checkpoint fine.",
-        ("unit/test_verify.py",),
+        ("unit/checkpoint/test_verify.py",),
     ),
     Breakage(
         "random-state",
@@ -195,7 +195,7 @@ BREAKAGES = (
         r'random\.setstate\(states\["python"\]\)',
         "pass",
         "A resumed run draws other random numbers than the run that never stopped.",
-        ("multiprocess/test_resuming.py",),
+        ("multiprocess/checkpoint/test_resuming.py",),
     ),
     Breakage(
         "optimizer-steps",
@@ -203,7 +203,7 @@ BREAKAGES = (
         r'state\["step"\] = torch\.tensor\(float\(.*\)\)',
         'state["step"] = torch.tensor(0.0)',
         "A fused table's step count is lost in checkpoints; a dense optimizer goes on with wrong corrections.",
-        ("multiprocess/test_resuming.py",),
+        ("multiprocess/checkpoint/test_resuming.py",),
     ),
     # ---- prefetching
     Breakage(
@@ -212,7 +212,7 @@ BREAKAGES = (
         r"if len\(values\) != 1:",
         "if False:",
         "Ids are computed ahead with a number that may be another one: a run that trains unsharded fails.",
-        ("multiprocess/test_computed_ids.py",),
+        ("multiprocess/prefetch/test_computed_ids.py",),
     ),
     Breakage(
         "differing-call-alone",
@@ -220,7 +220,7 @@ BREAKAGES = (
         r"looked_up = differing\.note\(.*\)",
         "raise difference",
         "One rank fails by a call that differs, and the others wait for it in a lookup.",
-        ("multiprocess/test_computed_ids.py",),
+        ("multiprocess/prefetch/test_computed_ids.py",),
     ),
     Breakage(
         "order-of-features",
@@ -228,7 +228,7 @@ BREAKAGES = (
         r"raise ValueError\(difference\)",
         "pass",
         "A batch whose features come in another order fails, though it trains unsharded.",
-        ("multiprocess/test_feature_order.py",),
+        ("multiprocess/prefetch/test_feature_order.py",),
     ),
     Breakage(
         "stale-attempt-trusted",
@@ -236,7 +236,7 @@ BREAKAGES = (
         r'if of_attempt\.check\(\[f"\{HELLO\}/\{rank\}/\{nonce\}"\]\):',
         "if True:",
         "A rank that restarts first joins what is left of the attempt before.",
-        ("unit/test_rendezvous.py",),
+        ("unit/cluster/test_rendezvous.py",),
     ),
     Breakage(
         "restart-of-another-job",
@@ -244,7 +244,7 @@ BREAKAGES = (
         r"self\.has_name and name == self\.name and",
         "",
         "A restarted job resumes from a checkpoint of another job in the same folder.",
-        ("multiprocess/test_restarting.py",),
+        ("multiprocess/checkpoint/test_restarting.py",),
     ),
     Breakage(
         "restart-not-furthest",
@@ -252,7 +252,7 @@ BREAKAGES = (
         r"sorted\(found, reverse=True\)",
         "sorted(found)",
         "A restarted job resumes from its oldest checkpoint and trains everything since then again.",
-        ("multiprocess/test_restarting.py",),
+        ("multiprocess/checkpoint/test_restarting.py",),
     ),
     Breakage(
         "resumed-epoch",
@@ -260,7 +260,7 @@ BREAKAGES = (
         r'rest = order\[start\["samples"\] :\]',
         "rest = order",
         "A resumed epoch trains samples again that it has trained.",
-        ("unit/test_position.py",),
+        ("unit/prefetch/test_position.py",),
     ),
     Breakage(
         "uneven-lengths",
@@ -268,7 +268,7 @@ BREAKAGES = (
         r"return (\w+)\(loader, min\((\w+)\)\)",
         r"return \1(loader, max(\2))",
         "Ranks with unequal numbers of batches wait for each other forever.",
-        ("multiprocess/test_uneven_inputs.py",),
+        ("multiprocess/prefetch/test_uneven_inputs.py",),
     ),
     Breakage(
         "written-inputs",
@@ -276,7 +276,7 @@ BREAKAGES = (
         r"return same and are_unwritten\(.*\)",
         "return same",
         "A step that changes its ids in place trains the rows of the ids before the change.",
-        ("multiprocess/test_recognised_inputs.py",),
+        ("multiprocess/prefetch/test_recognised_inputs.py",),
     ),
     Breakage(
         "stale-rows",
@@ -284,7 +284,7 @@ BREAKAGES = (
         r" and self\._state == self\._table\.state\(\)",
         "",
         "Rows that were looked up before weights changed are used after: wrong numbers.",
-        ("multiprocess/test_recognised_inputs.py",),
+        ("multiprocess/prefetch/test_recognised_inputs.py",),
     ),
     Breakage(
         "loader-position",
@@ -292,7 +292,7 @@ BREAKAGES = (
         r"self\._loader_states = \w+\.loader_states",
         "self._loader_states = loader_states(self.combined_loader)",
         "Checkpoints hold the position of the batch that was drawn ahead: resuming skips batches.",
-        ("multiprocess/test_prefetched_loops.py",),
+        ("multiprocess/prefetch/test_prefetched_loops.py",),
     ),
     Breakage(
         "teardown-without-limit",
@@ -309,7 +309,7 @@ BREAKAGES = (
         r"kernel\.reset_cache_states\(\)",
         "pass",
         "Rows of fused_uvm_caching tables that were loaded are not those that are looked up.",
-        ("unit/test_row_caches.py",),
+        ("unit/sharding/test_row_caches.py",),
     ),
     Breakage(
         "cache-not-written-back",
@@ -317,7 +317,7 @@ BREAKAGES = (
         r"kernel\.flush\(\)",
         "pass",
         "Averages of fused_uvm_caching tables are of old rows.",
-        ("unit/test_row_caches.py",),
+        ("unit/sharding/test_row_caches.py",),
     ),
     Breakage(
         "ids-out-of-a-features-range",
@@ -325,7 +325,7 @@ BREAKAGES = (
         r"\(values < 0\) \| \(values >= (.+)\)",
         r"(values < 0)",
         "On a GPU an id that is too large looks up another row.",
-        ("unit/test_batch_check.py",),
+        ("unit/sharding/test_batch_check.py",),
     ),
     Breakage(
         "sizes-waited-for-early",
@@ -333,7 +333,7 @@ BREAKAGES = (
         r"if not current\.waiting: if not",
         "if not current.waiting:\n            self._send_following()\n            if not",
         "On NCCL the GPU idles while the host waits for sizes in each forward.",
-        ("multiprocess/test_emulated_streams.py",),
+        ("multiprocess/prefetch/test_emulated_streams.py",),
     ),
     Breakage(
         "jagged-batches-waited-for",
@@ -341,7 +341,7 @@ BREAKAGES = (
         r"non_blocking=True",
         "non_blocking=False",
         "The host waits for each batch that holds a KeyedJaggedTensor.",
-        ("multiprocess/test_emulated_streams.py", "unit/test_streams.py"),
+        ("multiprocess/prefetch/test_emulated_streams.py", "unit/prefetch/test_streams.py"),
     ),
     Breakage(
         "features-not-recorded",
@@ -349,7 +349,7 @@ BREAKAGES = (
         r"features\.record_stream\(stream\)",
         "pass",
         "On a GPU later batches overwrite the lengths that pooling of means reads: wrong numbers.",
-        ("multiprocess/test_emulated_streams.py",),
+        ("multiprocess/prefetch/test_emulated_streams.py",),
     ),
     Breakage(
         "prepared-on-any-stream",
@@ -357,7 +357,7 @@ BREAKAGES = (
         r"preparing=self\._streams\.exchanging,",
         "",
         "On a GPU lookups are prepared before their batch is copied: wrong ids.",
-        ("multiprocess/test_emulated_streams.py",),
+        ("multiprocess/prefetch/test_emulated_streams.py",),
     ),
     Breakage(
         "batch-not-awaited",
@@ -365,7 +365,7 @@ BREAKAGES = (
         r"now\.wait_event\(copied\)",
         "pass",
         "On a GPU a step reads its batch before it is copied.",
-        ("multiprocess/test_emulated_streams.py",),
+        ("multiprocess/prefetch/test_emulated_streams.py",),
     ),
     Breakage(
         "rebuilt-batches",
@@ -373,7 +373,7 @@ BREAKAGES = (
         r"is_current = current is not None and has_same_leaves\(batch, current\.batch\)",
         "is_current = current is not None and batch is current.batch",
         "Under DDP with device_ids no declared ids are sent ahead.",
-        ("multiprocess/test_emulated_streams.py",),
+        ("multiprocess/prefetch/test_emulated_streams.py",),
     ),
     Breakage(
         "unfreezing-beside-the-step",
@@ -381,7 +381,7 @@ BREAKAGES = (
         r"yield if is_gpu\(device\): torch\.cuda\.synchronize\(device\)",
         "yield",
         "On a GPU a step reads weights that DDP's construction still writes.",
-        ("multiprocess/test_emulated_streams.py", "unit/test_streams.py"),
+        ("multiprocess/prefetch/test_emulated_streams.py", "unit/prefetch/test_streams.py"),
     ),
     Breakage(
         "slots-filled-too-early",
@@ -389,7 +389,7 @@ BREAKAGES = (
         r"arrival\.synchronize\(\) place",
         "place",
         "On a GPU asynchronous checkpoints hold bytes of other rows.",
-        ("unit/test_staging.py",),
+        ("unit/checkpoint/test_staging.py",),
     ),
     Breakage(
         "rows-summed-by-torch",
@@ -397,7 +397,7 @@ BREAKAGES = (
         r"if by_row is not None and of_rows:",
         "if False:",
         "On a GPU the host waits in backward, once for each table with a sparse gradient.",
-        ("unit/test_row_sums.py",),
+        ("unit/sharding/test_row_sums.py",),
     ),
     Breakage(
         "recomputed-from-new-buffers",
@@ -405,7 +405,7 @@ BREAKAGES = (
         r"if buffer\.nbytes > SMALL_BYTES and getattr",
         "if getattr",
         "The host waits for a GPU in the forward of each block that is computed again.",
-        ("unit/test_activation_checkpointing.py",),
+        ("unit/strategies/test_activation_checkpointing.py",),
     ),
     Breakage(
         "pinning-of-anything",
@@ -413,7 +413,7 @@ BREAKAGES = (
         r"return data\.pin_memory\(\) if can_be else data",
         "return data.pin_memory()",
         "Loaders that yield CUDA or sparse tensors end the run.",
-        ("unit/test_streams.py",),
+        ("unit/prefetch/test_streams.py",),
     ),
     # ---- sharding and lookups
     Breakage(
@@ -422,7 +422,7 @@ BREAKAGES = (
         r"of_bag = of_bag / lengths\.clamp\(min=1\)\.unsqueeze\(1\)",
         "pass",
         "Tables with mean pooling learn too fast under Adam.",
-        ("multiprocess/test_parity.py",),
+        ("multiprocess/strategies/test_parity.py",),
     ),
     Breakage(
         "weighted-gradients",
@@ -430,7 +430,7 @@ BREAKAGES = (
         r"values = values \* ids\.weights\[.*\]\.unsqueeze\(1\)",
         "pass",
         "Weighted bags ignore their weights in backward.",
-        ("multiprocess/test_parity.py",),
+        ("multiprocess/strategies/test_parity.py",),
     ),
     Breakage(
         "row-wise-means",
@@ -438,7 +438,7 @@ BREAKAGES = (
         r"columns\[name\] = columns\[name\] / .*",
         "pass",
         "Means over row-wise tables come back as sums.",
-        ("multiprocess/test_parity.py",),
+        ("multiprocess/strategies/test_parity.py",),
     ),
     Breakage(
         "draws-of-shards",
@@ -446,7 +446,7 @@ BREAKAGES = (
         r"if caller == INIT or getattr\(func, \"__module__\", \"\"\) == INIT:",
         "if False:",
         "torch.nn.init in hooks takes fans from a shard, and ranks draw the same rows.",
-        ("multiprocess/test_sharded_weights.py",),
+        ("multiprocess/sharding/test_sharded_weights.py",),
     ),
     Breakage(
         "gathered-gradients",
@@ -454,7 +454,7 @@ BREAKAGES = (
         r"local /= num_ranks\n",
         "local /= 1\n",
         "Tied output weights get the sum of the ranks' gradients in place of the mean.",
-        ("multiprocess/test_tied_tables.py",),
+        ("multiprocess/sharding/test_tied_tables.py",),
     ),
     Breakage(
         "guarded-gradients",
@@ -462,7 +462,7 @@ BREAKAGES = (
         r"_wrap\(func\(\*args\), place if name == \"data\" else .*\)\)",
         "func(*args)",
         "Norms of a rank's own shards, and of their gradients, pass for those of the tables.",
-        ("multiprocess/test_sharded_weights.py",),
+        ("multiprocess/sharding/test_sharded_weights.py",),
     ),
     Breakage(
         "ids-limit",
@@ -470,7 +470,7 @@ BREAKAGES = (
         r"\(values >= (\w+)\)",
         r"(values > \1)",
         "The first id beyond a table is not reported.",
-        ("multiprocess/test_ids_check.py",),
+        ("multiprocess/sharding/test_ids_check.py",),
     ),
     Breakage(
         "evicts-waiting-rows",
@@ -478,7 +478,7 @@ BREAKAGES = (
         r"squeeze\(1\) >= before, ",
         "squeeze(1) < -9, ",
         "Ids of one step take one another's rows, which then get the gradients of both.",
-        ("multiprocess/test_mapped_ids.py", "unit/test_id_mapping.py"),
+        ("multiprocess/sharding/test_mapped_ids.py", "unit/sharding/test_id_mapping.py"),
     ),
     Breakage(
         "mch-moves-waiting-rows",
@@ -486,7 +486,7 @@ BREAKAGES = (
         r"if self\._is_due and not self\._rows_wait:",
         "if self._is_due:",
         "An id loses its row between its lookup and its update, which then goes to another id's row.",
-        ("unit/test_mch_mapping.py",),
+        ("unit/sharding/test_mch_mapping.py",),
     ),
     Breakage(
         "keeps-ids-to-leave-out",
@@ -494,7 +494,7 @@ BREAKAGES = (
         r"may_share=not self\.spec\.drops",
         "may_share=True",
         "With disable_fallback, ids without a row of their own get the row of another id.",
-        ("multiprocess/test_mapped_ids.py",),
+        ("multiprocess/sharding/test_mapped_ids.py",),
     ),
     Breakage(
         "maps-on-every-rank",
@@ -502,7 +502,7 @@ BREAKAGES = (
         r"isinstance\(module\.get_submodule\(path\), MAPS_IDS\)",
         "False",
         "Each rank maps ids to rows of its own, of tables whose gradients are averaged.",
-        ("multiprocess/test_mapped_ids.py",),
+        ("multiprocess/sharding/test_mapped_ids.py",),
     ),
     Breakage(
         "keeps-count-of-free-rows",
@@ -510,7 +510,7 @@ BREAKAGES = (
         r"mapping\.ids_were_set\(\)",
         "pass",
         "After a checkpoint was loaded into a running module, ids get no free rows, or two get one.",
-        ("unit/test_id_mapping.py",),
+        ("unit/sharding/test_id_mapping.py",),
     ),
     Breakage(
         "compares-widths-of-ranks",
@@ -518,7 +518,7 @@ BREAKAGES = (
         r"\[paths_of\(source\) for source in found\]",
         "[*found]",
         "Views of batches that are padded to other widths on the ranks are never prefetched.",
-        ("multiprocess/test_computed_ids.py",),
+        ("multiprocess/prefetch/test_computed_ids.py",),
     ),
     Breakage(
         "forgets-reset-rows",
@@ -526,7 +526,7 @@ BREAKAGES = (
         r"for note in self\._shard\.on_reset:",
         "for note in ():",
         "A difference lacks rows that started anew for ids which no step has looked up since.",
-        ("multiprocess/test_mch_ids.py",),
+        ("multiprocess/sharding/test_mch_ids.py",),
     ),
     Breakage(
         "keeps-evicted-rows",
@@ -534,7 +534,7 @@ BREAKAGES = (
         r"self\._resets\[name\]\(evicted, ",
         "(lambda *_: None)(evicted, ",
         "An id goes on with the row, and the optimizer state, of the id that had it before.",
-        ("multiprocess/test_mapped_ids.py",),
+        ("multiprocess/sharding/test_mapped_ids.py",),
     ),
     Breakage(
         "lengths-sum",
@@ -542,7 +542,7 @@ BREAKAGES = (
         r"longest > values\.numel\(\) or sum\(numbers\) != values\.numel\(\)",
         "False",
         "Lengths that do not add up give bags the rows of others, or read beyond the ids.",
-        ("multiprocess/test_bad_batches.py",),
+        ("multiprocess/sharding/test_bad_batches.py",),
     ),
     Breakage(
         "forms-alike",
@@ -550,7 +550,7 @@ BREAKAGES = (
         r"if not all\((\w+)\) or len\(set\(\w+\)\) > 1:",
         r"if not all(\1):",
         "int32 ids on one rank and int64 on another end both by a signal from gloo.",
-        ("multiprocess/test_bad_batches.py",),
+        ("multiprocess/sharding/test_bad_batches.py",),
     ),
     Breakage(
         "backward-order",
@@ -558,7 +558,7 @@ BREAKAGES = (
         r"self\.\w+ \+= order_backward\(.*\)",
         "pass",
         "Ranks that touch rows in different orders exchange gradients of different lookups.",
-        ("multiprocess/test_lazy_outputs.py",),
+        ("multiprocess/sharding/test_lazy_outputs.py",),
     ),
     Breakage(
         "seed-of-tables",
@@ -566,7 +566,7 @@ BREAKAGES = (
         r'f"\{seed\}/\{name\}/\{block\}"',
         'f"{seed}/{block}"',
         "All tables that are built without memory begin with the same rows.",
-        ("multiprocess/test_initial_weights.py",),
+        ("multiprocess/sharding/test_initial_weights.py",),
     ),
     Breakage(
         "tied-weights",
@@ -574,7 +574,7 @@ BREAKAGES = (
         r"others = self\._names\[id\(plain\.weight\)\] - .*",
         "others = set()",
         "An output layer that shares its weight with an embedding is silently untied.",
-        ("unit/test_plain_embeddings.py",),
+        ("unit/sharding/test_plain_embeddings.py",),
     ),
     # ---- planning and its report
     Breakage(
@@ -583,7 +583,7 @@ BREAKAGES = (
         r"int\(memory_bytes \* \(1 - self\.share\)\)",
         "int(memory_bytes)",
         "Plans leave no memory for dense layers: out of memory in the first step.",
-        ("unit/test_reservation.py",),
+        ("unit/sharding/test_reservation.py",),
     ),
     Breakage(
         "ring-traffic",
@@ -591,7 +591,7 @@ BREAKAGES = (
         r"2 \* (\w+) \* \(num_ranks - 1\) / num_ranks",
         r"\1 * (num_ranks - 1) / num_ranks",
         "Replicated tables look half as expensive as they are.",
-        ("unit/test_traffic.py",),
+        ("unit/sharding/test_traffic.py",),
     ),
     Breakage(
         "memory-check",
@@ -599,7 +599,7 @@ BREAKAGES = (
         r"if \w+\[worst\] > usable\[worst\]:",
         "if False:",
         "A plan from a file that does not fit is followed until memory ends.",
-        ("multiprocess/test_plan_files.py", "unit/test_plan_file.py"),
+        ("multiprocess/sharding/test_plan_files.py", "unit/sharding/test_plan_file.py"),
     ),
     Breakage(
         "critical-path",
@@ -607,7 +607,7 @@ BREAKAGES = (
         r"exchanges\.max\(axis=0, initial=0\.0\)\.sum\(\) \+ compute\.max\(initial=0\.0\)",
         "exchanges.min(axis=0, initial=0.0).sum() + compute.min(initial=0.0)",
         "The plan's time is that of the fastest rank.",
-        ("unit/test_planner.py",),
+        ("unit/sharding/test_planner.py",),
     ),
     Breakage(
         "fullest-rank",
@@ -615,7 +615,7 @@ BREAKAGES = (
         r"\(self\.usable - self\.tables\)\.argmin\(\)",
         "(self.usable - self.tables).argmax()",
         "The report names the emptiest rank as the fullest.",
-        ("unit/test_plan_report.py", "unit/test_plan_page.py"),
+        ("unit/sharding/test_plan_report.py", "unit/sharding/test_plan_page.py"),
     ),
     Breakage(
         "largest-tables",
@@ -623,7 +623,7 @@ BREAKAGES = (
         r"key=lambda table: -table\.num_rows",
         "key=lambda table: table.num_rows",
         "The start table of many tables prints the smallest in place of the largest.",
-        ("unit/test_plan_report.py",),
+        ("unit/sharding/test_plan_report.py",),
     ),
     # ---- optimizers
     Breakage(
@@ -632,7 +632,7 @@ BREAKAGES = (
         r"if rate != self\._pushed\.get\(handle\):",
         "if handle not in self._pushed:",
         "Schedulers do not reach fused tables.",
-        ("multiprocess/test_learning_rates.py",),
+        ("multiprocess/optimizers/test_learning_rates.py",),
     ),
     Breakage(
         "clipping-norm",
@@ -640,7 +640,7 @@ BREAKAGES = (
         r"dist\.all_reduce\(square, group=group\)",
         "pass",
         "Ranks clip by the norm of their own shards: their weights drift apart.",
-        ("multiprocess/test_clipping.py",),
+        ("multiprocess/optimizers/test_clipping.py",),
     ),
     Breakage(
         "adagrad-eps",
@@ -648,7 +648,7 @@ BREAKAGES = (
         r"EmbOptimType\.EXACT_ADAGRAD, arguments, 4\.0\)",
         "EmbOptimType.EXACT_ADAGRAD, {}, 4.0)",
         "Adagrad's eps is FBGEMM's own in place of the user's.",
-        ("multiprocess/test_parity.py",),
+        ("multiprocess/strategies/test_parity.py",),
     ),
     Breakage(
         "momentum-dropped",
@@ -656,7 +656,7 @@ BREAKAGES = (
         r"_first_set\(group, momentum=0, weight_decay=0, ",
         "_first_set(group, weight_decay=0, ",
         "SGD with momentum trains tables without momentum.",
-        ("unit/test_translation.py",),
+        ("unit/optimizers/test_translation.py",),
     ),
     Breakage(
         "unequal-batches",
@@ -664,7 +664,7 @@ BREAKAGES = (
         r"of_ranks\[self\._ranks\.rank\] / sum\(of_ranks\)",
         "1 / len(of_ranks)",
         "Batches of unequal size give other gradients than one device.",
-        ("multiprocess/test_batch_sizes.py",),
+        ("multiprocess/sharding/test_batch_sizes.py",),
     ),
     Breakage(
         "zero-send",
@@ -672,7 +672,7 @@ BREAKAGES = (
         r"parameter\.copy_\(value\.view\(parameter\.shape\)\)",
         "pass",
         "zero_optimizer=True: ranks keep old values of the parameters that others update.",
-        ("multiprocess/test_zero_optimizer.py",),
+        ("multiprocess/optimizers/test_zero_optimizer.py",),
     ),
     # ---- strategies
     Breakage(
@@ -681,7 +681,7 @@ BREAKAGES = (
         r"\.coalesce\(\)\.div_\(num_ranks\)",
         ".coalesce()",
         "ddp_tuned sums sparse gradients in place of averaging them.",
-        ("multiprocess/test_sparse_grads.py",),
+        ("multiprocess/strategies/test_sparse_grads.py",),
     ),
     Breakage(
         "half-average",
@@ -689,7 +689,7 @@ BREAKAGES = (
         r"gradients\.to\(dtype\)\.div_\(dist\.get_world_size\(\)\)",
         "gradients.to(dtype)",
         "comm_dtype='bf16' multiplies gradients by the number of ranks.",
-        ("multiprocess/test_ddp_tuned.py",),
+        ("multiprocess/strategies/test_ddp_tuned.py",),
     ),
     Breakage(
         "join-weight",
@@ -705,7 +705,7 @@ BREAKAGES = (
         r"parameter\.grad\.div_\(dist\.get_world_size\(\)\)",
         "pass",
         "fsdp_tuned sums the gradients of single numbers in place of averaging them.",
-        ("multiprocess/test_fsdp_traps.py",),
+        ("multiprocess/strategies/test_fsdp_traps.py",),
     ),
     Breakage(
         "fsdp-written-weights",
@@ -713,7 +713,7 @@ BREAKAGES = (
         r"if \w+\(\w+\) != before\.get\(.*:",
         "if False:",
         "A step that writes to a gathered weight loses what it wrote, without a word.",
-        ("multiprocess/test_fsdp_traps.py",),
+        ("multiprocess/strategies/test_fsdp_traps.py",),
     ),
     Breakage(
         "overflow-on-one-rank",
@@ -721,7 +721,7 @@ BREAKAGES = (
         r"if scaler is None or isinstance\(scaler, ShardedGradScaler\):",
         "if True:",
         "A rank whose gradients overflow skips a step that the others make.",
-        ("multiprocess/test_precision.py",),
+        ("multiprocess/optimizers/test_precision.py",),
     ),
     Breakage(
         "sigterm-ignored",
@@ -729,7 +729,7 @@ BREAKAGES = (
         r"self\.\w+ = min\(self\.\w+, what\)",
         "pass",
         "SIGTERM to a rank stops nothing; the scheduler kills the job.",
-        ("multiprocess/test_stopping.py",),
+        ("multiprocess/cluster/test_stopping.py",),
     ),
     Breakage(
         "unfrozen-tables",
@@ -737,7 +737,7 @@ BREAKAGES = (
         r'= \[name for name, update in updates\.items\(\) if update\.kind == "frozen"\]',
         "= []",
         "A table that is unfrozen while training gets a gradient that its optimizer cannot take.",
-        ("multiprocess/test_unfreezing_layers.py", "multiprocess/test_freezing.py", "multiprocess/test_finetuning.py"),
+        ("multiprocess/optimizers/test_unfreezing_layers.py", "multiprocess/optimizers/test_freezing.py", "multiprocess/optimizers/test_finetuning.py"),
     ),
     # ---- callbacks
     Breakage(
@@ -746,7 +746,7 @@ BREAKAGES = (
         r"return 1 \+ \(self\._factor - 1\) \* step / self\._warmup_steps",
         "return self._factor",
         "ScaledLearningRate has no warm-up.",
-        ("unit/test_scaled_learning_rate.py", "multiprocess/test_scaled_learning_rate.py"),
+        ("unit/callbacks/test_scaled_learning_rate.py", "multiprocess/callbacks/test_scaled_learning_rate.py"),
     ),
     Breakage(
         "samples-per-second",
@@ -754,7 +754,7 @@ BREAKAGES = (
         r"samples \* self\._num_ranks / seconds",
         "samples / seconds",
         "Throughput reports one rank's samples as all ranks'.",
-        ("unit/test_throughput.py", "multiprocess/test_callbacks_throughput.py"),
+        ("unit/callbacks/test_throughput.py", "multiprocess/callbacks/test_callbacks_throughput.py"),
     ),
     Breakage(
         "sent-to-itself",
@@ -762,7 +762,7 @@ BREAKAGES = (
         r"strict=True\) if other != rank\]",
         "strict=True)]",
         "What a rank keeps for itself counts as sent.",
-        ("multiprocess/test_callbacks_throughput.py",),
+        ("multiprocess/callbacks/test_callbacks_throughput.py",),
     ),
     # ---- command line, advice, versions, recipes
     Breakage(
@@ -771,7 +771,7 @@ BREAKAGES = (
         r"return \w+ if changed else (\w+)",
         r"return \1",
         "`inspect --verify` exits with 0 for a damaged checkpoint.",
-        ("unit/test_verify.py",),
+        ("unit/checkpoint/test_verify.py",),
     ),
     Breakage(
         "run-twice",
@@ -779,7 +779,7 @@ BREAKAGES = (
         r'save_config_kwargs=\{"overwrite": True\}',
         'save_config_kwargs={"overwrite": False}',
         "A second fit in the same folder fails.",
-        ("unit/test_commands.py",),
+        ("unit/cli/test_commands.py",),
     ),
     Breakage(
         "advised-ddp",
@@ -787,7 +787,7 @@ BREAKAGES = (
         r"if ddp\.total <= usable:",
         "if True:",
         "A module that is too large for a rank is advised to use ddp_tuned.",
-        ("unit/test_advice.py",),
+        ("unit/advice/test_advice.py",),
     ),
     Breakage(
         "min-nodes",
@@ -795,7 +795,7 @@ BREAKAGES = (
         r"while found is not None and found - \w+ > 1:",
         "while found is not None and found - floor > 2:",
         "`plan` asks for one node more than are needed.",
-        ("unit/test_edge_search.py",),
+        ("unit/sharding/test_edge_search.py",),
     ),
     Breakage(
         "torchrec-version",
@@ -827,7 +827,7 @@ BREAKAGES = (
         r"factor = 2\.0 \* gradient / [\w.]+",
         "factor = 2.0 * gradient",
         "An L2 term pulls shards by the rank's share of the examples, where batches are unequal.",
-        ("multiprocess/test_sharded_l2.py",),
+        ("multiprocess/sharding/test_sharded_l2.py",),
     ),
     Breakage(
         "own-optimizer-not-zeroed",
@@ -835,7 +835,7 @@ BREAKAGES = (
         r"other\.zero_grad\(set_to_none=set_to_none\)",
         "pass",
         "Gradients of tables with table_optimizer pile up over steps.",
-        ("multiprocess/test_table_optimizer.py",),
+        ("multiprocess/optimizers/test_table_optimizer.py",),
     ),
     Breakage(
         "second-manual-backward",
@@ -843,7 +843,7 @@ BREAKAGES = (
         r"if steps\.backward not in \(None, backward\):",
         "if False:",
         "Two backwards before a step update fused tables twice, under manual optimization.",
-        ("multiprocess/test_fused_by_hand.py",),
+        ("multiprocess/optimizers/test_fused_by_hand.py",),
     ),
     Breakage(
         "callbacks-of-pytorch-lightning",
@@ -867,7 +867,7 @@ BREAKAGES = (
         r"thread\.join\(\)",
         "pass",
         "A logger looks for a checkpoint that a thread is still writing, and never uploads it.",
-        ("unit/test_in_flight.py",),
+        ("unit/checkpoint/test_in_flight.py",),
     ),
     Breakage(
         "fork-with-threads",
@@ -875,7 +875,7 @@ BREAKAGES = (
         r"pause is not None and pause\(OMP_PAUSE_HARD\) == 0",
         "True",
         "Ranks that a notebook forks wait forever for OpenMP's threads, which only their parent has.",
-        ("multiprocess/test_no_script.py",),
+        ("multiprocess/cluster/test_no_script.py",),
     ),
     Breakage(
         "fork-saves-what-is-not-trained",
@@ -891,7 +891,7 @@ BREAKAGES = (
         r"\(num_before := dist\.get_world_size\(\)\) != num_ranks",
         "(num_before := num_ranks) != num_ranks",
         "Trainer(devices=2) after one of 1 in the same process trains alone, with half of the data.",
-        ("multiprocess/test_no_script.py",),
+        ("multiprocess/cluster/test_no_script.py",),
     ),
     # ---- checkpoints by difference
     Breakage(
@@ -900,7 +900,7 @@ BREAKAGES = (
         r"if gradient is not None and gradient\.is_sparse:",
         "if gradient is None:",
         "Rows whose gradients wait for their optimizer when a full checkpoint is saved lack in later differences.",
-        ("multiprocess/test_incremental.py",),
+        ("multiprocess/checkpoint/test_incremental.py",),
     ),
     Breakage(
         "difference-user-writes",
@@ -908,7 +908,7 @@ BREAKAGES = (
         r"writes\[self\.table\.name\] \+= 1",
         "pass",
         "Rows that user code writes through .data lack in differences.",
-        ("multiprocess/test_incremental.py",),
+        ("multiprocess/checkpoint/test_incremental.py",),
     ),
     Breakage(
         "difference-base-removed",
@@ -916,7 +916,7 @@ BREAKAGES = (
         r" \| \{mark\.base_name for _, _, mark in newest\[:keep\]\}",
         "",
         "The full checkpoint that a kept difference needs is removed: a restart starts at step 0.",
-        ("multiprocess/test_incremental.py",),
+        ("multiprocess/checkpoint/test_incremental.py",),
     ),
     # ---- schedulers of a resumed run
     Breakage(
@@ -925,7 +925,7 @@ BREAKAGES = (
         r"trainer\.fit_loop\._restarting = False",
         "pass",
         "A run that resumes in the middle of an epoch has another learning rate than one that never stopped.",
-        ("unit/test_plateaus.py",),
+        ("unit/checkpoint/test_plateaus.py",),
     ),
     Breakage(
         "plateau-missed",
@@ -933,7 +933,7 @@ BREAKAGES = (
         r"if self\._begins_at_an_end:",
         "if False:",
         "A checkpoint of an epoch's end loses one update of ReduceLROnPlateau without a word.",
-        ("unit/test_plateaus.py",),
+        ("unit/checkpoint/test_plateaus.py",),
     ),
     # ---- metrics
     Breakage(
@@ -942,7 +942,7 @@ BREAKAGES = (
         r"scores, num_holders = rounds\.all_reduce\(torch\.stack\((.*)\)\)",
         r"scores, num_holders = torch.stack(\1)",
         "A target is compared by a score that its rank alone knows: ranks, recall and NDCG are wrong.",
-        ("multiprocess/test_metrics.py",),
+        ("multiprocess/callbacks/test_metrics.py",),
     ),
     Breakage(
         "equal-after-one-batch",
@@ -950,7 +950,7 @@ BREAKAGES = (
         r"self\._sum = .*",
         'self._sum = "sum"',
         "A collection takes recall@10 for recall@100, because both were 0 in the first batch.",
-        ("unit/test_retrieval_metrics.py",),
+        ("unit/metrics/test_retrieval_metrics.py",),
     ),
     Breakage(
         "bins-of-one-user",
@@ -958,7 +958,7 @@ BREAKAGES = (
         r"users\.long\(\) \* self\.bins \+ ",
         "",
         "A binned GAUC is the AUC of all users' examples, pairs of different users among them.",
-        ("unit/test_example_metrics.py",),
+        ("unit/metrics/test_example_metrics.py",),
     ),
     Breakage(
         "straggler-by-waits",
@@ -966,7 +966,7 @@ BREAKAGES = (
         r"return self\.seconds - self\.waited - ",
         "return self.seconds - ",
         "The waits for a slow rank count as the others' own time: no straggler is named.",
-        ("multiprocess/test_rank_monitor.py",),
+        ("multiprocess/callbacks/test_rank_monitor.py",),
     ),
     Breakage(
         "dense-updates-free",
@@ -974,7 +974,7 @@ BREAKAGES = (
         r'elif kind == "dense":',
         'elif kind == "no":',
         "A plan takes the update of all rows by dense Adam for nothing, and gives its rank other tables too.",
-        ("unit/test_update_costs.py",),
+        ("unit/sharding/test_update_costs.py",),
     ),
     Breakage(
         "kept-part-travels",
@@ -982,7 +982,7 @@ BREAKAGES = (
         r"to_each \* \(self\.num_ranks - self\.ranks_on_node\)",
         "to_each * self.num_ranks",
         "An estimate sends what stays on a node over its link, too.",
-        ("unit/test_planner.py",),
+        ("unit/sharding/test_planner.py",),
     ),
     Breakage(
         "batch-size-assumed",
@@ -990,7 +990,7 @@ BREAKAGES = (
         r"if is_size\(size := getattr\(source, \"batch_size\", None\)\):",
         "if False:",
         "Plans are made for 512 examples, not for the loader's.",
-        ("unit/test_batch_size.py",),
+        ("unit/strategies/test_batch_size.py",),
     ),
     Breakage(
         "distinct-rows-of-one-batch",
@@ -998,7 +998,7 @@ BREAKAGES = (
         r"distinct_per_batch=float\(np\.mean\(\[len\(np\.unique\(batch\)\) for batch in batches\]\)\)",
         "distinct_per_batch=float(len(rows))",
         "Different rows of a batch are reported as those of all batches together.",
-        ("unit/test_plan_from_data.py",),
+        ("unit/cli/test_plan_from_data.py",),
     ),
     Breakage(
         "weights-gradients-divided",
@@ -1006,7 +1006,7 @@ BREAKAGES = (
         r"returned if scale == 1 else returned \* scale",
         "returned",
         "Weights of an nn.EmbeddingBag's ids learn at a rate divided by the number of ranks, silently.",
-        ("multiprocess/test_learned_weights.py",),
+        ("multiprocess/sharding/test_learned_weights.py",),
     ),
     Breakage(
         "weights-not-reached",
@@ -1014,7 +1014,7 @@ BREAKAGES = (
         r"return output \+ weights\.sum\(\)",
         "return None",
         "A rank that holds no rows of a table sends back no gradients of weights: the others wait in backward.",
-        ("multiprocess/test_learned_weights.py",),
+        ("multiprocess/sharding/test_learned_weights.py",),
     ),
     Breakage(
         "rows-sent-once-rest",
@@ -1022,7 +1022,7 @@ BREAKAGES = (
         r"values = values\.index_select\(0, self\._places\[feature\]\)",
         "values = values.detach().index_select(0, self._places[feature])",
         "Tables whose repeated ids are sent once no longer learn.",
-        ("multiprocess/test_distinct_ids.py",),
+        ("multiprocess/sharding/test_distinct_ids.py",),
     ),
     Breakage(
         "stages-clip-alone",
@@ -1030,7 +1030,7 @@ BREAKAGES = (
         r"clip_over_all_ranks\(self\.precision_plugin, own, \{\}, num_replicas=ranks\.num_replicas\)",
         "clip_over_all_ranks(self.precision_plugin, None, {})",
         "A stage clips by the norm of its own gradients.",
-        ("multiprocess/test_pipeline_parallel.py",),
+        ("multiprocess/strategies/test_pipeline_parallel.py",),
     ),
     Breakage(
         "stages-draw-apart",
@@ -1038,7 +1038,7 @@ BREAKAGES = (
         r"seed = hash\(\(self\.seed, part\)\) % 2\*\*32",
         "seed = random.randrange(2**32)",
         "The last stage makes its labels of other random numbers than the first one its inputs.",
-        ("multiprocess/test_pipeline_life.py",),
+        ("multiprocess/strategies/test_pipeline_life.py",),
     ),
     Breakage(
         "stages-divide-no-masks",
@@ -1046,7 +1046,7 @@ BREAKAGES = (
         r"tensor\.chunk\(num\)\[index\] if next\(has_rows\) else tensor",
         "tensor.chunk(num)[0] if next(has_rows) else tensor",
         "Every micro-batch gets the first one's padding mask.",
-        ("multiprocess/test_pipeline_parallel.py",),
+        ("multiprocess/strategies/test_pipeline_parallel.py",),
     ),
     Breakage(
         "stages-mix-up-what-they-receive",
@@ -1054,7 +1054,7 @@ BREAKAGES = (
         r"each\.tag = 1 \+ 2 \* .*",
         "each.tag = 0",
         "A stage takes another stage's gradient for its input.",
-        ("multiprocess/test_pipeline_parallel.py",),
+        ("multiprocess/strategies/test_pipeline_parallel.py",),
     ),
     Breakage(
         "advise-forgets-the-loss",
@@ -1062,7 +1062,7 @@ BREAKAGES = (
         r"loss=again \+ times\.after_backward",
         "loss=0.0",
         "The estimate of idle time leaves out what others wait for while the last stage computes the loss.",
-        ("unit/test_idle_time.py",),
+        ("unit/advice/test_idle_time.py",),
     ),
     Breakage(
         "communication-takes-gradients-for-outputs",
@@ -1070,7 +1070,7 @@ BREAKAGES = (
         r'STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS',
         "STAGE_OUTPUTS",
         "What stages send back is counted with what they send on.",
-        ("multiprocess/test_callbacks_throughput.py",),
+        ("multiprocess/callbacks/test_callbacks_throughput.py",),
     ),
     Breakage(
         "fsdp-draws-alike",
@@ -1078,6 +1078,6 @@ BREAKAGES = (
         r"drawn = drawn\.narrow\(dim, offset, length\)",
         "drawn = drawn.narrow(dim, 0, length)",
         "A hook draws the same numbers for the shards of all ranks.",
-        ("multiprocess/test_fsdp_draws.py",),
+        ("multiprocess/strategies/test_fsdp_draws.py",),
     ),
 )

@@ -19,7 +19,7 @@ from lightning_distrec.sharding.planning.costs import update_milliseconds
 from lightning_distrec.sharding.planning.report_pictures import cells
 from tests.support.planned import planned_at_random
 
-HERE = "tests.unit.test_plan_from_data."
+HERE = "tests.unit.cli.test_plan_from_data."
 BATCH, BATCHES = 32, 5
 
 

@@ -483,7 +483,7 @@ def test_a_yaml_trains_in_groups(tmp_path: Path) -> None:
     options = {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": copy.deepcopy(AT_3)}
     trainer = {"strategy": options, "devices": 4, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
-    data = f"--data.init_args.cache_dir={Path(__file__).parents[2] / 'data' / 'movielens-100k'}"
+    data = f"--data.init_args.cache_dir={Path(__file__).parents[3] / 'data' / 'movielens-100k'}"
     configs = ["--config", "recipes/movielens_dlrm/cpu.yaml", "--config", str(tmp_path / "job.yaml")]
     done = fit_by_console(*configs, data, f"--trainer.logger.init_args.save_dir={tmp_path}")
     assert "Embedding tables over 2 ranks in each of 2 groups" in done.stdout

@@ -16,7 +16,7 @@ from tests.support.advised_models import Ids
 from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 Run = Callable[..., tuple[int, str, str]]
 IDS = "tests.support.advised_models.Ids"
 
@@ -114,7 +114,7 @@ def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
     assert "no batch was read (--no-batch)" in " ".join(run("Wide", IDS, "--no-batch")[1].split())
     assert (
         "the first batch could not be read (FileNotFoundError: films.csv)"
-        in run("Wide", "tests.unit.test_advise_command.NoData", "--json")[1]
+        in run("Wide", "tests.unit.advice.test_advise_command.NoData", "--json")[1]
     )
     assert "the module is on the meta device" in run("Wide", IDS, "--meta", "--json")[1]
 

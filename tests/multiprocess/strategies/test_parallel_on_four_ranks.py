@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
-from tests.multiprocess.test_powersgd import _by_hand
-from tests.multiprocess.test_powersgd import _fit as _fit_powersgd
+from tests.multiprocess.strategies.test_powersgd import _by_hand
+from tests.multiprocess.strategies.test_powersgd import _fit as _fit_powersgd
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS

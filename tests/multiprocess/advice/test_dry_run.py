@@ -18,12 +18,12 @@ from lightning_distrec.cli import main as cli
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.planning.sharding_plan import differences
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
-from tests.multiprocess.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, UNUSED, _batch
+from tests.multiprocess.sharding.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, UNUSED, _batch
 from tests.support.advised_models import NUM_USERS, Advised
 from tests.support.movielens_folder import write_movielens_folder
 from tests.support.ranks import run_each_on_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MEMORY = 64 * 2**20
 """Of a rank, so little that plans go by it."""
 
@@ -74,7 +74,7 @@ def _config(folder: Path, model: str, data: str, strategy: dict[str, Any], **tra
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "use_distributed_sampler": False,
-            "callbacks": [{"class_path": "tests.multiprocess.test_dry_run.KeepsWhatIsTold"}],
+            "callbacks": [{"class_path": "tests.multiprocess.advice.test_dry_run.KeepsWhatIsTold"}],
             "strategy": {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": strategy},
         }
         | trainer,
@@ -100,11 +100,11 @@ def _jobs(folder: Path) -> dict[str, Path]:
         "memory_bytes_per_rank": MEMORY,
         "prefetch": {"depth": 1},
     }
-    lookups = {"class_path": "tests.multiprocess.test_traffic.Lookups", "init_args": {"weighted": True}}
-    users, ids = "tests.multiprocess.test_dry_run.Users", "tests.support.advised_models.Ids"
+    lookups = {"class_path": "tests.multiprocess.sharding.test_traffic.Lookups", "init_args": {"weighted": True}}
+    users, ids = "tests.multiprocess.advice.test_dry_run.Users", "tests.support.advised_models.Ids"
     few = {"memory_bytes_per_rank": 2 * MEMORY, "planning": planning, "convert_embeddings": "all"}
     jobs = {
-        "lookups": _config(folder / "lookups", "", "tests.multiprocess.test_dry_run.EvenIds", even),
+        "lookups": _config(folder / "lookups", "", "tests.multiprocess.advice.test_dry_run.EvenIds", even),
         "users": _config(folder / "users", users, ids, few, accumulate_grad_batches=2),
     }
     config = yaml.safe_load(jobs["lookups"].read_text()) | {"model": lookups}

@@ -14,7 +14,7 @@ import torch
 from tests.support import installing
 from tests.support.limits import LIMIT_SECONDS
 
-PROGRAM = (Path(__file__).parents[1] / "support" / "notebook_script.py").read_text("utf-8")
+PROGRAM = (Path(__file__).parents[2] / "support" / "notebook_script.py").read_text("utf-8")
 GOES_ON = """
 import pytest
 from lightning_distrec.errors import CheckpointError, ConfigError

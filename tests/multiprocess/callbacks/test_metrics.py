@@ -23,8 +23,8 @@ from lightning_distrec.metrics import (
 )
 from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.unit.test_example_metrics import examples
-from tests.unit.test_retrieval_metrics import drawn
+from tests.unit.metrics.test_example_metrics import examples
+from tests.unit.metrics.test_retrieval_metrics import drawn
 
 QUERIES, CANDIDATES = 23, 50
 

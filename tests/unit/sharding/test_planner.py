@@ -152,14 +152,14 @@ def test_row_and_column_blocks_cover_every_table_once() -> None:
 def test_equal_input_gives_the_same_plan_in_processes_that_hash_otherwise() -> None:
     program = (
         "from tests.support.planned_tables import draw_tables\n"
-        "from tests.unit.test_planner import places, planned\n"
+        "from tests.unit.sharding.test_planner import places, planned\n"
         "print(places(planned(draw_tables('zipf', 6, 4, 2, 12, 5))))\n"
     )
     said = [
         subprocess.run(
             [sys.executable, "-c", program],
             env=os.environ | {"PYTHONHASHSEED": str(seed)},
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[3],
             capture_output=True,
             text=True,
             check=True,

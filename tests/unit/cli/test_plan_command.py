@@ -105,7 +105,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         monkeypatch.delenv(variable, raising=False)
 
     def of(model: str, *args: str, strategy: Any = "torchrec_sharded", **trainer: Any) -> tuple[int, str, str]:
-        here = "tests.unit.test_plan_command."
+        here = "tests.unit.cli.test_plan_command."
         config = {
             "model": {"class_path": here + model},
             "data": {"class_path": here + "NoData"},

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distrec import ScaledLearningRate
 from lightning_distrec.errors import OptimizerError
-from tests.multiprocess.test_learning_rates import ScheduledModel
+from tests.multiprocess.optimizers.test_learning_rates import ScheduledModel
 from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
 from tests.support.counting_rates import SCHEDULERS, CountingRates, TwoByHand, batches, rates_of_plain_loop
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks

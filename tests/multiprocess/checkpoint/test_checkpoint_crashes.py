@@ -297,7 +297,7 @@ def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_
     command = [
         sys.executable,
         "-m",
-        "tests.multiprocess.test_checkpoint_crashes",
+        "tests.multiprocess.checkpoint.test_checkpoint_crashes",
         str(folder),
         str(int(is_async)),
         str(victim),

@@ -85,7 +85,7 @@ def test_a_small_run_writes_the_page_and_its_pictures_and_redraws_them(tmp_path:
 
 
 def test_the_page_shows_its_numbers_in_words() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
+    docs = Path(__file__).resolve().parents[3] / "docs"
     points = load(docs / "images" / "scale.json")
     measured = read_checkpoints((docs / "performance.md").read_text(encoding="utf-8"))
     assert (docs / "scale.md").read_text(encoding="utf-8") == page_of(points, measured)
