@@ -737,7 +737,11 @@ BREAKAGES = (
         r'= \[name for name, update in updates\.items\(\) if update\.kind == "frozen"\]',
         "= []",
         "A table that is unfrozen while training gets a gradient that its optimizer cannot take.",
-        ("multiprocess/optimizers/test_unfreezing_layers.py", "multiprocess/optimizers/test_freezing.py", "multiprocess/optimizers/test_finetuning.py"),
+        (
+            "multiprocess/optimizers/test_unfreezing_layers.py",
+            "multiprocess/optimizers/test_freezing.py",
+            "multiprocess/optimizers/test_finetuning.py",
+        ),
     ),
     # ---- callbacks
     Breakage(
