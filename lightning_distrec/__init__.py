@@ -1,8 +1,7 @@
 """Trains an unchanged LightningModule with its embedding tables sharded over many ranks and nodes.
 
-Importing this package registers the strategies with Lightning, and lets it read and upload checkpoints that are
-folders. torchrec and fbgemm load when a strategy that needs them is made, or when one of the names below that needs
-them is first used.
+Importing this package registers the strategies with Lightning, and lets it read checkpoints that are folders. torchrec
+and fbgemm load when a strategy that needs them is made, or when one of the names below that needs them is first used.
 """
 
 from functools import partial
@@ -13,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_distrec._compat.lightning import override_environment_choice
-from lightning_distrec._compat.lightning_namespaces import refuse_in_other_trainers, refuse_other_objects
-from lightning_distrec._compat.lightning_saving import read_folders_too, upload_folders_too
-from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
-from lightning_distrec.namespaces import refuse_in_other_trainer, refuse_other_namespace
+from lightning_distrec._compat.lightning_saving import read_folders_too
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
@@ -123,8 +119,6 @@ def _is_ours(strategy: Any) -> bool:
 
 
 override_environment_choice(_is_ours, _choose_environment)
-refuse_in_other_trainers(lambda strategy: refuse_in_other_trainer(strategy) if _is_ours(strategy) else None)
-refuse_other_objects(refuse_other_namespace)
 
 
 def _is_folder(path: Any) -> bool:
@@ -137,7 +131,6 @@ def _read_folder(path: Any, with_optimizers: bool, pickles: bool) -> Any:
 
 
 read_folders_too(_is_folder, _read_folder)
-upload_folders_too(wait_for_checkpoint)
 
 
 def _make(class_name: str, **arguments: Any) -> Any:

@@ -33,9 +33,3 @@ def refuse_other_callbacks(callbacks: Iterable[Any]) -> None:
     """
     for callback in callbacks:
         refuse_other_namespace(callback)
-
-
-def refuse_in_other_trainer(strategy: Any) -> None:
-    """Raises ConfigError: a Trainer of pytorch_lightning gets `strategy`, which is one of ours."""
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    raise ConfigError(f"strategy {name!r} is given to a Trainer of pytorch_lightning. {CHANGE}")

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_distrec._compat.patches import Patches
+
 
 def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
     """Return the FBGEMM modules that hold the fused tables of a sharded collection on this rank.
@@ -89,11 +91,9 @@ class KernelCall:
             return packet(**options)
 
         # The namespace caches operators as attributes, from which the kernel's module takes them at each call.
-        setattr(operators, self._name or "", watched)
-        try:
+        with Patches() as patches:
+            patches.replace(operators, self._name or "", watched)
             rows: Tensor = self._kernel(indices=ids, offsets=offsets)
-        finally:
-            setattr(operators, self._name or "", packet)
         schema = packet.default._schema.arguments
         names = [argument.name for argument in schema]
         arguments = [given.get(argument.name, argument.default_value) for argument in schema]

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.loops import fetchers
 from torch import nn
 from torch.optim import Optimizer
+
+from lightning_distrec._compat.patches import Patches
 
 DataFetcher = fetchers._DataFetcher
 """Base class of the fetchers from which Lightning's loops take their batches."""
@@ -55,8 +56,8 @@ def unscales_in_step(optimizer: Optimizer) -> bool:
     return bool(_optimizer_handles_unscaling(optimizer))
 
 
-def call_after_closure(plugin: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Call `call` in each optimizer step after the closure and the hooks behind it, before the update; returns an undo.
+def call_after_closure(plugin: Any, call: Callable[[], None]) -> Patches:
+    """Call `call` in each optimizer step after the closure and the hooks behind it, before the update.
 
     Source: lightning/pytorch/plugins/precision/precision.py, whose subclasses call the same method.
     """
@@ -66,8 +67,9 @@ def call_after_closure(plugin: Any, call: Callable[[], None]) -> Callable[[], No
         after_closure(*args)
         call()
 
-    plugin._after_closure = called
-    return lambda: setattr(plugin, "_after_closure", after_closure)
+    patches = Patches()
+    patches.replace(plugin, "_after_closure", called)
+    return patches
 
 
 def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
@@ -134,44 +136,36 @@ def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[
         combined_loader.__dict__.pop("_state_dicts", None)
 
 
-def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let the trainer's loops take their data fetchers from `make`, called with a stage; returns an undo.
+def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Patches:
+    """Let the trainer's loops take their data fetchers from `make`, called with a stage.
 
     Upstream chooses among its own fetchers, which draw one batch ahead and cannot prepare lookups. A step that takes a
     dataloader_iter keeps upstream's choice. The loops read `_select_data_fetcher` from the globals of their modules, so
-    it is replaced there, once per process; trainers without a `make` get upstream's choice.
+    it is replaced there; other trainers get upstream's choice.
     Can go when a Trainer or a strategy can be given a fetcher.
     Source: lightning/pytorch/loops/utilities.py.
     """
     from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
-    from lightning.pytorch.loops.utilities import _select_data_fetcher
 
-    def select(of: Any, stage: Any) -> Any:
-        chosen = _select_data_fetcher(of, stage)
-        if isinstance(chosen, fetchers._DataLoaderIterDataFetcher) or of not in _makers:
-            return chosen
-        return _makers[of](stage)
+    original = fit_loop.__dict__["_select_data_fetcher"]
 
-    if fit_loop.__dict__["_select_data_fetcher"] is _select_data_fetcher:
-        for module in (evaluation_loop, fit_loop, prediction_loop):
-            module.__dict__["_select_data_fetcher"] = select
-    _makers[trainer] = make
+    def select(running_trainer: Any, stage: Any) -> Any:
+        fetcher = original(running_trainer, stage)
+        if isinstance(fetcher, fetchers._DataLoaderIterDataFetcher) or running_trainer is not trainer:
+            return fetcher
+        return make(stage)
 
-    def undo() -> None:
-        _makers.pop(trainer, None)
-
-    return undo
+    patches = Patches()
+    for module in (evaluation_loop, fit_loop, prediction_loop):
+        patches.replace(module, "_select_data_fetcher", select)
+    return patches
 
 
-_makers: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
-
-
-def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Callable[[], None]:
-    """Skip the user's on_before_batch_transfer for batches for which `is_done` returns True; returns an undo.
+def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Patches:
+    """Skip the user's on_before_batch_transfer for batches for which `is_done` returns True.
 
     Upstream: every loop calls it just before Strategy.batch_to_device. Batches in flight have been through it when they
-    were fetched; a second call would transform them twice. Written into the module's `__dict__`, where it takes
-    precedence over the class. Can go when fetchers can move batches to the device.
+    were fetched; a second call would transform them twice. Can go when fetchers can move batches to the device.
     Source: lightning/pytorch/core/module.py.
     """
     hook = module._on_before_batch_transfer
@@ -179,12 +173,9 @@ def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Call
     def once(batch: Any, dataloader_idx: int = 0) -> Any:
         return batch if is_done(batch) else hook(batch, dataloader_idx)
 
-    module.__dict__["_on_before_batch_transfer"] = once
-
-    def undo() -> None:
-        module.__dict__.pop("_on_before_batch_transfer", None)
-
-    return undo
+    patches = Patches()
+    patches.replace(module, "_on_before_batch_transfer", once)
+    return patches
 
 
 def call_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
@@ -192,11 +183,11 @@ def call_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
     return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 
 
-def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> None:
+def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> Patches:
     """Let `choose` return the cluster environment of a Trainer whose strategy `is_ours`.
 
     is_ours: gets the strategy's name, or the strategy. An environment that the user passes as a plugin stays, and so
-    does everything for other strategies. Once per process.
+    does everything for other strategies.
     Upstream chooses by the first environment whose `detect` is True, before it creates the strategy, and some of them
     raise in their constructor, so that a strategy cannot correct the choice later.
     Can go when Lightning lets a strategy choose its environment.
@@ -204,17 +195,16 @@ def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable
     """
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-    theirs = _AcceleratorConnector._choose_and_init_cluster_environment
-    if hasattr(theirs, "theirs"):
-        return
+    original = _AcceleratorConnector._choose_and_init_cluster_environment
 
-    def ours(self: Any) -> Any:
+    def choose_for_ours(self: Any) -> Any:
         if self._cluster_environment_flag is None and is_ours(self._strategy_flag):
             return choose()
-        return theirs(self)
+        return original(self)
 
-    ours.theirs = theirs  # type: ignore[attr-defined]
-    _AcceleratorConnector._choose_and_init_cluster_environment = ours  # type: ignore[method-assign]
+    patches = Patches()
+    patches.replace(_AcceleratorConnector, "_choose_and_init_cluster_environment", choose_for_ours)
+    return patches
 
 
 def mark_stop(trainer: Any) -> None:
@@ -222,17 +212,14 @@ def mark_stop(trainer: Any) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def stop_between_steps(
-    trainer: Any, asked: Callable[[bool], None], leave: Callable[[], int | None]
-) -> Callable[[], None]:
-    """Let signals only call `asked`, and call `leave` before each of the trainer's steps; returns an undo.
+def stop_between_steps(trainer: Any, record: Callable[[bool], None], leave: Callable[[], int | None]) -> Patches:
+    """Let signals only call `record`, and call `leave` before each of the trainer's steps.
 
-    asked: gets True for the signal by which Slurm requeues a job, False for SIGTERM.
+    record: gets True for the signal by which Slurm requeues a job, False for SIGTERM.
     leave: returns the exit code with which the process is to end, or None to go on.
     Upstream: the handlers run collectives (a broadcast, saving) inside of the signal, wherever the rank is, so that
     ranks that are hit at different points deadlock; and the training loop broadcasts rank 0's flag at every step and
-    waits for it. Ours agree with the control message that each step has anyway. The methods are written into the
-    `__dict__` of this trainer's connector and loop, where they take precedence over the classes.
+    waits for it. Ours agree with the control message that each step has anyway.
     Can go when Lightning's signal handlers only set a flag and its loop asks the strategy about it.
     Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and
     lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after the strategy's
@@ -247,10 +234,10 @@ def stop_between_steps(
         launcher = trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(signum)
-        asked(False)
+        record(False)
 
     def requeue(signum: int, frame: Any) -> None:
-        asked(True)
+        record(True)
 
     def look_first(data_fetcher: Any) -> None:
         if (code := leave()) is not None:
@@ -258,18 +245,12 @@ def stop_between_steps(
             raise SIGTERMException(code)
         advance(data_fetcher)
 
-    connector.__dict__["_sigterm_notifier_fn"] = terminate
-    connector.__dict__["_slurm_sigusr_handler_fn"] = requeue
-    loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
-    loop.__dict__["advance"] = look_first
-
-    def undo() -> None:
-        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-            connector.__dict__.pop(name, None)
-        for name in ("_broadcast_sigterm_tensor", "advance"):
-            loop.__dict__.pop(name, None)
-
-    return undo
+    patches = Patches()
+    patches.replace(connector, "_sigterm_notifier_fn", terminate)
+    patches.replace(connector, "_slurm_sigusr_handler_fn", requeue)
+    patches.replace(loop, "_broadcast_sigterm_tensor", lambda: None)
+    patches.replace(loop, "advance", look_first)
+    return patches
 
 
 def batches_that_stepped(trainer: Any) -> int:

@@ -1,7 +1,6 @@
 """Private names of lightning: how its loops call hooks in a step, at less Python where nobody listens."""
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -10,6 +9,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
+
+from lightning_distrec._compat.patches import Patches
 
 _MARK = "_calls_hooks_that_are_overridden"
 _callback_hooks, _module_hook, _strategy_hook = (
@@ -29,38 +30,28 @@ _MODULE_OF = attrgetter("_accelerator_connector.strategy._lightning_module")
 _OF_MODULES = {name: getattr(LightningModule, name) for name in EMPTY_HOOKS}
 
 
-def call_overridden_hooks(trainer: Any) -> Callable[[], None]:
+def call_overridden_hooks(trainer: Any) -> Patches:
     """Let the trainer's loops call hooks that somebody overrides, and build no context without a profiler.
 
     A step has 22 hooks. Upstream formats a log line for each, enters a generator for the profiler, and sets the hook's
     name on the module, for `self.log`, through nn.Module's __setattr__, whether or not the hook does anything. Here
     the name is written past __setattr__, and a hook that is Lightning's own empty one is left out; nothing else
-    differs. With another profiler, or where that log is at level DEBUG now, upstream's functions run. Returns an undo.
+    differs. With another profiler, or where that log is at level DEBUG now, upstream's functions run.
     Source: lightning/pytorch/trainer/call.py; _build_kwargs in lightning/pytorch/loops/training_epoch_loop.py, which
     inspects the signature of training_step in every step. Can go when Lightning does so.
     """
+    patches = Patches()
     if type(trainer.profiler) is not PassThroughProfiler or call.log.isEnabledFor(logging.DEBUG):
-        return lambda: None
-    call.__dict__.update(
-        _call_callback_hooks=_call_callbacks,
-        _call_lightning_module_hook=_call_module,
-        _call_strategy_hook=_call_strategy,
-    )
+        return patches
+    patches.replace(call, "_call_callback_hooks", _call_callbacks)
+    patches.replace(call, "_call_lightning_module_hook", _call_module)
+    patches.replace(call, "_call_strategy_hook", _call_strategy)
+    patches.replace(trainer, _MARK, True)
+    # Upstream's context does nothing but yield the name that it is given.
+    patches.replace(trainer.profiler, "profile", nullcontext)
     loop = trainer.fit_loop.epoch_loop
-    written = [
-        (trainer.__dict__, _MARK, True),
-        # Upstream's context does nothing but yield the name that it is given.
-        (trainer.profiler.__dict__, "profile", nullcontext),
-        (loop.__dict__, "_build_kwargs", _KeptSignature(loop)),
-    ]
-    for attributes, name, value in written:
-        attributes[name] = value
-
-    def undo() -> None:
-        for attributes, name, _ in written:
-            attributes.pop(name, None)
-
-    return undo
+    patches.replace(loop, "_build_kwargs", _KeptSignature(loop))
+    return patches
 
 
 def _call_callbacks(
@@ -69,19 +60,19 @@ def _call_callbacks(
     if monitoring_callbacks is not None or _MARK not in trainer.__dict__:
         _callback_hooks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
-    empty, module, before = _OF_CALLBACKS.get(hook_name), None, None
+    empty, module, caller = _OF_CALLBACKS.get(hook_name), None, None
     for callback in trainer.callbacks:
         if getattr(type(callback), hook_name, None) is empty and hook_name not in callback.__dict__:
             continue
         if module is None:
             module = _MODULE_OF(trainer)
-            before = module._current_fx_name
+            caller = module._current_fx_name
             module.__dict__["_current_fx_name"] = hook_name
         hook = getattr(callback, hook_name)
         if callable(hook):
             hook(trainer, module, *args, **kwargs)
     if module is not None:
-        module.__dict__["_current_fx_name"] = before
+        module.__dict__["_current_fx_name"] = caller
 
 
 def _call_module(trainer: Any, hook_name: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
@@ -94,10 +85,10 @@ def _call_module(trainer: Any, hook_name: str, *args: Any, pl_module: Any = None
     hook = getattr(module, hook_name)
     if not callable(hook):
         return None
-    before = module._current_fx_name
+    caller = module._current_fx_name
     attributes["_current_fx_name"] = hook_name
     output = hook(*args, **kwargs)
-    attributes["_current_fx_name"] = before
+    attributes["_current_fx_name"] = caller
     return output
 
 
@@ -105,13 +96,13 @@ def _call_strategy(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> A
     if _MARK not in trainer.__dict__:
         return _strategy_hook(trainer, hook_name, *args, **kwargs)
     module = _MODULE_OF(trainer)
-    before = module._current_fx_name
+    caller = module._current_fx_name
     module.__dict__["_current_fx_name"] = hook_name
     hook = getattr(trainer.strategy, hook_name)
     if not callable(hook):
         return None
     output = hook(*args, **kwargs)
-    module.__dict__["_current_fx_name"] = before
+    module.__dict__["_current_fx_name"] = caller
     return output
 
 

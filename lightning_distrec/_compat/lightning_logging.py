@@ -19,7 +19,9 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-_theirs: Callable[..., None] = LightningModule.log
+from lightning_distrec._compat.patches import Patches
+
+_upstream_log: Callable[..., None] = LightningModule.log
 _DEVICE_OF = attrgetter("device")
 _MOVES = nn.Module.to
 _ACCUMULATED = (torch.float32, torch.float64)
@@ -58,31 +60,29 @@ class _Results(_ResultCollection):
         return found
 
 
-def log_at_less_python(trainer: Any) -> Callable[[], None]:
+def log_at_less_python(trainer: Any) -> Patches:
     """Let `self.log` in training steps of this trainer check once what does not change from call to call.
 
     Upstream checks arguments, inspects the signature of training_step, builds and compares the value's metadata and
     moves its state to the device, by several walks through collections, at each call. Here the first call with the
     same arguments in the same hook is upstream's, as is any call whose value is of another kind, type or device; the
-    others make the same tensor and add it up by the same operations. Returns an undo.
+    others make the same tensor and add it up by the same operations. A `log` that somebody else has replaced stays.
     Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and _ResultMetric in
     lightning/pytorch/trainer/connectors/logger_connector/result.py; Metric._wrap_update in torchmetrics/metric.py.
     Can go when Lightning does so.
     """
-    LightningModule.log = _log  # type: ignore[method-assign]
+    patches = Patches()
+    if LightningModule.log not in (_upstream_log, _log):
+        return patches
+    patches.replace(LightningModule, "log", _log)
     results = trainer.fit_loop.epoch_loop._results
-    results.__class__ = _Results  # type: ignore[assignment]
+    patches.callback(results.__dict__.pop, "logged_before", None)
     results.logged_before = {}
-
-    def undo() -> None:
-        if type(results) is _Results:
-            results.__class__ = _ResultCollection  # type: ignore[assignment]
-            del results.logged_before
-
-    return undo
+    patches.replace_class(results, _Results)
+    return patches
 
 
-@wraps(_theirs)
+@wraps(_upstream_log)
 def _log(
     self: Any,
     name: Any,
@@ -106,11 +106,11 @@ def _log(
     )
     trainer = None if self._fabric is not None or torch.compiler.is_compiling() else self._trainer
     if trainer is None or trainer.state.stage is not RunningStage.TRAINING:
-        _theirs(self, name, value, *options)
+        _upstream_log(self, name, value, *options)
         return
     results = trainer.fit_loop.epoch_loop._results
     if type(results) is not _Results or enable_graph or (logger and not trainer.loggers):
-        _theirs(self, name, value, *options)
+        _upstream_log(self, name, value, *options)
         return
     fx, step = self._current_fx_name, self.__dict__.get("training_step") or type(self).training_step
     call = (fx, step, name, *options[:9], batch_size is None, *options[10:], results.dataloader_idx)
@@ -121,7 +121,7 @@ def _log(
     else:
         if results.get(key) is metric and _adds_up(self, trainer, metric, value, batch_size):
             return
-    _theirs(self, name, value, *options)
+    _upstream_log(self, name, value, *options)
     _remember(results, call)
 
 

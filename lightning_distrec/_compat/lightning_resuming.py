@@ -5,8 +5,10 @@ from typing import Any
 
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
+from lightning_distrec._compat.patches import Patches
 
-def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> None:
+
+def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
     """Let a fit resume from the checkpoint that `find` returns; None: do as `ckpt_path` says.
 
     find: gets the ckpt_path, None if the user has given none.
@@ -16,8 +18,11 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> None:
     Can go when Lightning asks the strategy or the environment for the checkpoint to resume from.
     Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_select_ckpt_path`, which fit calls once.
     """
-    trainer._checkpoint_connector.__class__ = _Resumes
-    trainer._checkpoint_connector.find = find
+    patches, connector = Patches(), trainer._checkpoint_connector
+    patches.replace_class(connector, _Resumes)
+    patches.replace(connector, "find", find)
+    patches.callback(connector.__dict__.pop, "chosen_path", None)
+    return patches
 
 
 def resumed_path(trainer: Any) -> str | None:
@@ -51,12 +56,12 @@ class _Resumes(_CheckpointConnector):
         return None
 
     def _select_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
-        given = ckpt_path or (self._ckpt_path if self._user_managed else None)
-        found: Any = self.find(given) if state_fn == "fit" and self.find is not None else None
-        if found is None:
-            found = super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
-        self.chosen_path = found
-        return found
+        requested = ckpt_path or (self._ckpt_path if self._user_managed else None)
+        path: Any = self.find(requested) if state_fn == "fit" and self.find is not None else None
+        if path is None:
+            path = super()._select_ckpt_path(state_fn, ckpt_path, *args, **options)
+        self.chosen_path = path
+        return path
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "find"}  # the next fit sets it again

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_distrec._compat.patches import Patches
 
-def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool, bool], dict[str, Any]]) -> None:
-    """Let Lightning read our folders wherever it reads a checkpoint's file. Once per process.
+
+def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool, bool], dict[str, Any]]) -> Patches:
+    """Let Lightning read our folders wherever it reads a checkpoint's file.
 
     is_folder: whether a path is one. read: returns its content: optimizers' state too if the second argument is
     True; values of any type, whose code is run, if the third is: the user's weights_only=False.
@@ -22,31 +24,25 @@ def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool
     from lightning.fabric.plugins.io import torch_io
     from lightning.pytorch.core import saving
 
-    _read_folders_too(saving, is_folder, lambda path, pickles: read(path, False, pickles))
-    _read_folders_too(torch_io, is_folder, lambda path, pickles: read(path, True, pickles))
+    def load_folders_too(load: Callable[..., Any], with_optimizers: bool) -> Callable[..., Any]:
+        def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+            if not is_folder(path_or_url):
+                return load(path_or_url, map_location=map_location, weights_only=weights_only)
+            checkpoint = read(path_or_url, with_optimizers, weights_only is False)
+            if isinstance(map_location, (str, torch.device)):  # others say where what was on a GPU is to be
+                checkpoint = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.to(map_location))
+            return checkpoint
+
+        return load_any
+
+    patches = Patches()
+    patches.replace(saving, "pl_load", load_folders_too(saving.pl_load, with_optimizers=False))
+    patches.replace(torch_io, "pl_load", load_folders_too(torch_io.pl_load, with_optimizers=True))
+    return patches
 
 
-def _read_folders_too(
-    module: Any, is_folder: Callable[[Any], bool], read: Callable[[Any, bool], dict[str, Any]]
-) -> None:
-    theirs = module.pl_load
-    if hasattr(theirs, "theirs"):
-        return
-
-    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if not is_folder(path_or_url):
-            return theirs(path_or_url, map_location=map_location, weights_only=weights_only)
-        checkpoint = read(path_or_url, weights_only is False)
-        if isinstance(map_location, (str, torch.device)):  # others say where what was on a GPU is to be
-            checkpoint = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.to(map_location))
-        return checkpoint
-
-    load.theirs = theirs  # type: ignore[attr-defined]
-    module.pl_load = load
-
-
-def upload_folders_too(is_checkpoint: Callable[[Path], bool]) -> None:
-    """Let loggers with log_model upload our folders wherever they upload a file. Once per process.
+def upload_folders_too(is_checkpoint: Callable[[Path], bool]) -> Patches:
+    """Let loggers with log_model upload our folders wherever they upload a file.
 
     is_checkpoint: whether a path is a complete checkpoint, a file or a folder; it waits for one that is being written.
     Upstream keeps the paths whose `Path(path).is_file()` is True, so `Path` is replaced in its module, which uses it
@@ -58,9 +54,7 @@ def upload_folders_too(is_checkpoint: Callable[[Path], bool]) -> None:
     from lightning.pytorch.loggers import utilities
     from lightning.pytorch.loggers.wandb import WandbLogger
 
-    theirs = WandbLogger._scan_and_log_checkpoints
-    if hasattr(theirs, "theirs"):
-        return
+    scan = WandbLogger._scan_and_log_checkpoints
 
     class FileOrFolder(type(Path())):  # type: ignore[misc]  # Path itself has no subclasses before Python 3.12
         def is_file(self, **options: Any) -> bool:
@@ -68,20 +62,18 @@ def upload_folders_too(is_checkpoint: Callable[[Path], bool]) -> None:
 
     def scan_and_log(self: Any, checkpoint_callback: Any) -> None:
         wandb: Any = import_module("wandb")
-        of_wandb = wandb.Artifact
-        wandb.Artifact = _takes_folders(of_wandb)  # it is looked up there for each checkpoint
-        try:
-            theirs(self, checkpoint_callback)
-        finally:
-            wandb.Artifact = of_wandb
+        with Patches() as upload:
+            upload.replace(wandb, "Artifact", _takes_folders(wandb.Artifact))  # it is looked up for each checkpoint
+            scan(self, checkpoint_callback)
 
-    scan_and_log.theirs = theirs  # type: ignore[attr-defined]
-    utilities.Path = FileOrFolder  # type: ignore[misc]
-    WandbLogger._scan_and_log_checkpoints = scan_and_log  # type: ignore[method-assign]
+    patches = Patches()
+    patches.replace(utilities, "Path", FileOrFolder)
+    patches.replace(WandbLogger, "_scan_and_log_checkpoints", scan_and_log)
+    return patches
 
 
-def _takes_folders(of_wandb: Any) -> Any:
-    class Artifact(of_wandb):  # type: ignore[misc]
+def _takes_folders(artifact: Any) -> Any:
+    class Artifact(artifact):  # type: ignore[misc]
         def add_file(self, local_path: str, *args: Any, **options: Any) -> Any:
             add = super().add_dir if Path(local_path).is_dir() else super().add_file
             return add(local_path, *args, **options)

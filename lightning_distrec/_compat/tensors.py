@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_distrec._compat.patches import Patches
+
 Note = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
@@ -88,8 +90,8 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
     return Watch()
 
 
-def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Callable[[], None]:
-    """Call `on_send` for each point-to-point send that is made as a P2POp of torch.distributed; returns an undo.
+def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Patches:
+    """Call `on_send` for each point-to-point send that is made as a P2POp of torch.distributed.
 
     on_send: gets the tensor, the global rank that it goes to, and the name of the function that makes the P2POp. Seen
     are those that read P2POp from torch.distributed when they make one, as torch.distributed.pipelining does.
@@ -109,13 +111,9 @@ def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Callable[[], Non
                 del frame  # it would keep itself alive
                 on_send(self.tensor, self.peer, caller)
 
-    dist.P2POp = Watched  # type: ignore[misc]
-
-    def undo() -> None:
-        if dist.P2POp is Watched:
-            dist.P2POp = original  # type: ignore[misc]
-
-    return undo
+    patches = Patches()
+    patches.replace(dist, "P2POp", Watched)
+    return patches
 
 
 def argument_names(operation: Any) -> list[str]:
@@ -139,18 +137,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
-def replace_calls(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of a module go to `call`, past its forward and its hooks; returns an undo.
+def replace_calls(module: nn.Module, call: Callable[..., Any]) -> Patches:
+    """Let calls of a module go to `call`, past its forward and its hooks.
 
     Source: torch/nn/modules/module.py, `_wrapped_call_impl`, by which nn.Module.compile does the same.
     """
-    compiled = vars(module).get("_compiled_call_impl")
-    module._compiled_call_impl = call
-
-    def undo() -> None:
-        if compiled is None:
-            del module._compiled_call_impl
-        else:
-            module._compiled_call_impl = compiled
-
-    return undo
+    patches = Patches()
+    patches.replace(module, "_compiled_call_impl", call)
+    return patches

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
+from lightning_distrec._compat.patches import Patches
+
 
 def share_hooks(original: nn.Module, module: nn.Module) -> None:
     """Share the forward and backward hooks of `original` with `module`, including those registered or removed later.
@@ -39,8 +41,8 @@ _HOOKS = attrgetter("_backward_hooks")
 _HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")
 
 
-def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Callable[[], None]:
-    """Call `check` with the gradients whose norm torch.nn.utils.clip_grad_norm_ is about to take; returns an undo.
+def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Patches:
+    """Call `check` with the gradients whose norm torch.nn.utils.clip_grad_norm_ is about to take.
 
     Upstream takes the norm of this rank's shards alone, without a word; `check` can refuse. Users import the function
     itself, so it is `_get_total_norm`, which it reads from its module's globals, that is replaced.
@@ -56,13 +58,9 @@ def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Callable[[]
         check(tensors)
         return original(tensors, *args, **options)
 
-    clip_grad._get_total_norm = watched
-
-    def undo() -> None:
-        if clip_grad._get_total_norm is watched:
-            clip_grad._get_total_norm = original
-
-    return undo
+    patches = Patches()
+    patches.replace(clip_grad, "_get_total_norm", watched)
+    return patches
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
@@ -227,8 +225,8 @@ def current_backward() -> int:
 
 def watch_collectives(
     names: tuple[str, ...], on_call: Callable[[str, dict[str, Any], str], Callable[[], None] | None]
-) -> Callable[[], None]:
-    """Call `on_call` before each call of these functions of torch.distributed; returns an undo.
+) -> Patches:
+    """Call `on_call` before each call of these functions of torch.distributed.
 
     on_call: gets the function's name, its arguments by name, and the name of the module that calls it. It may return a
     function, which is called once the collective is complete: for an asynchronous one of gloo, in gloo's thread.
@@ -238,17 +236,11 @@ def watch_collectives(
     """
     import torch.distributed as dist
 
-    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    watched = {name: _watched_collective(name, original, on_call) for name, original in originals.items()}
-    for name, function in watched.items():
-        setattr(dist, name, function)
-
-    def undo() -> None:
-        for name, function in watched.items():
-            if getattr(dist, name) is function:
-                setattr(dist, name, originals[name])
-
-    return undo
+    patches = Patches()
+    for name in names:
+        if hasattr(dist, name):
+            patches.replace(dist, name, _watched_collective(name, getattr(dist, name), on_call))
+    return patches
 
 
 def _watched_collective(

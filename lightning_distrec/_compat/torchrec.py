@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 
+from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import profiler_runs
 
 
@@ -78,16 +79,18 @@ def disable_mean_pooling_divisor(sharded: Any) -> None:
     sharded._has_mean_pooling_callback = False
 
 
-def skip_idle_record_functions() -> None:
+def skip_idle_record_functions() -> Patches:
     """Let torchrec name its exchanges for a profiler only where one runs: a name costs 5 microseconds, a step has 17.
 
-    For the whole process; a profiler sees what it saw before. Every module of torchrec has taken torch's
+    A profiler sees what it saw before. Every loaded module of torchrec has taken torch's
     `record_function` into its own globals (torchrec/distributed/types.py, dist_data.py, comm_ops.py and others).
     Can go when torch's record_function looks for a profiler first.
     """
+    patches = Patches()
     for name, module in list(sys.modules.items()):
-        if name.startswith("torchrec.") and getattr(module, "record_function", None) is record_function:
-            module.record_function = _record_function  # type: ignore[attr-defined]
+        if name.startswith("torchrec.") and vars(module).get("record_function") is record_function:
+            patches.replace(module, "record_function", _record_function)
+    return patches
 
 
 _NOT_RECORDED = contextlib.nullcontext()

@@ -121,8 +121,8 @@ class Communication(Callback):
         reducing = [ddp for ddp in ddps_of(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
         self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in reducing]
         undo = ExitStack()
-        undo.callback(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
-        undo.callback(watch_sends(self._count_send))
+        undo.enter_context(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
+        undo.enter_context(watch_sends(self._count_send))
         self._unwatch = undo.close
 
     @override

@@ -16,7 +16,6 @@ from lightning_distrec._compat.torchrec import (
     free_unsharded_tables,
     free_weights,
     silence_torchrec,
-    skip_idle_record_functions,
 )
 from lightning_distrec.sharding.data_parallel_tables import make_freezable
 from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
@@ -67,7 +66,6 @@ def shard_tables(
     groups: the ranks among which tables are sharded; `plan` counts ranks within a group.
     earlier: the sharding whose mappings of ids go on.
     """
-    skip_idle_record_functions()
     env = groups.environment()
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

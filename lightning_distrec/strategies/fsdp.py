@@ -171,7 +171,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         if run.is_fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
-            run.undo.callback(clip_over_all_ranks(self.precision_plugin, None, {}))
+            run.undo.enter_context(clip_over_all_ranks(self.precision_plugin, None, {}))
             run.undo.callback(skip_overflows_on_all_ranks(self.precision_plugin, self.optimizers))
             adapt_callbacks(trainer, module, None, self.lightning_module_state_dict)
         self.setup_precision_plugin()

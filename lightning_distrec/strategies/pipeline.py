@@ -171,7 +171,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             self.setup_optimizers(trainer)
             consensus.all_or_none("setup", partial(refuse_optimizers, self.optimizers, module))
             own = partial(own_parameters, module)
-            run.undo.callback(clip_over_all_ranks(self.precision_plugin, own, {}, num_replicas=ranks.num_replicas))
+            run.undo.enter_context(clip_over_all_ranks(self.precision_plugin, own, {}, num_replicas=ranks.num_replicas))
             run.session.checkpoints.use_state_ranks(state_ranks(module, layout, ranks))
         self.setup_precision_plugin()
         run.session.checkpoints.positions.data_ranks = ranks.replica, ranks.num_replicas

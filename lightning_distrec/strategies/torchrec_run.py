@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_distrec import gpu
 from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
+from lightning_distrec._compat.torchrec import skip_idle_record_functions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.learning import LookupCounts
@@ -104,6 +105,7 @@ class TorchRecRun(Run):
         if tables is not None:
             self.tables = tables
             self.undo.callback(tables.release)
+            self.undo.enter_context(skip_idle_record_functions())
             if noted := NotedIds(tables.shards.mappings):
                 checkpoints.positions.keep_by_rank("noted_ids", noted)
         elif shards_dense:
@@ -143,10 +145,10 @@ class TorchRecRun(Run):
             if fsdp is None:
                 strategy.configure_ddp()
             shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
-            replicas = tables.shards.groups.num_replicas
-            self.undo.callback(clip_over_all_ranks(plugin, shards, tables.fused_weights(), table_optimizers, replicas))
+            fused, replicas = tables.fused_weights(), tables.shards.groups.num_replicas
+            self.undo.enter_context(clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas))
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
-            self.undo.callback(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
+            self.undo.enter_context(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())

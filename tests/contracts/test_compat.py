@@ -165,10 +165,10 @@ def test_has_gradient_hooks_sees_both_kinds() -> None:
 def test_watch_total_norm_sees_what_clip_grad_norm_takes_and_can_be_undone() -> None:
     weight, seen = nn.Parameter(torch.zeros(2)), []
     weight.grad = torch.full((2,), 3.0)
-    undo = _torch.watch_total_norm(seen.extend)
+    patches = _torch.watch_total_norm(seen.extend)
     assert clip_grad_norm_([weight], 1.0) == pytest.approx(3.0 * 2**0.5)
     assert seen[0] is weight.grad
-    undo()
+    patches.close()
     clip_grad_norm_([weight], 1.0)
     assert len(seen) == 1
 
@@ -327,13 +327,13 @@ def test_watch_collectives_sees_calls_by_torchrec_and_can_be_undone() -> None:
 
     original = torch.distributed.all_to_all_single
     seen: list[Any] = []
-    undo = _torch.watch_collectives(("all_to_all_single", "no_such_function"), lambda *told: seen.append(told))
+    patches = _torch.watch_collectives(("all_to_all_single", "no_such_function"), lambda *told: seen.append(told))
     for module in (comm_ops, dist_data):
         assert module.dist.all_to_all_single is not original
         assert "dist.all_to_all_single(" in inspect.getsource(module)
     with pytest.raises(TypeError, match="output"):  # the watched function itself says what is wrong
         torch.distributed.all_to_all_single(1, 2, input_split_sizes=[3])
-    undo()
+    patches.close()
     assert torch.distributed.all_to_all_single is original
     assert seen == [("all_to_all_single", {"output": 1, "input": 2, "input_split_sizes": [3]}, __name__)]
     assert not hasattr(torch.distributed, "no_such_function")
@@ -416,11 +416,12 @@ def test_call_after_closure_calls_between_closure_and_update_and_can_be_undone()
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
     model = Model()
-    undo = _lightning.call_after_closure(trainer.precision_plugin, lambda: calls.append(f"{float(model.layer.bias)}"))
+    plugin = trainer.precision_plugin
+    patches = _lightning.call_after_closure(plugin, lambda: calls.append(f"{float(model.layer.bias)}"))
     bias = float(model.layer.bias)
     trainer.fit(model, torch.utils.data.DataLoader(torch.ones(1, 1)))
     assert calls == ["step", "hook", f"{bias}", "end"]
-    undo()
+    patches.close()
     assert trainer.precision_plugin._after_closure.__func__ is type(trainer.precision_plugin)._after_closure
 
 

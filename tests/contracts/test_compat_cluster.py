@@ -12,9 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
@@ -32,19 +30,12 @@ QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "e
 
 
 def test_override_environment_choice_applies_to_our_strategies_only() -> None:
-    installed = _AcceleratorConnector._choose_and_init_cluster_environment
-    try:
-        _AcceleratorConnector._choose_and_init_cluster_environment = installed.theirs
-        _lightning.override_environment_choice(lambda strategy: isinstance(strategy, DDPStrategy), Chosen)
-        ours = _AcceleratorConnector._choose_and_init_cluster_environment
-        _lightning.override_environment_choice(lambda strategy: True, SLURMEnvironment)
-        assert _AcceleratorConnector._choose_and_init_cluster_environment is ours, "installed twice"
+    with _lightning.override_environment_choice(lambda strategy: isinstance(strategy, DDPStrategy), Chosen):
         assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment) is Chosen
         assert type(Trainer(strategy="ddp", **QUIET).strategy.cluster_environment) is LightningEnvironment
         passed = LightningEnvironment()
         assert Trainer(strategy=DDPStrategy(), plugins=passed, **QUIET).strategy.cluster_environment is passed
-    finally:
-        _AcceleratorConnector._choose_and_init_cluster_environment = installed
+    assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment) is LightningEnvironment
 
 
 @pytest.mark.slow
@@ -74,13 +65,15 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
     assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
     asked = []
     for found, of_given in (("mine.ckpt", "mine.ckpt"), (None, "given.ckpt")):
-        lightning_resuming.resume_from(trainer, lambda given, found=found: asked.append(given) or found)
-        select = trainer._checkpoint_connector._select_ckpt_path
-        assert select(TrainerFn.FITTING, None, **model) == lightning_resuming.resumed_path(trainer) == found
-        assert select(TrainerFn.FITTING, "given.ckpt", **model) == of_given
-        assert select(TrainerFn.TESTING, "given.ckpt", **model) == "given.ckpt"
+        with lightning_resuming.resume_from(trainer, lambda given, found=found: asked.append(given) or found):
+            select = trainer._checkpoint_connector._select_ckpt_path
+            assert select(TrainerFn.FITTING, None, **model) == lightning_resuming.resumed_path(trainer) == found
+            assert select(TrainerFn.FITTING, "given.ckpt", **model) == of_given
+            assert select(TrainerFn.TESTING, "given.ckpt", **model) == "given.ckpt"
+        assert lightning_resuming.resumed_path(trainer) is None
     trainer.ckpt_path = "set.ckpt"
-    assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == "set.ckpt"
+    with lightning_resuming.resume_from(trainer, asked.append):
+        assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == "set.ckpt"
     assert asked == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
 
 

@@ -59,24 +59,24 @@ def test_calls_of_a_module_are_replaced_until_they_are_given_back() -> None:
     module = torch.nn.Linear(2, 2)
     hooks: list[object] = []
     module.register_forward_hook(lambda *_: hooks.append(None))
-    undo = dispatch.replace_calls(module, lambda value, factor: (value, factor))
+    patches = dispatch.replace_calls(module, lambda value, factor: (value, factor))
     assert torch.nn.Module.__call__(module, 1, factor=2) == (1, 2)
     assert hooks == []
-    undo()
+    patches.close()
     assert module(torch.ones(2)).shape == (2,)
     assert len(hooks) == 1
     compiled = torch.nn.Linear(2, 2)
     compiled._compiled_call_impl = lambda value: "compiled"
-    dispatch.replace_calls(compiled, lambda value: "replaced")()
+    dispatch.replace_calls(compiled, lambda value: "replaced").close()
     assert compiled(1) == "compiled"
 
 
 def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
     original = distributed.P2POp
-    undo = dispatch.watch_sends(lambda *_: None)
+    patches = dispatch.watch_sends(lambda *_: None)
     assert distributed.P2POp is not original
     assert issubclass(distributed.P2POp, original)  # batch_isend_irecv looks at the class
-    undo()
+    patches.close()
     assert distributed.P2POp is original
     for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
         assert "dist.P2POp(dist.isend, send_tensor, peer_global_rank" in inspect.getsource(getattr(PipelineStage, name))

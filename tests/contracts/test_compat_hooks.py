@@ -1,6 +1,7 @@
 """Lightning's loops call the same hooks, with the same arguments and under the same names, at less Python."""
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -71,9 +72,8 @@ def _fit(lean: bool, takes_index: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model, notes = Model(takes_index), Notes()
     trainer = pl.Trainer(max_epochs=2, accelerator="cpu", callbacks=[notes, pl.Callback()], **OPTIONS)
-    undo = _lightning_hooks.call_overridden_hooks(trainer) if lean else lambda: None
-    trainer.fit(model, DataLoader(torch.ones(4, 2)), DataLoader(torch.ones(1, 2)))
-    undo()
+    with _lightning_hooks.call_overridden_hooks(trainer) if lean else nullcontext():
+        trainer.fit(model, DataLoader(torch.ones(4, 2)), DataLoader(torch.ones(1, 2)))
     assert "profile" not in vars(trainer.profiler)
     return notes.calls, model.calls, trainer.callback_metrics, model.layer.weight.tolist()
 
@@ -93,21 +93,22 @@ def test_the_hooks_that_are_left_out_do_nothing() -> None:
 
 def test_a_profiler_and_the_log_at_level_debug_get_what_lightning_gives_them(caplog: pytest.LogCaptureFixture) -> None:
     trainer = pl.Trainer(max_steps=2, accelerator="cpu", profiler=SimpleProfiler(), **OPTIONS)
-    _lightning_hooks.call_overridden_hooks(trainer)
-    trainer.fit(Model(True), DataLoader(torch.ones(4, 2)))
+    with _lightning_hooks.call_overridden_hooks(trainer):
+        trainer.fit(Model(True), DataLoader(torch.ones(4, 2)))
     assert len(trainer.profiler.recorded_durations["[LightningModule]Model.on_before_zero_grad"]) == 2
 
     trainer = pl.Trainer(max_steps=2, accelerator="cpu", **OPTIONS)
-    with caplog.at_level(logging.DEBUG, call.log.name):
-        _lightning_hooks.call_overridden_hooks(trainer)
+    with caplog.at_level(logging.DEBUG, call.log.name), _lightning_hooks.call_overridden_hooks(trainer):
         trainer.fit(Model(True), DataLoader(torch.ones(4, 2)))
     assert "calling lightning module hook: on_before_zero_grad" in caplog.text
 
 
 def test_another_trainer_and_a_trainer_after_its_undo_are_lightning_s() -> None:
     first, second = (pl.Trainer(max_steps=1, accelerator="cpu", **OPTIONS) for _ in range(2))
-    undo = _lightning_hooks.call_overridden_hooks(first)
-    assert not set(vars(second.profiler)) & {"profile"}
-    undo()
+    hook = call._call_callback_hooks
+    with _lightning_hooks.call_overridden_hooks(first):
+        assert not set(vars(second.profiler)) & {"profile"}
+        assert call._call_callback_hooks is not hook
+    assert call._call_callback_hooks is hook
     assert not any(name.startswith("_calls_hooks") for name in vars(first))
     assert "_build_kwargs" not in vars(first.fit_loop.epoch_loop)

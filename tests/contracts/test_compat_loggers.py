@@ -7,19 +7,21 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import litlogger, mlflow, utilities, wandb
 
 from lightning_distrec._compat import lightning_saving as _lightning_saving
+from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
 from tests.support.checkpoint_folders import by_rows, write_folder
 
 
 def test_lightning_finds_our_folders_among_the_checkpoints_to_upload(tmp_path: Path) -> None:
-    # import of lightning_distrec has made use of upload_folders_too
-    assert callable(_lightning_saving.upload_folders_too)
     path = write_folder(tmp_path / "it.ckpt", {"loops": None, "state_dict": {"w": by_rows(torch.ones(2, 2))}})
     of_others = tmp_path / "sharded.ckpt"
     of_others.mkdir()
     keep = ModelCheckpoint(tmp_path)
     keep.best_model_path, keep.best_model_score, keep.last_model_path = str(path), torch.tensor(2.0), str(of_others)
-    ((time, found, score, tag),) = utilities._scan_checkpoints(keep, {})
-    assert (found, score, tag) == (str(path), 2.0, "best")
-    assert utilities._scan_checkpoints(keep, {found: time}) == []
+    assert utilities._scan_checkpoints(keep, {}) == []
+    scan = wandb.WandbLogger._scan_and_log_checkpoints
+    with _lightning_saving.upload_folders_too(wait_for_checkpoint):
+        ((time, found, score, tag),) = utilities._scan_checkpoints(keep, {})
+        assert (found, score, tag) == (str(path), 2.0, "best")
+        assert utilities._scan_checkpoints(keep, {found: time}) == []
+        assert wandb.WandbLogger._scan_and_log_checkpoints is not scan
     assert all(module._scan_checkpoints is utilities._scan_checkpoints for module in (mlflow, wandb, litlogger))
-    assert hasattr(wandb.WandbLogger._scan_and_log_checkpoints, "theirs")

@@ -1,6 +1,7 @@
 """`self.log` in training steps gives loggers, callbacks and progress bars the same bits, at less Python."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,9 @@ def _fit(lean: bool, folder: Path) -> tuple[Any, ...]:
         max_epochs=3, accelerator="cpu", callbacks=[seen], logger=CSVLogger(folder), log_every_n_steps=2,
         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=1, val_check_interval=3,
     )  # fmt: skip
-    undo = _lightning_logging.log_at_less_python(trainer) if lean else lambda: None
     data = torch.linspace(-2, 2, 28).reshape(14, 2)[torch.randperm(14)]
-    trainer.fit(model, DataLoader(data, batch_size=2), DataLoader(data[:2]))
-    undo()
+    with _lightning_logging.log_at_less_python(trainer) if lean else nullcontext():
+        trainer.fit(model, DataLoader(data, batch_size=2), DataLoader(data[:2]))
     written = Path(trainer.logger.log_dir, "metrics.csv").read_text()  # type: ignore[union-attr,arg-type]
     return seen.found, written, model.layer.weight.tolist()
 
@@ -145,9 +145,8 @@ def test_a_wrong_call_after_right_ones_raises_as_upstream_s(wrong: Any) -> None:
     raised = []
     for lean in (True, False):
         trainer = pl.Trainer(**OPTIONS)
-        if lean:
-            _lightning_logging.log_at_less_python(trainer)
-        with pytest.raises((MisconfigurationException, ValueError)) as info:
+        patches = _lightning_logging.log_at_less_python(trainer) if lean else nullcontext()
+        with patches, pytest.raises((MisconfigurationException, ValueError)) as info:
             trainer.fit(Logs(_wrong(3, wrong)), DataLoader(torch.ones(6, 2)))
         assert trainer.global_step == 3
         raised.append((type(info.value), str(info.value)))
@@ -188,9 +187,8 @@ def _moved(kind: type[MeanMetric], lean: bool) -> list[Any]:
         found.append((getattr(module.mean, "moves", 0), module.mean.dtype))
 
     trainer = pl.Trainer(**OPTIONS)
-    undo = _lightning_logging.log_at_less_python(trainer) if lean else lambda: None
-    trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
-    undo()
+    with _lightning_logging.log_at_less_python(trainer) if lean else nullcontext():
+        trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
     return found
 
 
@@ -217,8 +215,7 @@ def test_a_call_that_recurs_takes_few_functions() -> None:
         sys.setprofile(None)
 
     trainer = pl.Trainer(**OPTIONS)
-    undo = _lightning_logging.log_at_less_python(trainer)
-    trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
-    undo()
+    with _lightning_logging.log_at_less_python(trainer):
+        trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
     assert counts[4] <= 12 < counts[0] / 10, counts
     assert type(trainer.fit_loop.epoch_loop._results).__name__ == "_ResultCollection"

@@ -125,31 +125,29 @@ def test_replace_fetchers_applies_to_one_trainer_until_undone() -> None:
         return Counting()
 
     trainer = make_trainer()
-    undo = _lightning.replace_fetchers(trainer, make)
-    make_trainer().fit(Hooked(), loader())
-    assert not stages, "another trainer's fetchers were made too"
-    trainer.fit(Hooked(), loader())
+    with _lightning.replace_fetchers(trainer, make):
+        make_trainer().fit(Hooked(), loader())
+        assert not stages, "another trainer's fetchers were made too"
+        trainer.fit(Hooked(), loader())
     assert stages == ["train"]
     assert Counting.drawn == 4
-    undo()
-    trainer = make_trainer()
     trainer.fit(Hooked(), loader())
     assert stages == ["train"]
 
 
 def test_skip_transfer_hook_when_skips_batches_that_are_done() -> None:
     module, trainer = Hooked(), make_trainer()
-    undo = _lightning.skip_transfer_hook_when(module, lambda batch: bool(batch[0] == 4))
+    patches = _lightning.skip_transfer_hook_when(module, lambda batch: bool(batch[0] == 4))
     trainer.fit(module, loader())
     assert module.hooked == [0, 2, 6]
     assert float(_lightning.call_transfer_hook(module, torch.tensor([4.0]), 0)) == 4.5
-    undo()
+    patches.close()
     assert "_on_before_batch_transfer" not in vars(module)
 
 
 def test_stop_between_steps_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
     trainer, asked, codes = make_trainer(), [], [None, 143]
-    undo = _lightning.stop_between_steps(trainer, asked.append, codes.pop)
+    patches = _lightning.stop_between_steps(trainer, asked.append, codes.pop)
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
     trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
     assert asked == [False, True]
@@ -161,7 +159,7 @@ def test_stop_between_steps_notes_a_signal_and_stops_the_loop_once_agreed() -> N
     with pytest.raises(TypeError):  # Lightning's own goes on, and finds nothing to fetch from
         trainer.fit_loop.epoch_loop.advance(None)
     assert codes == []
-    undo()
+    patches.close()
     assert not vars(trainer.fit_loop.epoch_loop).keys() & {"_broadcast_sigterm_tensor", "advance"}
     assert not vars(trainer._signal_connector).keys() & {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}
     trainer._signal_connector.received_sigterm = False
@@ -373,15 +371,17 @@ def test_fused_splits_send_weights_of_half_precision_as_they_are() -> None:  # w
 
 
 def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> None:
-    _torchrec.skip_idle_record_functions()
-    replaced = torchrec_types.record_function
-    assert torchrec_comm_ops.record_function is replaced
-    assert not isinstance(torchrec_types.record_function("idle"), torch.profiler.record_function)
-    with torch.profiler.profile() as profile, torchrec_types.record_function("an exchange"):
-        torch.zeros(1)
-    assert "an exchange" in {event.name for event in profile.events()}
-    _torchrec.skip_idle_record_functions()
-    assert torchrec_types.record_function is replaced
+    with _torchrec.skip_idle_record_functions():
+        replaced = torchrec_types.record_function
+        assert torchrec_comm_ops.record_function is replaced
+        assert not isinstance(torchrec_types.record_function("idle"), torch.profiler.record_function)
+        with torch.profiler.profile() as profile, torchrec_types.record_function("an exchange"):
+            torch.zeros(1)
+        assert "an exchange" in {event.name for event in profile.events()}
+        with _torchrec.skip_idle_record_functions():
+            assert torchrec_types.record_function is replaced
+        assert torchrec_types.record_function is replaced
+    assert torchrec_types.record_function is not replaced
 
 
 def _routes() -> tuple[bool, bool]:

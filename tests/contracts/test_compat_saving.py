@@ -24,8 +24,7 @@ class Layer(pl.LightningModule):
 
 
 def test_lightning_reads_a_folder_wherever_it_reads_a_file(tmp_path: Path) -> None:
-    # import of lightning_distrec has made use of read_folders_too
-    assert callable(_lightning_saving.read_folders_too)
+    assert callable(_lightning_saving.read_folders_too), "which importing lightning_distrec has called"
     trained = Layer(3)
     state = {name: by_rows(tensor) for name, tensor in trained.state_dict().items()}
     path = write_folder(tmp_path / "it.ckpt", {"loops": None, "state_dict": state, "hyper_parameters": {"dim": 3}})

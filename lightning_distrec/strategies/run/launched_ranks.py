@@ -16,6 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
+from lightning_distrec._compat.lightning_saving import upload_folders_too
+from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, consensus_of_all_ranks
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers
 from lightning_distrec.cluster.interface import GLOO, choose_interface
@@ -25,6 +27,7 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.cluster.threads import cpus_of_this_process, num_threads, use_threads
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.gpu import device_id, refuse_shared_devices
+from lightning_distrec.namespaces import refuse_other_namespace
 from lightning_distrec.strategies.run.forked_ranks import (
     LAUNCHER_PID,
     check_fork,
@@ -50,8 +53,10 @@ def check_launch(strategy: DDPStrategy, num_nodes: int) -> None:
         check_numbers(launched, len(devices), available, num_nodes)
 
 
-def wrap_launch(strategy: DDPStrategy, before_fit: Callable[[Trainer], None], timeout_seconds: float) -> None:
+def wrap_launch(strategy: Any, before_fit: Callable[[Trainer], ExitStack], timeout_seconds: float) -> None:
     """Let a strategy's launcher call `before_fit` before every fit, and watch over every run that it launches.
+
+    What `before_fit` patches, and that loggers upload our folders, lasts for the run.
 
     Lightning's own launcher, on one node, passes the ranks that it starts a key of their job.
     """
@@ -62,8 +67,8 @@ def wrap_launch(strategy: DDPStrategy, before_fit: Callable[[Trainer], None], ti
 
 
 def _prepare_and_launch(
-    strategy: DDPStrategy,
-    before_fit: Callable[[Trainer], None],
+    strategy: Any,
+    before_fit: Callable[[Trainer], ExitStack],
     timeout_seconds: float,
     function: Any,
     *args: Any,
@@ -73,7 +78,14 @@ def _prepare_and_launch(
     launcher: Any = strategy.launcher
     environment: Any = strategy.cluster_environment
     launch = partial(type(launcher).launch, launcher, function, *args, trainer=trainer, **options)
+    for value in (*args, *options.values()):
+        refuse_other_namespace(value)
+
+    def all_stop() -> bool:
+        return dist.is_initialized() and consensus_of_all_ranks(timeout_seconds)[0].flags.agreed != CONTINUE
+
     with ExitStack() as undo:
+        undo.enter_context(upload_folders_too(wait_for_checkpoint))
         if forks_ranks(launcher):
             check_fork(launcher, trainer)
             undo.enter_context(variables_as_they_were())
@@ -82,15 +94,15 @@ def _prepare_and_launch(
             os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
             os.environ[LAUNCHER_PID] = str(os.getpid())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not is_forked(launcher):
-            before_fit(trainer)
+            undo.enter_context(before_fit(trainer))
         if forks_ranks(launcher):
             return fork_ranks(launcher, strategy.num_processes, launch)
-
-    def all_stop() -> bool:
-        return dist.is_initialized() and consensus_of_all_ranks(timeout_seconds)[0].flags.agreed != CONTINUE
-
-    with watched(trainer, all_stop):
-        return launch()
+        try:
+            with watched(trainer, all_stop):
+                return launch()
+        except BaseException:
+            strategy.undo_last = undo.pop_all()  # loggers upload checkpoints before that
+            raise
 
 
 def _are_connected(num_ranks: int) -> bool:

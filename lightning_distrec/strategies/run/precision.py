@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import unscales_in_step
+from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import watch_total_norm
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
@@ -98,7 +99,7 @@ def skip_overflows_on_all_ranks(
     """
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or isinstance(scaler, ShardedGradScaler):
-        return _nothing
+        return lambda: None
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         raise UnsupportedError(
             f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. Use "
@@ -125,7 +126,7 @@ def skip_overflows_on_all_ranks(
         scaler.load_state_dict(plugin.scaler.state_dict())  # type: ignore[attr-defined]
         plugin.scaler = scaler  # type: ignore[attr-defined]
 
-    return _nothing if not scaler.is_enabled() else give_back
+    return give_back if scaler.is_enabled() else lambda: None
 
 
 def clip_over_all_ranks(
@@ -134,8 +135,8 @@ def clip_over_all_ranks(
     fused: Mapping[int, str],
     others: Sequence[Optimizer] = (),
     num_replicas: int = 1,
-) -> Callable[[], None]:
-    """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks; returns an undo.
+) -> Patches:
+    """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks.
 
     shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
     now on; None: all shards are DTensors, which that function knows. fused: id of a weight -> its table, of those that
@@ -168,16 +169,7 @@ def clip_over_all_ranks(
             )
 
     # On the instance: the plugin is the user's choice, and its class serves other trainers too.
-    plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
-    plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
-    stop_watching = _nothing if shards is None else watch_total_norm(refuse_shards)
-
-    def undo() -> None:
-        stop_watching()
-        del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
-
-    return undo
-
-
-def _nothing() -> None:
-    """Undo nothing."""
+    patches = Patches() if shards is None else watch_total_norm(refuse_shards)
+    patches.replace(plugin, "clip_grad_by_norm", by_norm)
+    patches.replace(plugin, "clip_grad_by_value", by_value)
+    return patches

@@ -2,7 +2,6 @@
 
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,13 +80,13 @@ class StopHandler:
         self._message: PendingMin | None = None
         self._num_exchanges = 0
         options.apply(trainer.strategy.cluster_environment)  # type: ignore[attr-defined]
-        self._undo: Callable[[], None] = stop_between_steps(trainer, self._record, self._leave)
+        self._patches = stop_between_steps(trainer, self._record, self._leave)
 
     def undo(self, has_failed: bool) -> None:
         """Restore Lightning's handlers. has_failed: the run has, or was stopped, so that its job's checkpoint stays."""
         if self._trainer.is_global_zero and self._trainer.state.fn == TrainerFn.FITTING and not has_failed:
             self._job.end()
-        self._undo()
+        self._patches.close()
         self._flags.watch(None)
 
     def note_failure(self, exception: BaseException) -> None:

@@ -1,6 +1,7 @@
 """The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at the same points."""
 
 import os
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -61,6 +62,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     resuming: Resuming | None = None
     """Where the fit begins, and what its checkpoints are called; None before the first fit."""
     _run: AnyRun | None = None
+    undo_last = ExitStack()  # of a launch that has failed
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             self._launcher = fork_launcher(self)
         wrap_launch(self, self._prepare_fit, self._wait.total_seconds())
 
-    def _prepare_fit(self, trainer: Trainer) -> None:
+    def _prepare_fit(self, trainer: Trainer) -> ExitStack:
         """Let a fit resume from what the same job has saved before it was restarted."""
         options, launched, fit = self._stop_options, self.launched, next_fit()
         run, job = run_name(options.run_name), launched.job if launched else ""
@@ -152,7 +154,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
                 self.resuming = resuming_of(ranks.all_gather(name_in_store(point, ranks.rank))[0])
             return (self.resuming or resuming).find(given, ranks)
 
-        resume_from(trainer, find)
+        return resume_from(trainer, find)
 
     @override
     def setup_environment(self) -> None:
@@ -185,15 +187,14 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if not self.leaves_weights_absent:
             refuse_absent(module, type(self).__name__)
         job = self.resuming.job if self.resuming else JobFit(".", "")
-        session.checkpoints.start_run(module, job)
-        consensus, checkpoints = session.step_consensus, session.checkpoints
-        stopping = StopHandler(trainer, consensus, checkpoints, self._stop_options, job)
-        run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
-        run.undo.enter_context(local_world_size(self.num_local_ranks))
-        run.undo.callback(call_overridden_hooks(trainer))
-        run.undo.callback(log_at_less_python(trainer))
+        checkpoints = session.checkpoints
+        checkpoints.start_run(module, job)
+        stopping = StopHandler(trainer, session.step_consensus, checkpoints, self._stop_options, job)
+        self._run = run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
         run.undo.callback(lambda: stopping.undo(run.has_failed))
-        self._run = run
+        run.undo.enter_context(local_world_size(self.num_local_ranks))
+        run.undo.enter_context(call_overridden_hooks(trainer))
+        run.undo.enter_context(log_at_less_python(trainer))
         return run
 
     @override
@@ -276,7 +277,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
                 if run is not None:
                     run.end()
             finally:
-                self._leave_module()
+                with self.undo_last:
+                    self._leave_module()
 
     def _leave_module(self) -> None:
         if not self.module_stays:
@@ -291,7 +293,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_session": None, "_run": None}  # process groups are this process's own
+        return super().__getstate__() | {"_session": None, "_run": None, "undo_last": ExitStack()}  # this process's own
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

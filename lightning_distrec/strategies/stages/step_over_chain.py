@@ -1,7 +1,7 @@
 """Runs the user's step around the chain: up to it, for the chain's input, and from its output on."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -77,12 +77,10 @@ class _Calls:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        undo = [replace_calls(block, partial(self._called, i)) for i, block in enumerate(self._chain.blocks)]
-        try:
+        with ExitStack() as patches:
+            for number, block in enumerate(self._chain.blocks):
+                patches.enter_context(replace_calls(block, partial(self._called, number)))
             yield
-        finally:
-            for give_back in undo:
-                give_back()
 
     def _called(self, number: int, *args: Any, **kwargs: Any) -> Any:
         if number != len(self.entry.others):

@@ -169,8 +169,8 @@ class Prefetching:
             preparing=self._streams.exchanging,
         )
         self._undo: list[Callable[[], None]] = [
-            replace_fetchers(trainer, self._fetcher),
-            skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)),
+            replace_fetchers(trainer, self._fetcher).close,
+            skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)).close,
         ]
         self._undo += [optimizer.register_step_post_hook(self._stepped).remove for optimizer in tables.all_optimizers]
         self._proxies: list[tuple[ShardedProxy, PrefetchedLookups | None]] = []

@@ -49,7 +49,7 @@ class ChangedTables:
             self._undo.append(optimizer.register_step_pre_hook(self._before_update).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
         if self._kept:
-            self._undo.append(call_after_closure(plugin, self._before_update))
+            self._undo.append(call_after_closure(plugin, self._before_update).close)
         self.begin()
 
     def begin(self) -> None:
