@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
 from lightning_distrec._compat.tensors import local_offsets
-from lightning_distrec.checkpoint.plain_state import STORED
+from lightning_distrec.checkpoint.plain_state import STORED, map_nested
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.chunks import Box, Chunk, LazyTensor, copy_into, narrowed, overlap, row_ranges
 from lightning_distrec.errors import CheckpointError
@@ -140,8 +140,8 @@ def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTenso
     """
     shape = tuple(torch.Size(reference["shape"]))  # a TypeError where these are no integers
     handle = StoredTensor(reference[STORED], shape, reference["dtype"], tensors)
-    if (found := tuple(tensors.entry(handle.name).size)) != shape:
-        raise CheckpointError(f"{path} is damaged: '{handle.name}' is {found}, not {shape}.")
+    if (stored_shape := tuple(tensors.entry(handle.name).size)) != shape:
+        raise CheckpointError(f"{path} is damaged: '{handle.name}' is {stored_shape}, not {shape}.")
     return handle
 
 
@@ -150,6 +150,20 @@ def as_lazy(value: Any) -> LazyTensor | None:
     if isinstance(value, Tensor):
         return MappedTensor(value)
     return value if isinstance(value, LazyTensor) else None
+
+
+def tensors_of(value: Any) -> dict[str, LazyTensor]:
+    """Return the tensors in nested dicts, lists and tuples by their path, in order."""
+    tensors: dict[str, LazyTensor] = {}
+
+    def collect(item: Any, path: str) -> Any:
+        if (lazy := as_lazy(item)) is None:
+            return map_nested(item, path, collect)
+        tensors[path] = lazy
+        return item
+
+    collect(value, "")
+    return tensors
 
 
 def materialized(value: Any) -> Any:

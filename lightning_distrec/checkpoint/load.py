@@ -1,12 +1,17 @@
-"""Reads a checkpoint: our own folders on any number of ranks, and plain files of torch, Lightning or safetensors.
+"""The forms that a checkpoint on disk may have: one file, of ours, torch, Lightning or safetensors, or our folder.
 
-Nothing is gathered: every rank reads from the file system what it needs, tables by the rectangle.
+Nothing is gathered: every rank reads from the file system what it needs, tables by the rectangle. A difference, which
+needs a folder besides its own, is in incremental/.
 """
 
-from collections.abc import Mapping
+import io
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +19,10 @@ from torch import Tensor
 from lightning_distrec.checkpoint.atomic_folder import MARKER, read_marker
 from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, stored_tensor
 from lightning_distrec.checkpoint.plain_state import CHUNKED, from_bytes, insert_tensors, read_plain
-from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
+from lightning_distrec.checkpoint.save import CHECKSUMS, STATE_FILE, rank_file
 from lightning_distrec.checkpoint.single_file import EXTRA, split_extra
-from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
-from lightning_distrec.errors import CheckpointError, MissingCheckpointError
+from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, matches_checksums
+from lightning_distrec.errors import CheckpointError
 
 SAFETENSORS = ".safetensors"
 
@@ -47,96 +52,174 @@ class Origin:
     """When it was complete, by the clock of the file system."""
 
 
-def read_origin(path: Path, pickles: bool = False) -> Origin:
-    """Read where a checkpoint comes from, not its tensors. Raises CheckpointError: it is incomplete, or damaged.
+class StoredCheckpoint(Protocol):
+    """A checkpoint on disk, of whichever form. All methods work on this rank alone, and raise CheckpointError.
 
     pickles: whether it may hold any types, whose code is run.
     """
-    if path.is_dir():
-        written, content = (path / MARKER), read_marker(path)
-        marker: Any = content
-    else:
-        written, content = path, _load_file(path, pickles)
-        marker = content.get(EXTRA)
+
+    def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
+        """Read it for a run, without its sharded tables."""
+
+    def contents(self, pickles: bool = False) -> Loaded:
+        """Read it outside of any run: without the state of single ranks, and without any large tensor of a folder."""
+
+    def origin(self, pickles: bool = False) -> Origin:
+        """Read where it comes from, not its tensors."""
+
+    def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
+        """Read all of it, and return what does not match its checksum. on_progress: called with numbers of bytes."""
+
+
+class CheckpointFile:
+    """One file. read: returns its content, given `pickles`; None: from the path, by its suffix."""
+
+    def __init__(self, path: Path, read: Callable[[bool], object] | None = None) -> None:
+        self._path, self._read = path, read or partial(_read_file, path)
+
+    def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
+        """Read it; the tensors of torch's files are mapped into memory, those of safetensors are handles."""
+        path = self._path
+        checkpoint, extra = split_extra(path, self._content(pickles))
+        if extra is None:
+            return Loaded(checkpoint, None, None, None)
+        try:
+            states: list[bytes] = extra["rank_states"]
+            is_same_number = len(states) == num_ranks
+            rank_0_state = from_bytes(states[0], f"the state of rank 0 in {path}")
+            rank_state = from_bytes(states[rank], f"the state of rank {rank} in {path}") if is_same_number else None
+        except (KeyError, IndexError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: it lacks the states of its ranks ({error!r}).") from error
+        return Loaded(checkpoint, rank_state, rank_0_state, extra)
+
+    def contents(self, pickles: bool = False) -> Loaded:
+        """Read it, as one rank would."""
+        return self.load(0, 1, pickles)
+
+    def origin(self, pickles: bool = False) -> Origin:
+        """Read where it comes from."""
+        content = self._content(pickles)
+        return _origin(self._path, self._path, content.get(EXTRA), content)
+
+    def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
+        """Read all of it, and return its name where it has changed."""
+        return _changed(_records_of_files([self._path]), on_progress)
+
+    def _content(self, pickles: bool) -> dict[str, Any]:
+        """Return a Lightning checkpoint; a bare state_dict becomes one."""
+        content, path = self._read(pickles), self._path
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{path} holds a {type(content).__name__}, and neither a checkpoint nor a state_dict."
+            )
+        if "state_dict" not in content and all(isinstance(value, Tensor) for value in content.values()):
+            content = {"state_dict": content}
+        if not isinstance(content.get("state_dict"), Mapping):
+            raise CheckpointError(
+                f"{path} holds no state_dict, only {sorted(map(str, content))}: it is neither a checkpoint nor a "
+                "state_dict."
+            )
+        return dict(content)
+
+
+class CheckpointFolder:
+    """A folder that all ranks have written. Raises CheckpointError: see `read_marker`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.marker = path, read_marker(path)
+
+    def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
+        """Read it; replicated tensors are read, of sharded ones there are handles."""
+        is_same_number = self.marker.get("num_ranks") == num_ranks
+        self._must_list({rank_file(0), rank_file(rank if is_same_number else 0)})
+        checkpoint = self._state(pickles, reads_replicated=True)
+        rank_0_state = read_plain(self.path / rank_file(0))
+        rank_state = read_plain(self.path / rank_file(rank)) if is_same_number else None
+        return Loaded(checkpoint, rank_state, rank_0_state, self.marker)
+
+    def contents(self, pickles: bool = False) -> Loaded:
+        """Read it; of all large tensors there are handles."""
+        return Loaded(self._state(pickles, reads_replicated=False), None, None, self.marker)
+
+    def origin(self, pickles: bool = False) -> Origin:
+        """Return where it comes from."""
+        return _origin(self.path, self.path / MARKER, self.marker, self.marker)
+
+    def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
+        """Read all of it but the metadata, and return what has changed: files, and chunks of tensors."""
+        checksums = self.marker.get(CHECKSUMS, {})
+        if not isinstance(checksums, dict) or not checksums.keys() <= self.marker["files"].keys():
+            raise CheckpointError(
+                f"{self.path} is damaged: its marker has no checksums of its files, but {checksums!r}."
+            )
+        path = self.path
+        try:
+            changed = {
+                name for name, checksum in checksums.items() if zlib.crc32((path / name).read_bytes()) != checksum
+            }
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}.") from error
+        changed |= _changed(_records_of_files(sorted(self.path.glob("*.pt"))), on_progress)
+        return changed | _changed(StoredTensors(self.path).records(), on_progress)
+
+    def _state(self, pickles: bool, reads_replicated: bool) -> dict[str, Any]:
+        self._must_list({STATE_FILE, METADATA_FILE})
+        tensors = StoredTensors(self.path)
+        self._must_list(tensors.files)
+
+        def stored(reference: Mapping[str, Any]) -> Any:
+            handle = stored_tensor(reference, self.path, tensors)
+            return handle.read() if reads_replicated and not reference[CHUNKED] else handle
+
+        try:
+            checkpoint = insert_tensors(read_plain(self.path / STATE_FILE, pickles), stored)
+            if not isinstance(checkpoint, dict) or not isinstance(checkpoint["state_dict"], Mapping):
+                raise TypeError("no dict")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.path} is damaged: {STATE_FILE} is not as it was written ({error!r})."
+            ) from error
+        return checkpoint
+
+    def _must_list(self, names: set[str]) -> None:
+        if missing := sorted(names - self.marker["files"].keys()):
+            raise CheckpointError(f"{self.path} is damaged: its list of files lacks {', '.join(missing)}.")
+
+
+def _origin(path: Path, last_written: Path, facts: object, content: Mapping[str, Any]) -> Origin:
     try:
-        job = marker.get("job", "") if isinstance(marker, Mapping) else ""
-        return Origin(str(job), int(content["global_step"]) if job else 0, written.stat().st_mtime)
+        job = facts.get("job", "") if isinstance(facts, Mapping) else ""
+        return Origin(str(job), int(content["global_step"]) if job else 0, last_written.stat().st_mtime)
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: its step is not known ({error!r}).") from error
 
 
-def load(path: Path, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
-    """Read a checkpoint, without its tables, on this rank alone.
-
-    pickles: whether it may hold any types, whose code is run. Raises CheckpointError: see `read_marker`.
-    """
-    if path.is_dir():
-        return _load_folder(path, rank, num_ranks, pickles)
-    if not path.exists():
-        raise MissingCheckpointError(f"there is no checkpoint {path}.")
-    return of_content(path, _load_file(path, pickles), rank, num_ranks)
-
-
-def of_content(path: Path, content: object, rank: int, num_ranks: int) -> Loaded:
-    """Return what a file holds whose content has been read. Raises CheckpointError: it is no checkpoint, or damaged."""
-    checkpoint, extra = split_extra(path, _as_checkpoint(path, content))
-    if extra is None:
-        return Loaded(checkpoint, None, None, None)
-    try:
-        states: list[bytes] = extra["rank_states"]
-        same_ranks = len(states) == num_ranks
-        rank_0_state = from_bytes(states[0], f"the state of rank 0 in {path}")
-        rank_state = from_bytes(states[rank], f"the state of rank {rank} in {path}") if same_ranks else None
-    except (KeyError, IndexError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: it lacks the states of its ranks ({error!r}).") from error
-    return Loaded(checkpoint, rank_state, rank_0_state, extra)
+def _changed(records: Iterable[tuple[str, BinaryIO]], on_progress: Callable[[int], None]) -> set[str]:
+    """Return the names of the records that torch's checksums in them do not match."""
+    changed = set()
+    for name, content in records:
+        on_progress(content.seek(0, io.SEEK_END))
+        content.seek(0)
+        if not matches_checksums(content):
+            changed.add(name)
+    return changed
 
 
-def _load_folder(path: Path, rank: int, num_ranks: int, pickles: bool) -> Loaded:
-    marker = read_marker(path)
-    same_ranks = marker.get("num_ranks") == num_ranks
-    _must_list(path, marker, {STATE_FILE, METADATA_FILE, rank_file(0), rank_file(rank if same_ranks else 0)})
-    tensors = StoredTensors(path)
-    _must_list(path, marker, tensors.files)
-
-    def stored(reference: Mapping[str, Any]) -> Any:
-        handle = stored_tensor(reference, path, tensors)
-        return handle if reference[CHUNKED] else handle.read()
-
-    try:
-        checkpoint = insert_tensors(read_plain(path / STATE_FILE, pickles), stored)
-        if not isinstance(checkpoint, dict) or not isinstance(checkpoint["state_dict"], Mapping):
-            raise TypeError("no dict")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {STATE_FILE} is not as it was written ({error!r}).") from error
-    rank_0_state = read_plain(path / rank_file(0))
-    rank_state = read_plain(path / rank_file(rank)) if same_ranks else None
-    return Loaded(checkpoint, rank_state, rank_0_state, marker)
+def _records_of_files(paths: list[Path]) -> Iterator[tuple[str, BinaryIO]]:
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                if not zipfile.is_zipfile(file):
+                    raise CheckpointError(
+                        f"{path} has no checksums: only files of torch.save in its newer format have."
+                    )
+                yield path.name, file
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
-def _must_list(path: Path, marker: Mapping[str, Any], names: set[str]) -> None:
-    if missing := sorted(names - marker["files"].keys()):
-        raise CheckpointError(f"{path} is damaged: its list of files lacks {', '.join(missing)}.")
-
-
-def _load_file(path: Path, pickles: bool) -> dict[str, Any]:
-    """Return a Lightning checkpoint; a bare state_dict becomes one. Tensors are mapped into memory, or handles."""
-    if path.suffix == SAFETENSORS:
-        return {"state_dict": _safetensors(path)}
-    return _as_checkpoint(path, read_plain(path, pickles))
-
-
-def _as_checkpoint(path: Path, content: object) -> dict[str, Any]:
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, and neither a checkpoint nor a state_dict.")
-    if "state_dict" not in content and all(isinstance(value, Tensor) for value in content.values()):
-        content = {"state_dict": content}
-    if not isinstance(content.get("state_dict"), Mapping):
-        raise CheckpointError(
-            f"{path} holds no state_dict, only {sorted(map(str, content))}: it is neither a checkpoint nor a "
-            "state_dict."
-        )
-    return dict(content)
+def _read_file(path: Path, pickles: bool) -> object:
+    return {"state_dict": _safetensors(path)} if path.suffix == SAFETENSORS else read_plain(path, pickles)
 
 
 def _safetensors(path: Path) -> dict[str, Any]:

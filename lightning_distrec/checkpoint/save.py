@@ -7,10 +7,11 @@ __<r>_0.distcp, .metadata    the tensors, by torch.distributed.checkpoint
 complete.json   the marker, written last
 """
 
+import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -47,9 +48,42 @@ class RanksOfThread(Ranks, Protocol):
         """The process group; None for one rank."""
 
 
+class Snapshot(Protocol):
+    """What a rank writes of a checkpoint, of whichever form."""
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's path."""
+
+    def on_host(self) -> "Snapshot":
+        """Return a copy whose tensors share no memory with the module and its optimizers."""
+
+    def write(self, ranks: RanksOfThread) -> None:
+        """Collective. Write the checkpoint; it appears under its name when it is complete.
+
+        Raises CheckpointError on every rank: one of them could not write. What was there before stays.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContent:
+    """What one rank has of a checkpoint that is to be written, before its form is chosen."""
+
+    path: Path
+    checkpoint: Mapping[str, Any]
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """What only this rank has."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the marker says besides; in JSON's types."""
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Name -> content of files that loading does not need; those of rank 0 are written."""
+    pickles: bool = False
+    """Whether `checkpoint` may hold any types."""
+
+
 @dataclass(frozen=True)
-class Snapshot:
-    """What one rank writes."""
+class FolderSnapshot:
+    """What one rank writes of a folder."""
 
     path: Path
     state: bytes | None
@@ -58,97 +92,78 @@ class Snapshot:
     """Content of this rank's `rank_file`."""
     tensors: Mapping[str, ChunkedTensor]
     marker: dict[str, Any]
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)
-    """Name -> content of files that loading does not need; rank 0's."""
+    extra_files: Mapping[str, bytes]
+    """Name -> content; rank 0's."""
 
-    def on_host(self) -> "Snapshot":
+    def on_host(self) -> "FolderSnapshot":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
         return replace(self, tensors=copy_to_host(self.tensors))
 
     def write(self, ranks: RanksOfThread) -> None:
-        """Collective. Write the folder; it appears under its name when it is complete."""
-        write(self, ranks)
+        """Collective. Write the folder."""
+
+        def write_other_files() -> None:
+            if self.state is not None:
+                write_file(folder / STATE_FILE, self.state)
+            write_file(folder / rank_file(ranks.rank), self.rank_state)
+            for name, content in self.extra_files.items():
+                write_file(folder / name, content)
+
+        def complete() -> None:
+            if unfinished is not None:
+                unfinished.complete(self.marker)
+
+        with unfinished_on_rank_0(ranks, self.path) as unfinished:
+            name = unfinished.path.name if unfinished is not None else ""
+            folder = self.path.parent / ranks.all_gather(name)[0]
+            on_all_ranks(ranks, self.path, lambda: _must_see(folder))
+            write_tensors(folder, self.tensors, ranks.group, self.path)
+            on_all_ranks(ranks, self.path, write_other_files)
+            on_all_ranks(ranks, self.path, complete)
 
 
-class Writable(Protocol):
-    """What a rank writes of a checkpoint, of either form."""
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint's path."""
-
-    def on_host(self) -> "Writable":
-        """Return a copy whose tensors share no memory with the module and its optimizers."""
-
-    def write(self, ranks: RanksOfThread) -> None:
-        """Collective. Write the checkpoint. Raises CheckpointError on every rank, and what was there before stays."""
-
-
-def take_snapshot(
-    path: Path,
-    checkpoint: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    marker: dict[str, Any],
-    ranks: RanksOfThread,
-    extra_files: Mapping[str, bytes] | None = None,
-    pickles: bool = False,
-) -> Snapshot:
+def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSnapshot:
     """Collective. Return what this rank writes; tensors share memory with the module and its optimizers.
 
-    extra_files: name -> content of files that loading does not need; those of rank 0 are written.
-    pickles: whether `checkpoint` may hold any types. Raises CheckpointError on every rank: something is no plain type.
+    Raises CheckpointError on every rank: something is no plain type.
     """
+    checkpoint, pickles = content.checkpoint, content.pickles
     # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for writing.
-    on_ranks = [set(of_rank) for of_rank in ranks.all_gather(large_tensors(checkpoint))]
-    on_all = {path for path, _, _ in set.intersection(*on_ranks)}
+    per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]
+    on_all = {path for path, _, _ in set.intersection(*per_rank_tensors)}
     plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
-    sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
-    state, mine = ranks.all_or_none(
+    state, rank_state = ranks.all_or_none(
         "saving a checkpoint",
-        lambda: (to_bytes(plain, pickles) if ranks.rank == 0 else None, to_bytes(dict(rank_state))),
+        lambda: (to_bytes(plain, pickles) if ranks.rank == 0 else None, to_bytes(dict(content.rank_state))),
     )
-    extra_files = extra_files if extra_files and ranks.rank == 0 else {}
-    crc32 = {name: zlib.crc32(content) for name, content in extra_files.items()}
-    checksums = {CHECKSUMS: crc32} if crc32 else {}
-    full_marker = {"num_ranks": ranks.num_ranks, **marker, **checksums, "tensors": sizes}
-    return Snapshot(path, state, mine, tensors, full_marker, extra_files)
+    extra_files = content.extra_files if ranks.rank == 0 else {}
+    crc32 = {name: zlib.crc32(file_content) for name, file_content in extra_files.items()}
+    marker = {
+        "num_ranks": ranks.num_ranks,
+        **{key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint},
+        **content.facts,
+        **({CHECKSUMS: crc32} if crc32 else {}),
+        "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()},
+    }
+    return FolderSnapshot(content.path, state, rank_state, tensors, marker, extra_files)
 
 
-def write(snapshot: Snapshot, ranks: RanksOfThread) -> None:
-    """Collective. Write a checkpoint; it appears under its name when it is complete.
+@contextlib.contextmanager
+def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[UnfinishedFolder | None]:
+    """Collective. Yield a folder to write a checkpoint in, on rank 0; it is gone afterwards if it is not completed."""
+    folders: list[UnfinishedFolder] = []
 
-    Raises CheckpointError on every rank: one of them could not write. What was there before stays.
-    """
-    unfinished: list[UnfinishedFolder] = []
-
-    def begin() -> str:
-        if ranks.rank:
-            return ""
-        clean_up(snapshot.path.parent)
-        unfinished.append(UnfinishedFolder(snapshot.path))
-        return unfinished[0].path.name
-
-    def write_rest() -> None:
-        if snapshot.state is not None:
-            write_file(folder / STATE_FILE, snapshot.state)
-        write_file(folder / rank_file(ranks.rank), snapshot.rank_state)
-        for name, content in snapshot.extra_files.items():
-            write_file(folder / name, content)
-
-    def complete() -> None:
-        for folder in unfinished:
-            folder.complete(snapshot.marker)
+    def begin() -> None:
+        if ranks.rank == 0:
+            clean_up(path.parent)
+            folders.append(UnfinishedFolder(path))
 
     try:
-        name = on_all_ranks(ranks, snapshot.path, begin)
-        folder = snapshot.path.parent / ranks.all_gather(name)[0]
-        on_all_ranks(ranks, snapshot.path, lambda: _must_see(folder))
-        write_tensors(folder, snapshot.tensors, ranks.group, snapshot.path)
-        on_all_ranks(ranks, snapshot.path, write_rest)
-        on_all_ranks(ranks, snapshot.path, complete)
+        on_all_ranks(ranks, path, begin)
+        yield next(iter(folders), None)
     finally:
-        for folder_left in unfinished:
-            folder_left.abandon()
+        for folder in folders:
+            folder.abandon()
 
 
 def _must_see(folder: Path) -> None:
@@ -185,7 +200,7 @@ class Saver:
         """The checkpoint that is being written."""
         self._to_remove: list[Path] = []
 
-    def save(self, snapshot: Writable) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """Collective. Write the checkpoint, or start to, once an earlier one is finished.
 
         Raises CheckpointError on every rank: this one, or the one before it, could not be written.
@@ -200,7 +215,7 @@ class Saver:
         writing[snapshot.path] = self._thread
         self._thread.start()
 
-    def _write(self, snapshot: Writable) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         try:
             snapshot.write(self._ranks)
         except BaseException as failure:

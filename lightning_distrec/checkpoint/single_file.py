@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.atomic_folder import FORMAT, UnfinishedFolder, clean_up
+from lightning_distrec.checkpoint.atomic_folder import FORMAT
 from lightning_distrec.checkpoint.chunking import as_chunked
 from lightning_distrec.checkpoint.gather import free_host_bytes, gather_on_rank_0, num_bytes
 from lightning_distrec.checkpoint.options import CheckpointOptions
@@ -30,7 +30,7 @@ from lightning_distrec.checkpoint.plain_state import (
     refuse_not_plain,
     to_bytes,
 )
-from lightning_distrec.checkpoint.save import PLAN_FILE, RanksOfThread, on_all_ranks
+from lightning_distrec.checkpoint.save import PLAN_FILE, RankContent, RanksOfThread, on_all_ranks, unfinished_on_rank_0
 from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
@@ -95,37 +95,29 @@ class FileSnapshot:
         content = insert_tensors(self.content, lambda reference: full[reference[STORED]])
         named = content.get("optimizer_states", [])
         # What torch does not keep of an optimizer: its class, its parameters' names, and marks.
-        kept = [{key: value for key, value in each.items() if key not in ("state", "param_groups")} for each in named]
-        optimizers = [{**of_one, "names": numbered_names(each)} for of_one, each in zip(kept, named, strict=True)]
+        optimizers = [
+            {
+                **{key: value for key, value in state.items() if key not in ("state", "param_groups")},
+                "names": numbered_names(state),
+            }
+            for state in named
+        ]
         if named:
-            content["optimizer_states"] = [plain_optimizer_state(each) for each in named]
+            content["optimizer_states"] = [plain_optimizer_state(state) for state in named]
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
         return content
 
     def write(self, ranks: RanksOfThread) -> None:
-        """Collective. Write the file; it appears under its name when it is complete.
-
-        Raises CheckpointError on every rank: one of them could not do its part. What was there before stays.
-        """
-        unfinished: list[UnfinishedFolder] = []
-
-        def begin() -> None:
-            if ranks.rank == 0:
-                clean_up(self.path.parent)
-                unfinished.append(UnfinishedFolder(self.path))
+        """Collective. Write the file."""
 
         def complete() -> None:
-            for folder in unfinished:
-                _save(content, folder.path / self.path.name)
-                folder.complete_as_file(self.path.name)
+            if unfinished is not None:
+                _save(content, unfinished.path / self.path.name)
+                unfinished.complete_as_file(self.path.name)
 
-        try:
-            on_all_ranks(ranks, self.path, begin)
+        with unfinished_on_rank_0(ranks, self.path) as unfinished:
             content = self.full_content(ranks)
             on_all_ranks(ranks, self.path, complete)
-        finally:
-            for folder_left in unfinished:
-                folder_left.abandon()
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
@@ -143,29 +135,20 @@ def _save(content: dict[str, Any], path: Path) -> None:
         raise
 
 
-def take_file_snapshot(
-    path: Path,
-    checkpoint: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    ranks: Ranks,
-    extra_files: Mapping[str, bytes],
-    pickles: bool = False,
-) -> FileSnapshot:
+def take_file_snapshot(content: RankContent, ranks: Ranks) -> FileSnapshot:
     """Collective. Return what this rank has of a file; tensors share memory with the module and its optimizers.
 
-    extra, extra_files: what `EXTRA` is to hold. pickles: whether `checkpoint` may hold any types.
     Raises CheckpointError on every rank: something is no plain type.
     """
-    content, tensors = extract_tensors(checkpoint, (), ranks.rank, ranks.num_ranks, pickles)
+    state, tensors = extract_tensors(content.checkpoint, (), ranks.rank, ranks.num_ranks, content.pickles)
 
     def check() -> bytes:
-        refuse_not_plain(content if ranks.rank == 0 and not pickles else {})
-        return to_bytes(dict(rank_state))
+        refuse_not_plain(state if ranks.rank == 0 and not content.pickles else {})
+        return to_bytes(dict(content.rank_state))
 
-    mine = ranks.all_or_none("saving a checkpoint", check)
-    full_extra = {"format": FORMAT, "num_ranks": ranks.num_ranks, **extra, "files": dict(extra_files)}
-    return FileSnapshot(path, content, tensors, mine, full_extra)
+    rank_state = ranks.all_or_none("saving a checkpoint", check)
+    extra = {"format": FORMAT, "num_ranks": ranks.num_ranks, **content.facts, "files": dict(content.extra_files)}
+    return FileSnapshot(content.path, state, tensors, rank_state, extra)
 
 
 def plan_in(path: Path) -> bytes:
@@ -176,8 +159,8 @@ def plan_in(path: Path) -> bytes:
     if zipfile.is_zipfile(path):
         content = read_plain(path)
         files = content.get(EXTRA, {}).get("files", {}) if isinstance(content, Mapping) else {}
-        if isinstance(found := files.get(PLAN_FILE), bytes):
-            return found
+        if isinstance(plan := files.get(PLAN_FILE), bytes):
+            return plan
     return path.read_bytes()
 
 

@@ -144,8 +144,8 @@ BREAKAGES = (
     Breakage(
         "names-of-numbers",
         "lightning_distrec/checkpoint/single_file.py",
-        r"\"names\": numbered_names\(each\)",
-        '"names": numbered_names(each)[::-1]',
+        r"\"names\": numbered_names\(state\)",
+        '"names": numbered_names(state)[::-1]',
         "A run that resumes from one file gets each parameter's optimizer state from another parameter.",
         ("multiprocess/checkpoint/test_single_files.py",),
     ),

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_distrec.checkpoint.save import take_snapshot, write
+from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 
 
@@ -44,5 +44,6 @@ def write_folder(path: Path, checkpoint: dict[str, Any], **marker: Any) -> Path:
     """Write a checkpoint's folder; returns its path. marker: what it says of itself besides what is needed."""
     whole = {"epoch": 2, "global_step": 30, "pytorch-lightning_version": "2.6.0", "loops": {}, **checkpoint}
     marker = {"epoch": whole["epoch"], "global_step": whole["global_step"], "versions": "torch 2.13.0", **marker}
-    write(take_snapshot(path.absolute(), whole, {}, marker, SingleRank()), SingleRank())
+    content = RankContent(path=path.absolute(), checkpoint=whole, facts=marker)
+    take_folder_snapshot(content, SingleRank()).write(SingleRank())
     return path

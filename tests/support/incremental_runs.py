@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_distrec import NormalizeRows
 from lightning_distrec.checkpoint.incremental.marks import Mark, mark_of
-from lightning_distrec.checkpoint.tools.contents import read_contents, tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import tensors_of
+from lightning_distrec.checkpoint.tools.contents import read_contents
 from tests.support.click_model import rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.resuming import Changed

@@ -3,9 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
-from lightning_distrec.checkpoint.load import load
+from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.plain_state import map_nested
+
+
+def load(path: Path, rank: int = 0, num_ranks: int = 1, pickles: bool = False) -> Loaded:
+    """Read a checkpoint of whatever form as one of some ranks does."""
+    return open_checkpoint(path).load(rank, num_ranks, pickles)
 
 
 def plain_checkpoint(path: Path | str) -> dict[str, Any]:
@@ -14,4 +20,4 @@ def plain_checkpoint(path: Path | str) -> dict[str, Any]:
     def read(value: Any, where: str) -> Any:
         return map_nested(materialized(value), where, read)
 
-    return read(load(Path(path), rank=0, num_ranks=1).checkpoint, "")  # type: ignore[no-any-return]
+    return read(load(Path(path)).checkpoint, "")  # type: ignore[no-any-return]

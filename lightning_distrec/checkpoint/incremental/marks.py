@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.errors import CheckpointError
 
 INCREMENTAL = "incremental"
@@ -37,11 +36,11 @@ class Mark:
 
 def mark_of(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
     """Return what a marker says, None for checkpoints of no series. Raises CheckpointError: it is damaged."""
-    given = (marker or {}).get(INCREMENTAL)
-    if given is None:
+    fields = (marker or {}).get(INCREMENTAL)
+    if fields is None:
         return None
     try:
-        mark = Mark(**given)
+        mark = Mark(**fields)
         if not (mark.id and all(isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id))):
             raise TypeError("no text")
         if os.path.basename(mark.base_name) != mark.base_name or not isinstance(mark.changed, dict):
@@ -49,23 +48,5 @@ def mark_of(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
         if mark.row_bits not in (8, 32):
             raise TypeError(f"{mark.row_bits!r} bits")
     except TypeError as error:
-        raise CheckpointError(f"{path} is damaged: its marker says {given!r} of its base ({error}).") from None
+        raise CheckpointError(f"{path} is damaged: its marker says {fields!r} of its base ({error}).") from None
     return mark
-
-
-def base_of(path: Path, mark: Mark) -> tuple[Path, dict[str, Any]]:
-    """Return the path of a difference's base, and its marker. Raises CheckpointError: it is not the one, or damaged."""
-    base = path.resolve().parent / mark.base_name
-    try:
-        marker = read_marker(base)
-        found = mark_of(base, marker)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{path} is a difference, and its base {base} cannot be read: {error} Keep the two in one folder."
-        ) from error
-    if found is None or found.id != mark.base_id:
-        raise CheckpointError(
-            f"{path} is a difference, and {base} is not its base but another checkpoint of that name. Use another "
-            "checkpoint."
-        )
-    return base, marker

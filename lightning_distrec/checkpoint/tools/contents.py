@@ -1,62 +1,39 @@
 """A checkpoint's content outside of any run: its tensors stay in their files, and are read in blocks of rows."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.atomic_folder import read_marker
-from lightning_distrec.checkpoint.incremental.loading import with_base
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized, stored_tensor
-from lightning_distrec.checkpoint.load import load
-from lightning_distrec.checkpoint.plain_state import insert_tensors, map_nested, plain_optimizer_state, read_plain
-from lightning_distrec.checkpoint.save import STATE_FILE
-from lightning_distrec.checkpoint.storage import StoredTensors
+from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
+from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.checkpoint.load import Loaded
+from lightning_distrec.checkpoint.plain_state import map_nested, plain_optimizer_state
 from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
 from lightning_distrec.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint without the state of single ranks: their random generators and dataloaders."""
-
-    checkpoint: dict[str, Any]
-    """As Lightning has it; a bare state_dict is under "state_dict". Tensors are here, mapped, or handles."""
-    marker: dict[str, Any] | None
-    """The content of a folder's marker, or of a file's `EXTRA`; None for files of other programs."""
-
-
-def read_contents(path: Path, pickles: bool = False) -> Contents:
-    """Read a checkpoint's folder, or a plain file, without its large tensors. Raises CheckpointError: see `load`."""
+def read_contents(path: Path, pickles: bool = False) -> Loaded:
+    """Read a checkpoint without its large tensors. Raises CheckpointError: see `StoredCheckpoint.contents`."""
     try:
-        if path.is_dir():
-            return _read_folder(path, pickles)
-        loaded = load(path, 0, 1, pickles)
-        return Contents(loaded.checkpoint, loaded.marker)
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:  # something that should be in it is not
+        return open_checkpoint(path).contents(pickles)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:  # something in it is missing
         raise CheckpointError(
             f"{path} cannot be read, it is damaged or of another kind ({type(error).__name__}: {error})."
         ) from error
 
 
-def _read_folder(path: Path, pickles: bool) -> Contents:
-    marker = read_marker(path)
-    tensors = StoredTensors(path)
-    checkpoint = insert_tensors(
-        read_plain(path / STATE_FILE, pickles), lambda reference: stored_tensor(reference, path, tensors)
-    )
-    if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path / STATE_FILE} is damaged: it holds a {type(checkpoint).__name__}.")
-    return Contents(with_base(path, checkpoint, marker, pickles), marker)
+def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+    """Read all of a checkpoint, and return what has changed since it was written, by its checksums.
+
+    Loading does not check them: it reads the rows that a rank needs, and a checksum covers a full chunk of a table.
+    Of a difference its base is read too. on_progress: called with the number of bytes read. Up to 64 MiB of a folder
+    are in memory at once. The metadata have no checksum; they are compared with the files when they are loaded.
+    Raises CheckpointError: it cannot be read, or is a file without checksums.
+    """
+    return sorted(open_checkpoint(path).changed_bytes(on_progress))
 
 
 def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[str, Any]:
@@ -70,26 +47,11 @@ def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[
     if states is not None:
         checkpoint["optimizer_states"] = [plain_optimizer_state(state) for state in states] if with_optimizers else []
 
-    def read(value: Any, where: str) -> Any:
-        return map_nested(materialized(value), where, read)
+    def read(value: Any, place: str) -> Any:
+        return map_nested(materialized(value), place, read)
 
     full: dict[str, Any] = read(checkpoint, "")
     return full
-
-
-def tensors_of(value: Any) -> dict[str, LazyTensor]:
-    """Return the tensors in nested dicts, lists and tuples by their path, in order."""
-    found: dict[str, LazyTensor] = {}
-
-    def look(item: Any, path: str) -> Any:
-        lazy = as_lazy(item)
-        if lazy is not None:
-            found[path] = lazy
-            return item
-        return map_nested(item, path, look)
-
-    look(value, "")
-    return found
 
 
 def num_bytes(lazy: LazyTensor) -> int:

@@ -12,8 +12,10 @@ from rich.filesize import decimal
 from rich.table import Table as TextTable
 
 from lightning_distrec.checkpoint.incremental.marks import mark_of
+from lightning_distrec.checkpoint.lazy_tensors import tensors_of
+from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.save import PLAN_FILE
-from lightning_distrec.checkpoint.tools.contents import Contents, num_bytes, read_contents, tensors_of
+from lightning_distrec.checkpoint.tools.contents import num_bytes, read_contents
 from lightning_distrec.chunks import LazyTensor
 from lightning_distrec.errors import CheckpointError, MissingCheckpointError
 from lightning_distrec.units import format_ranks, quantity
@@ -91,7 +93,7 @@ def describe(path: Path) -> Description:
         return Description(path=str(path), kind=kind, bytes_on_disk=size, problem=str(error))
 
 
-def _description_of(path: Path, contents: Contents, bytes_on_disk: int) -> Description:
+def _description_of(path: Path, contents: Loaded, bytes_on_disk: int) -> Description:
     checkpoint, marker = contents.checkpoint, contents.marker or {}
     plan = marker.get("plan", {})
     state = checkpoint.get("state_dict")
@@ -117,7 +119,7 @@ def _description_of(path: Path, contents: Contents, bytes_on_disk: int) -> Descr
     )
 
 
-def _kind(path: Path, contents: Contents) -> str:
+def _kind(path: Path, contents: Loaded) -> str:
     if contents.marker is not None:
         return "checkpoint of lightning_distrec"
     if "pytorch-lightning_version" in contents.checkpoint:

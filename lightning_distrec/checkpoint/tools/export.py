@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distrec.atomic_files import fsync
+from lightning_distrec.checkpoint.lazy_tensors import tensors_of
 from lightning_distrec.checkpoint.plain_state import plain_optimizer_state
-from lightning_distrec.checkpoint.tools.contents import num_bytes, read_contents, tensors_of
+from lightning_distrec.checkpoint.tools.contents import num_bytes, read_contents
 from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
 from lightning_distrec.checkpoint.tools.torch_file import write_torch_file
 from lightning_distrec.errors import CheckpointError

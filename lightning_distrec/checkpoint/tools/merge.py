@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.atomic_files import write_file
-from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, read_marker
-from lightning_distrec.checkpoint.incremental.loading import CHANGED, ROW_IDS
-from lightning_distrec.checkpoint.incremental.marks import INCREMENTAL, mark_of
+from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder
+from lightning_distrec.checkpoint.incremental.loading import CHANGED, ROW_IDS, Difference, open_checkpoint
+from lightning_distrec.checkpoint.incremental.marks import INCREMENTAL
+from lightning_distrec.checkpoint.lazy_tensors import tensors_of
 from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, map_nested, read_plain, to_bytes
 from lightning_distrec.checkpoint.save import PLAN_FILE, STATE_FILE, rank_file
 from lightning_distrec.checkpoint.storage import write_tensors
-from lightning_distrec.checkpoint.tools.contents import read_contents, tensors_of
-from lightning_distrec.checkpoint.tools.verify import verify
+from lightning_distrec.checkpoint.tools.contents import read_contents, verify
 from lightning_distrec.chunks import Chunk, ChunkedTensor, LazyTensor
 from lightning_distrec.errors import CheckpointError
 
@@ -28,9 +28,8 @@ def merge(source: Path, target: Path) -> None:
     Blocks of 64 MiB are in memory at a time. All bytes of both are compared with their checksums first.
     Raises CheckpointError: `source` is no difference, or damaged; `target` exists, or cannot be written.
     """
-    marker = read_marker(source) if source.is_dir() else None
-    mark = mark_of(source, marker)
-    if marker is None or mark is None or not mark.is_difference:
+    difference = open_checkpoint(source)
+    if not isinstance(difference, Difference):
         raise CheckpointError(f"{source} is no difference: there is nothing to merge it with.")
     if target.exists():
         raise CheckpointError(f"{target} exists already. Choose another name.")
@@ -38,7 +37,8 @@ def merge(source: Path, target: Path) -> None:
         raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
     handles = tensors_of(read_contents(source).checkpoint)
     state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
-    kept = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
+    marker = difference.folder.marker
+    copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
     sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
     content = {key: value for key, value in marker.items() if key not in ("format", "name", "files", INCREMENTAL)}
     unfinished = None
@@ -46,7 +46,7 @@ def merge(source: Path, target: Path) -> None:
         unfinished = UnfinishedFolder(target.absolute())
         write_tensors(unfinished.path, tensors, None, target)
         write_file(unfinished.path / STATE_FILE, to_bytes(state))
-        for name in (name for name in kept if name in marker["files"]):
+        for name in (name for name in copied if name in marker["files"]):
             shutil.copyfile(source / name, unfinished.path / name)
         unfinished.complete(content | {"tensors": sizes})
     except OSError as error:
@@ -63,14 +63,14 @@ def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[
     """
     tensors: dict[str, ChunkedTensor] = {}
 
-    def put(item: Any, where: str) -> Any:
+    def put(item: Any, place: str) -> Any:
         if not isinstance(item, Mapping) or (STORED not in item and CHANGED not in item):
-            return map_nested(item, where, put)
-        lazy = handles[where]
+            return map_nested(item, place, put)
+        lazy = handles[place]
         shape = tuple(lazy.shape)
         later: Any = _Later(lazy, 0, shape)
-        tensors[where] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
-        return {STORED: where, "shape": shape, "dtype": lazy.dtype, CHUNKED: item.get(CHUNKED, True)}
+        tensors[place] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
+        return {STORED: place, "shape": shape, "dtype": lazy.dtype, CHUNKED: item.get(CHUNKED, True)}
 
     state = put({key: value for key, value in raw.items() if key != ROW_IDS}, "")
     return state, tensors

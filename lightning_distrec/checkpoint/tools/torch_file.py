@@ -14,9 +14,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, tensors_of
 from lightning_distrec.checkpoint.plain_state import map_nested
-from lightning_distrec.checkpoint.tools.contents import bytes_of, num_bytes, read_blocks, tensors_of
+from lightning_distrec.checkpoint.tools.contents import bytes_of, num_bytes, read_blocks
 from lightning_distrec.chunks import LazyTensor
 from lightning_distrec.errors import CheckpointError
 

@@ -1,13 +1,17 @@
 """Lightning's CheckpointIO: it has the files that are not on a local path, and all of them if the user has set one."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 
-from lightning_distrec.checkpoint.incremental.loading import load
-from lightning_distrec.checkpoint.load import Loaded, of_content
+from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
+from lightning_distrec.checkpoint.load import CheckpointFile, StoredCheckpoint
 from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.checkpoint.save import RanksOfThread
+from lightning_distrec.checkpoint.single_file import FileSnapshot
 from lightning_distrec.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
@@ -21,20 +25,49 @@ def is_elsewhere(path: str, io: CheckpointIO) -> bool:
     return "://" in path or is_plugin(io)
 
 
-def read(path: str | Path, io: CheckpointIO, rank: int, num_ranks: int, pickles: bool) -> Loaded:
-    """Read a checkpoint from where it is, on this rank alone; see `load`. pickles: whether code in it is run.
-
-    Raises CheckpointError: there is none, or it cannot be read.
-    """
+def open_stored(path: str | Path, io: CheckpointIO) -> StoredCheckpoint:
+    """Return a checkpoint from where it is. Raises CheckpointError: see `open_checkpoint`."""
     if not is_elsewhere(str(path), io) or Path(path).is_dir():
-        return load(Path(path), rank, num_ranks, pickles)
+        return open_checkpoint(Path(path))
+    return CheckpointFile(Path(path), partial(_read_with, io, path))
+
+
+def _read_with(io: CheckpointIO, path: str | Path, pickles: bool) -> object:
     try:
-        content = io.load_checkpoint(path, weights_only=not pickles)
+        return io.load_checkpoint(path, weights_only=not pickles)
     except FileNotFoundError:
         raise MissingCheckpointError(f"there is no checkpoint {path}.") from None
     except Exception as error:  # of any file system, or plugin
         raise CheckpointError(f"{type(io).__name__} cannot read {path}: {error}") from error
-    return of_content(Path(path), content, rank, num_ranks)
+
+
+@dataclass(frozen=True)
+class SnapshotForIO:
+    """What one rank has of a file that a CheckpointIO writes, at once. location: where it writes it."""
+
+    file: FileSnapshot
+    io: CheckpointIO
+    location: str
+    storage_options: Any
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's path."""
+        return self.file.path
+
+    def on_host(self) -> NoReturn:
+        """Raise ConfigError: nothing is written in the background."""
+        refuse_folder(self.location, self.storage_options)
+
+    def write(self, ranks: RanksOfThread) -> None:
+        """Collective. Let rank 0 write the file."""
+        content = self.file.full_content(ranks)
+
+        def write() -> None:
+            if ranks.rank == 0:
+                self.io.save_checkpoint(content, self.location, storage_options=self.storage_options)
+
+        ranks.all_or_none("saving a checkpoint", write)
 
 
 def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,18 @@ from lightning_distrec.checkpoint.chunking import as_chunked
 from lightning_distrec.checkpoint.gather import gather_everywhere, gather_on_rank_0
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.checkpoint.save import STATE_FILE, Saver, Writable, rank_file, take_snapshot
-from lightning_distrec.checkpoint.single_file import FileSnapshot, fits_in_one_file, take_file_snapshot
+from lightning_distrec.checkpoint.save import STATE_FILE, RankContent, Saver, Snapshot, rank_file, take_folder_snapshot
+from lightning_distrec.checkpoint.single_file import fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.announced import announce_in_flight
-from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, read, refuse_folder
+from lightning_distrec.strategies.checkpoints.checkpoint_io import (
+    SnapshotForIO,
+    is_elsewhere,
+    is_plugin,
+    open_stored,
+    refuse_folder,
+)
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves, begin_series
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
@@ -49,13 +56,13 @@ class Checkpointing:
         self,
         options: CheckpointOptions,
         consensus: Consensus,
-        of_writer: Consensus,
+        writer_ranks: Consensus,
         module: LightningModule,
     ) -> None:
-        """of_writer: a consensus of its own for the thread that writes while training goes on."""
+        """writer_ranks: a consensus of its own for the thread that writes while training goes on."""
         self.options = options
-        self._ranks, self._of_writer = consensus, of_writer
-        self._saver = Saver(of_writer, options.async_save)
+        self._ranks, self._writer_ranks = consensus, writer_ranks
+        self._saver = Saver(writer_ranks, options.async_save)
         self._module = module
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
@@ -104,7 +111,7 @@ class Checkpointing:
         Raises CheckpointError: the others do not arrive within 20 s; they may wait for this rank in another collective.
         """
         self._saver.finish(LEAVING_SECONDS)
-        if not self._of_writer.barrier(MEETING_SECONDS):
+        if not self._writer_ranks.barrier(MEETING_SECONDS):
             raise CheckpointError(
                 f"no checkpoint is saved after the exception above: it was raised on rank {self._ranks.rank}, and not "
                 f"all of the other ranks arrived to save their shards within {MEETING_SECONDS:.0f} s. Earlier "
@@ -141,33 +148,32 @@ class Checkpointing:
         if not pickles:
             drop_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
-            own = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._table_optimizers]
-            checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *own]
-        where: str = self._ranks.all_gather(str(path))[0]
+            table_states = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._table_optimizers]
+            checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
+        location: str = self._ranks.all_gather(str(path))[0]
         rank_state = self.positions.take_out(checkpoint)
-        facts = {
-            "job": self._label_of(checkpoint, where),
-            "versions": str(find_installed()),
-            "plan": {} if self._tables is None else _plan_in_words(self._tables.shards.plan),
-        }
-        plan_files = {} if self._tables is None else self._tables.plan_files()
-        mark = {} if self._incremental is None else self._incremental.take(checkpoint, where)
-        marker = {"epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"], **facts, **mark}
-        uses_io = is_elsewhere(where, io) or storage_options is not None
-        snapshot: Writable
-        if not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks)):
-            checkpoint = self.positions.left_in(checkpoint, rank_state)
-            target = Path(where).absolute()
-            file = take_file_snapshot(target, checkpoint, rank_state, facts, self._ranks, plan_files, pickles)
-            if uses_io:
-                self._write_with(io, file, where, storage_options)
-                return
-            snapshot = file
+        label = self._label_of(checkpoint, location)
+        mark = {} if self._incremental is None else self._incremental.take(checkpoint, location)
+        plan = {} if self._tables is None else _plan_in_words(self._tables.shards.plan)
+        content = RankContent(
+            path=Path(location).absolute(),
+            checkpoint=checkpoint,
+            rank_state=rank_state,
+            facts={"job": label, "versions": str(find_installed()), "plan": plan, **mark},
+            extra_files={} if self._tables is None else self._tables.plan_files(),
+            pickles=pickles,
+        )
+        is_file = not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks))
+        uses_io = is_elsewhere(location, io) or storage_options is not None
+        if uses_io and (self.options.async_save or not is_file):
+            refuse_folder(location, storage_options)
+        snapshot: Snapshot
+        if not is_file:
+            snapshot = take_folder_snapshot(content, self._ranks)
         else:
-            if uses_io:
-                refuse_folder(where, storage_options)
-            target = Path(where).absolute()
-            snapshot = take_snapshot(target, checkpoint, rank_state, marker, self._ranks, plan_files, pickles)
+            content = replace(content, checkpoint=self.positions.left_in(checkpoint, rank_state))
+            file = take_file_snapshot(content, self._ranks)
+            snapshot = SnapshotForIO(file, io, location, storage_options) if uses_io else file
         self._saver.save(snapshot)
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
@@ -183,18 +189,6 @@ class Checkpointing:
             return ""
         self._job.note_saving(path)
         return self._job.label
-
-    def _write_with(self, io: CheckpointIO, snapshot: FileSnapshot, path: str, storage_options: Any) -> None:
-        """Collective. Let rank 0 write a file, at once."""
-        if self.options.async_save:
-            refuse_folder(path, storage_options)
-        content = snapshot.full_content(self._of_writer)
-
-        def write() -> None:
-            if self._ranks.rank == 0:
-                io.save_checkpoint(content, path, storage_options=storage_options)
-
-        self._ranks.all_or_none("saving a checkpoint", write)
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint; while one is being written, after that is complete."""
@@ -251,7 +245,9 @@ class Checkpointing:
     def _load(self, path: str | Path) -> Loaded:
         pickles, rank, num_ranks = self.options.pickles, self._ranks.rank, self._ranks.num_ranks
         io = self._module.trainer.strategy.checkpoint_io
-        loaded = self._ranks.all_or_none("loading a checkpoint", lambda: read(path, io, rank, num_ranks, pickles))
+        loaded = self._ranks.all_or_none(
+            "loading a checkpoint", lambda: open_stored(path, io).load(rank, num_ranks, pickles)
+        )
         checkpoint = loaded.checkpoint
         renamed = self.options.renamed
         checkpoint["state_dict"] = {renamed(name): value for name, value in checkpoint["state_dict"].items()}

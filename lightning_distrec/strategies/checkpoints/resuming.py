@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec.checkpoint.atomic_folder import clean_up
-from lightning_distrec.checkpoint.incremental.loading import load
-from lightning_distrec.checkpoint.load import read_origin
+from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, new_label
@@ -92,7 +91,7 @@ class Resuming:
     def _problem(self, path: Path, ranks: Consensus) -> str:
         """Return why this rank cannot go on from a checkpoint; "" if it can."""
         try:
-            load(path, ranks.rank, ranks.num_ranks, self._pickles)
+            open_checkpoint(path).load(ranks.rank, ranks.num_ranks, self._pickles)
         except (CheckpointError, OSError) as error:
             return str(error)
         return ""
@@ -111,7 +110,7 @@ class Resuming:
         found = []
         for path in record.candidates([*self._dirpaths]):
             try:
-                origin = read_origin(path, self._pickles)
+                origin = open_checkpoint(path).origin(self._pickles)
             except CheckpointError as error:
                 rank_zero_warn(f"A checkpoint is skipped: {error}")
                 continue

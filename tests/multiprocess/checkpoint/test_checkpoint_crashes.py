@@ -33,13 +33,13 @@ from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.checkpoint import atomic_folder
 from lightning_distrec.checkpoint.atomic_folder import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
-from lightning_distrec.checkpoint.load import load
-from lightning_distrec.checkpoint.save import take_snapshot, write
+from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.process_exit import leave
 from tests.support.checkpoint_folders import SingleRank
 from tests.support.limits import LIMIT_SECONDS, at_most
 from tests.support.parameters import slow_except
+from tests.support.plain_checkpoints import load
 from tests.support.ports import free_port
 from tests.support.ranks import PRELOAD, _run, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -351,7 +351,8 @@ def _write(path: Path, step: int) -> None:
     tensors = {name: torch.full((6, 4), float(step)) for name in ("a", "b")}
     state = {name: ChunkedTensor((6, 4), torch.float32, [Chunk((0, 0), tensor)]) for name, tensor in tensors.items()}
     checkpoint = {"state_dict": state, "global_step": step}
-    write(take_snapshot(path, checkpoint, {"step": step}, {}, SingleRank()), SingleRank())
+    content = RankContent(path=path, checkpoint=checkpoint, rank_state={"step": step})
+    take_folder_snapshot(content, SingleRank()).write(SingleRank())
 
 
 def _written(path: Path) -> int:

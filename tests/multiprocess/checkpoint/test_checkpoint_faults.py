@@ -27,12 +27,12 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning_distrec.checkpoint import atomic_folder, storage
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
-from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.tools.export import export
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.parameters import slow_except
+from tests.support.plain_checkpoints import load
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 

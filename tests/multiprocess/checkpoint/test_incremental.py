@@ -14,19 +14,19 @@ import pytest
 import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec.checkpoint.incremental.loading import _shard_rows, load
+from lightning_distrec.checkpoint.incremental.loading import _shard_rows
 from lightning_distrec.checkpoint.incremental.marks import Mark
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
-from lightning_distrec.checkpoint.tools.contents import read_full
+from lightning_distrec.checkpoint.tools.contents import read_full, verify
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.merge import merge
-from lightning_distrec.checkpoint.tools.verify import verify
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints import job_fit, resuming
 from lightning_distrec.strategies.checkpoints.incremental_saves import no_longer_needed
 from tests.support import incremental_runs as runs
 from tests.support.incremental_runs import assert_same_as_full, fit, resume, series_in
+from tests.support.plain_checkpoints import load
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.5})

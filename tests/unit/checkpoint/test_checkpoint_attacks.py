@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_distrec._compat.checkpoint import DCP_METADATA_NAMES
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, clean_up, remove
 from lightning_distrec.checkpoint.lazy_tensors import materialized
-from lightning_distrec.checkpoint.load import load
 from lightning_distrec.checkpoint.storage import METADATA_FILE, read_metadata
 from lightning_distrec.errors import CheckpointError
 from tests.support.checkpoint_folders import by_rows, write_folder
+from tests.support.plain_checkpoints import load
 
 STATE, RANK, TENSORS = "state.pt", "rank_0.pt", "__0_0.distcp"
 

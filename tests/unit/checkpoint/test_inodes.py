@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lightning_distrec.checkpoint.atomic_folder import NEW, UNFINISHED, is_checkpoint
-from lightning_distrec.checkpoint.load import load
-from lightning_distrec.checkpoint.save import take_snapshot
+from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.checkpoint.single_file import take_file_snapshot
 from lightning_distrec.errors import CheckpointError
 from tests.support.checkpoint_folders import SingleRank, by_rows
+from tests.support.plain_checkpoints import load
 
 NUM_INODES = 40
 
@@ -36,8 +36,9 @@ def _snapshot(path: Path, step: int, kind: str) -> Any:
     table = by_rows(torch.full((8, 4), float(step)), 4)
     checkpoint = {"epoch": 0, "global_step": step, "state_dict": {"table": table}, "loops": {}}
     if kind == "file":
-        return take_file_snapshot(path, checkpoint, {}, {}, SingleRank(), {})
-    return take_snapshot(path, checkpoint, {}, {"epoch": 0, "global_step": step}, SingleRank())
+        return take_file_snapshot(RankContent(path=path, checkpoint=checkpoint), SingleRank())
+    facts = {"epoch": 0, "global_step": step}
+    return take_folder_snapshot(RankContent(path=path, checkpoint=checkpoint, facts=facts), SingleRank())
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

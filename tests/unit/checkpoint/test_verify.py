@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_distrec.checkpoint.load import load
-from lightning_distrec.checkpoint.save import take_snapshot, write
-from lightning_distrec.checkpoint.tools.verify import verify
+from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
+from lightning_distrec.checkpoint.tools.contents import verify
 from lightning_distrec.cli.main import main
 from lightning_distrec.cli.output import EXIT_ERROR, EXIT_OK
 from lightning_distrec.errors import CheckpointError
 from tests.support.checkpoint_folders import SingleRank, by_rows, write_folder
+from tests.support.plain_checkpoints import load
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_a_plain_file_is_verified_too(tmp_path: Path) -> None:
 def test_a_file_without_checksums_inside_is_compared_with_what_the_marker_has(tmp_path: Path) -> None:
     path = (tmp_path / "it.ckpt").absolute()
     whole = {"state_dict": {"layer": torch.rand(3)}}
-    snapshot = take_snapshot(path, whole, {}, {}, SingleRank(), {"plan.json": b"{1}", "notes": b"12"})
-    write(snapshot, SingleRank())
+    content = RankContent(path=path, checkpoint=whole, extra_files={"plan.json": b"{1}", "notes": b"12"})
+    take_folder_snapshot(content, SingleRank()).write(SingleRank())
     assert verify(path) == []
     (path / "notes").write_bytes(b"13")
     assert verify(path) == ["notes"]
