@@ -1,15 +1,12 @@
 """`Trainer(strategy="ddp_tuned")`: DistributedDataParallel with settings that suit the module."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import spans
@@ -17,8 +14,7 @@ from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
-from lightning_distrec.pipeline.even_batches import UNEVEN_INPUTS, UnevenInputs
-from lightning_distrec.pipeline.joined_batches import JoinedLoader, join_loader
+from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.activations.budget import CheckpointedLayers, NothingCheckpointed
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
@@ -28,16 +24,8 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     check_exchange,
     refuse_gradients,
 )
-from lightning_distrec.strategies.data_parallel.join import (
-    Joining,
-    NoJoining,
-    check_joining,
-    refuse_target,
-    refuse_to_join,
-)
 from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD, PowerSGDOptions, refuse_powersgd
-from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads, max_dense_bytes
-from lightning_distrec.strategies.data_parallel.sparse_trial import NoSparseTrial, SparseTrial, is_worth_a_trial
+from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads
 from lightning_distrec.strategies.estimates.activation_budget import activation_budget
 from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
@@ -48,17 +36,11 @@ from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
-UNEVEN_OR_JOIN = (*UNEVEN_INPUTS, "join")
-
 
 @dataclass(kw_only=True)
 class DDPRun(Run):
     """What ddp_tuned has during one run."""
 
-    joining: Joining | NoJoining = field(default_factory=NoJoining)
-    """Lets ranks whose batches have ended join the others' steps."""
-    sparse_trial: SparseTrial | NoSparseTrial = field(default_factory=NoSparseTrial)
-    """Times both ways to exchange sparse gradients in the first steps."""
     compression: PowerSGD | None = None
     """Compresses gradients; None: they are sent as they are."""
     activations: CheckpointedLayers | NothingCheckpointed = field(default_factory=NothingCheckpointed)
@@ -84,14 +66,12 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         find_unused_parameters: as in DDP, for layers that some steps do not use.
         static_graph: as in DDP, for a module every step of which uses the same layers alike.
         sparse_grads: how gradients of nn.Embedding(sparse=True) are sent over gloo: "sparse", as rows; "dense", as
-            dense tensors, which become sparse gradients of the looked up rows again. "auto": time both in the first
-            steps, for tables of up to 16 MiB, and keep the one whose slowest rank is faster.
+            dense tensors, which become sparse gradients of the looked up rows again.
         zero_optimizer: partition the optimizers' state over the ranks (ZeRO stage 1): each parameter is updated by one
             rank, which sends it to the others; same numbers. For optimizers of torch.optim that update each parameter
             from its own gradient alone.
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
-            have; "error"; or "join": a rank whose batches have ended joins the others' steps with gradients of zero,
-            and the gradients are the mean over the ranks that have a batch.
+            have, or raise an "error".
         checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None: the device's default.
@@ -111,9 +91,9 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         activation_checkpointing: ActivationCheckpointing = False,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
-        sparse_grads: SparseGrads = "auto",
+        sparse_grads: SparseGrads = "sparse",
         zero_optimizer: bool = False,
-        uneven_inputs: UnevenInputs | Literal["join"] = "stop",
+        uneven_inputs: UnevenInputs = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
         process_group_backend: str | None = None,
@@ -124,8 +104,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         check_exchange(comm_dtype, sparse_grads)
         if powersgd is not None and comm_dtype != "fp32":
             raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
-        if powersgd is not None and uneven_inputs == "join":
-            raise ConfigError("powersgd and uneven_inputs='join' were not tried together. Set uneven_inputs='stop'.")
         self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
         check_option(activation_checkpointing)
         if bucket_cap_mb <= 0:
@@ -133,21 +111,14 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self._exchange = GradientExchange(
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,
-            max_dense_bytes=max_dense_bytes(sparse_grads),
+            sparse_grads=sparse_grads,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )
-        self._sparse_grads: SparseGrads = sparse_grads
-        self._joins = uneven_inputs == "join"
         self._zero_optimizer = zero_optimizer
         self._checkpointed = activation_checkpointing
-        if uneven_inputs not in UNEVEN_OR_JOIN:
-            raise ConfigError(f"uneven_inputs={uneven_inputs!r} is not known. Use one of {', '.join(UNEVEN_OR_JOIN)}.")
-        if self._joins:
-            check_joining({"find_unused_parameters": find_unused_parameters, "static_graph": static_graph})
-            refuse_target(activation_checkpointing)
         super().__init__(
-            uneven_inputs="stop" if uneven_inputs == "join" else uneven_inputs,
+            uneven_inputs=uneven_inputs,
             checkpoint=checkpoint,
             stopping=stopping,
             process_group_backend=process_group_backend,
@@ -168,13 +139,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run = self.begin_run(trainer, DDPRun)
         refuse_sharded(run.module, "ddp_tuned")
         refuse_gradients(run.module, self._exchange.comm_dtype, dist.get_backend())
-        if self._joins and self.world_size > 1:
-            refuse_to_join(trainer, run.module)
-            run.joining = Joining(run.module, self.global_rank)
         trains_with_others = run.is_fitting and self.world_size > 1
-        if trains_with_others and self._sparse_grads == "auto" and is_worth_a_trial(sparse_weights(run.module)):
-            self._exchange = replace(self._exchange, max_dense_bytes=0)
-            run.sparse_trial = SparseTrial(trainer.accumulate_grad_batches, run.session.consensus, self._exchange_up_to)
         if run.is_fitting and self._checkpointed:
             run.activations = CheckpointedLayers(run.module, self._checkpointed, run.session.consensus)
             run.undo.callback(run.activations.undo)
@@ -190,7 +155,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
 
     @override
     def configure_ddp(self) -> None:
-        """Collective, in setup, and in a run when layers unfreeze or the exchange changes. Wrap the module in DDP."""
+        """Collective, in setup, and in a run when layers unfreeze. Wrap the module in DDP."""
         run = self.run
         is_first = self.model is run.module
         run.buffers.stop()
@@ -199,11 +164,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
         run.frozen = FrozenLayers(run.module.parameters())
-
-    def _exchange_up_to(self, num_bytes: int) -> None:
-        """Collective, between two steps. Send gradients of tables up to this size as dense tensors from now on."""
-        self._exchange = replace(self._exchange, max_dense_bytes=num_bytes)
-        self.configure_ddp()
 
     def _partition_optimizers(self, run: DDPRun) -> None:
         """Let each rank update some of the parameters. Raises OptimizerError: an optimizer does not allow it."""
@@ -216,56 +176,23 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run.session.checkpoints.use_state_ranks(StateRanks(partition.rank_of))
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        if self._joins and not self.module.trainer.predicting:
-            dataloader = join_loader(dataloader, self.session.consensus)
-            if isinstance(dataloader, JoinedLoader):
-                return dataloader
-        return super().process_dataloader(dataloader)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self.before_training_step()
-        run.sparse_trial.before_step()
         step = partial(super().training_step, *args, **kwargs)
-        if run.activations.measures:
-            step = partial(run.activations.around, step)
         with spans.span(spans.FORWARD):
-            return self._join("training_step", args, step)
+            return run.activations.around(step) if run.activations.measures else step()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.run.evaluation_step():
-            return self._join("validation_step", args, partial(super().validation_step, *args, **kwargs))
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.run.evaluation_step():
-            return self._join("test_step", args, partial(super().test_step, *args, **kwargs))
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.run.evaluation_step():
             return super().predict_step(*args, **kwargs)
-
-    def _join(self, name: str, args: tuple[Any, ...], step: Callable[[], Any]) -> Any:
-        """Run a step of the module; where this rank has no batch, join the others' step."""
-        model: Any = self.model
-        return self.run.joining.step(name, model, args, step)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        weight = self.run.joining.weight
-        return super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._run is not None:
-            self._run.joining.refuse_inside("self.log(on_step=True, sync_dist=True)")
-        return super().reduce(tensor, *args, **kwargs)
-
-    @override
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._run is not None:
-            self._run.joining.refuse_inside("self.all_gather")
-        return super().all_gather(tensor, *args, **kwargs)

@@ -692,14 +692,6 @@ BREAKAGES = (
         ("multiprocess/strategies/test_ddp_tuned.py",),
     ),
     Breakage(
-        "join-weight",
-        "lightning_distrec/strategies/data_parallel",
-        r"return len\(self\._has_batch\) / sum\(self\._has_batch\) if self\._has_batch else 1\.0",
-        "return 1.0",
-        "uneven_inputs='join': the last batches count less than they should.",
-        ("multiprocess/test_join.py",),
-    ),
-    Breakage(
         "fsdp-average",
         "lightning_distrec/strategies/fully_sharded",
         r"parameter\.grad\.div_\(dist\.get_world_size\(\)\)",

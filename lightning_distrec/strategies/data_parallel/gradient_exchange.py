@@ -27,8 +27,8 @@ class GradientExchange:
     """Size of its buckets in MiB."""
     comm_dtype: CommDtype
     """The type in which dense gradients are sent and added up."""
-    max_dense_bytes: int
-    """Sparse gradients of tables of at most this many bytes are sent as dense tensors."""
+    sparse_grads: SparseGrads
+    """How gradients of nn.Embedding(sparse=True) are sent."""
     find_unused_parameters: bool
     static_graph: bool
 
@@ -51,7 +51,7 @@ class GradientExchange:
         elif self.comm_dtype != "fp32":
             ddp.register_comm_hook(None, picklable_hook(_compress, DTYPES[self.comm_dtype]))
         elif sparse_weights(ddp.module):
-            ddp.register_comm_hook(None, averaging(self.max_dense_bytes))
+            ddp.register_comm_hook(None, averaging(self.sparse_grads))
         return ddp
 
 

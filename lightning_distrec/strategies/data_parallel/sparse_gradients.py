@@ -16,20 +16,14 @@ from torch import Tensor
 
 from lightning_distrec._compat.tensors import rows_and_values
 
-SparseGrads = Literal["auto", "sparse", "dense"]
+SparseGrads = Literal["sparse", "dense"]
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 """What DistributedDataParallel calls for every bucket of gradients."""
-ALL_BYTES = 2**63
 
 
-def max_dense_bytes(sparse_grads: SparseGrads) -> int:
-    """Return the size in bytes up to which a table's gradients are sent as dense tensors; "auto" begins with none."""
-    return ALL_BYTES if sparse_grads == "dense" else 0
-
-
-def averaging(dense_bytes: float) -> Hook:
-    """Return a hook that averages a bucket over ranks: sparse gradients of up to `dense_bytes` as dense tensors."""
-    return picklable_hook(_average, dense_bytes)
+def averaging(sparse_grads: SparseGrads) -> Hook:
+    """Return a hook that averages a bucket over ranks: sparse gradients as rows, or as dense tensors."""
+    return picklable_hook(_average, sparse_grads)
 
 
 def picklable_hook(function: Callable[..., Any], argument: Any) -> Hook:
@@ -42,14 +36,12 @@ def picklable_hook(function: Callable[..., Any], argument: Any) -> Hook:
     return hook  # type: ignore[no-any-return]
 
 
-def _average(dense_bytes: float, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average(sparse_grads: SparseGrads, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     gradients = bucket.buffer()
     if not gradients.is_sparse:  # as torch does, whose place a hook takes
         sent: Any = dist.all_reduce(gradients.div_(dist.get_world_size()), async_op=True)
         return sent.get_future().then(lambda future: future.value()[0])
-    if gradients.numel() * gradients.element_size() > dense_bytes:
-        return _average_of_rows(gradients)
-    return _average_of_dense(gradients)
+    return _average_of_rows(gradients) if sparse_grads == "sparse" else _average_of_dense(gradients)
 
 
 def _average_of_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:

@@ -231,7 +231,5 @@ def test_what_the_option_cannot_be() -> None:
     for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
         with pytest.raises(ConfigError, match=r"activation_checkpointing='Layer': must be .* a list .*\['Layer'\]"):
             strategy(activation_checkpointing="Layer")
-    with pytest.raises(ConfigError, match="uneven_inputs='join' and activation_checkpointing='auto': what activations"):
-        TunedDDPStrategy(activation_checkpointing="auto", uneven_inputs="join")
     with pytest.raises(ConfigError, match="fsdp: {activation_checkpointing: auto}: tables are planned into the same"):
         TorchRecShardedStrategy(dense="fsdp", fsdp={"activation_checkpointing": "auto"})

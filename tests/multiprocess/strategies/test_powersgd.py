@@ -215,7 +215,6 @@ def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(found: 
         ({"powersgd": {"start_step": -1}}, "powersgd: start_step=-1 must be at least 0"),
         ({"powersgd": {"rank": 2}}, "powersgd: rank is not known. It takes matrix_rank and start_step"),
         ({"powersgd": {}, "comm_dtype": "bf16"}, "powersgd and comm_dtype='bf16' both say how gradients are sent"),
-        ({"powersgd": {}, "uneven_inputs": "join"}, "powersgd and uneven_inputs='join' were not tried together"),
     ],
 )
 def test_what_the_option_cannot_be(arguments: dict[str, Any], said: str) -> None:

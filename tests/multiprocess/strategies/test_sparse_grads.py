@@ -6,7 +6,6 @@ ends processes once in some thousand steps.
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.data_parallel import sparse_gradients, sparse_trial
+from lightning_distrec.strategies.data_parallel.sparse_gradients import averaging
 from tests.support.dense_models import KINDS, WithEmbedding, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.parameters import slow_except
@@ -58,7 +57,7 @@ KINDS["TwoTables"] = TwoTables
 
 
 def _each_way(kind: str, settings: dict[str, Any]) -> dict[str, Outcome]:
-    ways: Any = ("sparse", "dense", "auto")
+    ways: Any = ("sparse", "dense")
     return {way: fit(kind, TunedDDPStrategy(sparse_grads=way), **settings) for way in ways}
 
 
@@ -82,7 +81,7 @@ def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
     results = run_each_on_ranks(CASES, num_ranks)
     for name, (_, kind, settings) in CASES.items():
         losses, weights = _alone(kind, settings, num_ranks)
-        for way in ("sparse", "dense", "auto"):
+        for way in ("sparse", "dense"):
             of_ranks = [result[name][way] for result in results]
             mean = [sum(theirs) / num_ranks for theirs in zip(*(found[0] for found in of_ranks), strict=True)]
             for _, found in of_ranks:
@@ -115,12 +114,12 @@ def _averaged(num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(rank)
     rows = torch.randint(9, (1, num_rows[rank]))
     found = []
-    for dense_bytes in (0, sparse_gradients.ALL_BYTES):
+    for sparse_grads in ("sparse", "dense"):
         gradient = torch.sparse_coo_tensor(
             rows, torch.ones(rows.shape[1], 2) * (rank + 1), (9, 2), check_invariants=True
         )
         bucket: Any = SimpleNamespace(buffer=lambda gradient=gradient: gradient)
-        found.append((gradient.to_dense(), sparse_gradients.averaging(dense_bytes)(None, bucket).wait()))
+        found.append((gradient.to_dense(), averaging(sparse_grads)(None, bucket).wait()))
     return found
 
 
@@ -136,35 +135,6 @@ def test_ranks_that_looked_up_nothing_are_averaged_too(num_rows: tuple[int, ...]
             assert averaged.indices()[0].tolist() == looked_up
 
 
-def _choose(seconds: tuple[float, float]) -> tuple[Any, list[str]]:
-    """Train where the clock gives steps these durations, with sparse and with dense exchange."""
-    said: list[str] = []
-    sparse_trial.rank_zero_info = said.append
-    strategy = TunedDDPStrategy()
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += seconds[bool(strategy.gradient_exchange.max_dense_bytes)]
-        return now
-
-    with patch.object(sparse_trial.SparseTrial, "clock", staticmethod(clock)):
-        fit("WithEmbedding", strategy, max_epochs=8)
-    return strategy.gradient_exchange, said
-
-
-@pytest.mark.parametrize(("seconds", "kept"), [((2, 1), "dense tensors"), ((1, 2), "rows")])
-def test_the_faster_way_is_kept_and_reported(seconds: Any, kept: str) -> None:
-    for exchange, said in run_on_warm_ranks(_choose, 2, seconds):
-        assert exchange.max_dense_bytes == (sparse_trial.MAX_DENSE_BYTES if kept == "dense tensors" else 0)
-        assert any(f"sparse gradients are exchanged as {kept}: a step takes" in line for line in said), said
-
-
-def test_large_tables_are_not_tried() -> None:
-    assert not sparse_trial.is_worth_a_trial([torch.empty(2**20, 5, requires_grad=True)])
-    assert sparse_trial.is_worth_a_trial([torch.empty(2**20, 4, requires_grad=True)])
-
-
 def test_an_unknown_way_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sparse_grads='rows' is not known. Use one of 'auto', 'sparse', 'dense'"):
+    with pytest.raises(ConfigError, match="sparse_grads='rows' is not known. Use one of 'sparse', 'dense'"):
         TunedDDPStrategy(sparse_grads="rows")  # type: ignore[arg-type]
