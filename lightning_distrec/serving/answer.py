@@ -42,15 +42,15 @@ class Server:
 
     def answer_plain(self, request: dict[str, Any]) -> Any:
         """Return the answer as lists and dicts. request: lists by name."""
-        known = self.about["inputs"]
-        unknown = request.keys() - known.keys()
+        inputs_by_name = self.about["inputs"]
+        unknown = request.keys() - inputs_by_name.keys()
         if unknown:
-            raise ValueError(f"the request has {sorted(unknown)}, and the inputs are {sorted(known)}")
+            raise ValueError(f"the request has {sorted(unknown)}, and the inputs are {sorted(inputs_by_name)}")
         inputs = {}
         for name, values in request.items():
-            rest = known[name]["shape"][1:]
-            values = torch.tensor(values, dtype=getattr(torch, known[name]["dtype"]))
-            inputs[name] = values.reshape(-1, *rest) if None not in rest and rest else values
+            item_shape = inputs_by_name[name]["shape"][1:]
+            values = torch.tensor(values, dtype=getattr(torch, inputs_by_name[name]["dtype"]))
+            inputs[name] = values.reshape(-1, *item_shape) if None not in item_shape and item_shape else values
         return plain(self.answer(inputs))
 
 
@@ -74,10 +74,10 @@ def leaves(value: Any) -> list[torch.Tensor]:
 def check(server: Server, folder: Path = HERE) -> float:
     """Return the largest difference from the trained module's answers to the examples; of integers, 1 or 0."""
     stored = load_file(folder / "examples.safetensors")
-    found = leaves(server.answer({name: stored["inputs." + name] for name in server.about["inputs"]}))
-    wanted = [stored[f"answers.{number}"] for number in range(len(found))]
+    answers = leaves(server.answer({name: stored["inputs." + name] for name in server.about["inputs"]}))
+    expected = [stored[f"answers.{number}"] for number in range(len(answers))]
     largest = 0.0
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(answers, expected, strict=True):
         difference = torch.where(a == b, 0, (a - b).abs() if b.is_floating_point() else 1)
         largest = max(largest, float(difference.max())) if a.numel() else largest
     return largest
@@ -88,8 +88,8 @@ if __name__ == "__main__":
         print(__doc__)
     elif sys.argv[1:] == ["--check"]:
         allowed = json.loads((HERE / "serving.json").read_text())["largest_difference"]
-        found = check(Server())
-        print(f"largest difference from the trained module: {found:.3g} ({allowed:.3g} when it was exported)")
+        difference = check(Server())
+        print(f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when it was exported)")
     else:
         request = Path(sys.argv[1]) if sys.argv[1:] else HERE / "request.json"
         print(json.dumps(Server().answer_plain(json.loads(request.read_text()))))

@@ -29,8 +29,7 @@ from lightning_distrec.checkpoint.tools.contents import num_bytes
 from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving import answer
-from lightning_distrec.serving.batches import tensors_of
-from lightning_distrec.serving.program import Program, export_program, free_sizes, needed_packages
+from lightning_distrec.serving.program import Program, export_program, free_sizes, needed_packages, tensors_of
 from lightning_distrec.serving.tables import QuantizedTensor, find_rows, lookups_of, quantize_lookups
 
 TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
@@ -89,21 +88,23 @@ def export_for_serving(
     module = _with_dense_weights(module, state)
     names = [f"{path}.weight" for path, _ in lookups_of(module)]
     tables = {name: state[name] for name in names}
-    with _new_folder(folder, overwrite) as there:
+    with _new_folder(folder, overwrite) as new_folder:
         try:
-            return _write(module, batch, first_request, tables, there, bits, on_progress)
+            return _write(module, batch, first_request, tables, new_folder, bits, on_progress)
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be written: {error}. Nothing was left there.") from error
 
 
 def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> LightningModule:
     """Return a copy in which all but the tables have the state's weights, and tables have no rows."""
-    found = dict(lookups_of(module))
-    names = {f"{path}.weight" for path in found}
+    lookups = dict(lookups_of(module))
+    names = {f"{path}.weight" for path in lookups}
     needed = module.state_dict().keys()
     if missing := sorted(needed - state.keys()):
         raise CheckpointError(f"the checkpoint lacks '{missing[0]}' ({len(missing)} of {len(needed)} weights).")
-    memo: dict[int, Any] = {id(one.weight): nn.Parameter(torch.empty(0), requires_grad=False) for one in found.values()}
+    memo: dict[int, Any] = {
+        id(lookup.weight): nn.Parameter(torch.empty(0), requires_grad=False) for lookup in lookups.values()
+    }
     copy = deepcopy(module, memo)  # LightningModule leaves its Trainer out
     dense = {name: materialized(state[name]) for name in needed if name not in names}
     try:
@@ -129,12 +130,12 @@ def _write(
     floats = folder / (TABLES if bits is None else ".floats.safetensors")
     write_safetensors(floats, sources, on_progress)
     with torch.no_grad():
-        wanted = Program(module, batch)(load_file(floats), tensors_of(batch))
+        expected = Program(module, batch)(load_file(floats), tensors_of(batch))
     stored: dict[str, Any] = dict(sources)
     if bits is not None:
         floats.unlink()
-        for path, of_table in quantize_lookups(module, bits).items():
-            stored[f"{path}.rows"] = QuantizedTensor(stored.pop(f"{path}.weight"), of_table)
+        for path, table_bits in quantize_lookups(module, bits).items():
+            stored[f"{path}.rows"] = QuantizedTensor(stored.pop(f"{path}.weight"), table_bits)
         write_safetensors(folder / TABLES, stored, on_progress)
     program, inputs = export_program(module, load_file(folder / TABLES), batch)
     torch.export.save(program, folder / PROGRAM)
@@ -150,49 +151,49 @@ def _write(
         "bits": bits,
     }
     _write_json(folder / ABOUT, about)
-    outputs = answer.leaves(wanted)
+    outputs = answer.leaves(expected)
     examples = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
     examples |= {f"answers.{number}": tensor for number, tensor in enumerate(outputs)}
     save_file({name: tensor.clone().contiguous() for name, tensor in examples.items()}, folder / EXAMPLES)
     shutil.copyfile(answer.__file__, folder / SCRIPT)
 
     server = answer.Server(folder)
-    found = answer.leaves(server.answer(inputs))
-    one, fixed = tensors_of(batch if first_request is None else first_request), False
+    answers = answer.leaves(server.answer(inputs))
+    request, fixed = tensors_of(batch if first_request is None else first_request), False
     try:
-        server.answer(one)
+        server.answer(request)
     except (RuntimeError, AssertionError):  # torch.export's guards on a size that predict_step has made a number
-        one, fixed = inputs, True
-    _write_json(folder / REQUEST, {name: one[name].tolist() for name in inputs})
-    differences, others = _differences(found, outputs), _others(found, outputs)
+        request, fixed = inputs, True
+    _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
+    differences, differs = _differences(answers, outputs), _others(answers, outputs)
     largest = float(differences.max()) if differences.numel() else 0.0
     _write_json(folder / ABOUT, {**about, "largest_difference": largest})
     return Served(
         num_tables=len(stored),
-        table_bytes=sum(num_bytes(one) for one in stored.values()),
-        float_bytes=sum(num_bytes(one) for one in sources.values()),
+        table_bytes=sum(num_bytes(table) for table in stored.values()),
+        float_bytes=sum(num_bytes(table) for table in sources.values()),
         num_examples=len(outputs[0]) if outputs and outputs[0].dim() else 1,
         largest_difference=largest,
         mean_difference=float(differences.mean()) if differences.numel() else 0.0,
         largest_answer=max(
-            (float(one.abs().max()) for one in outputs if _is_fraction(one) and one.numel()), default=0.0
+            (float(output.abs().max()) for output in outputs if _is_fraction(output) and output.numel()), default=0.0
         ),
-        integers=others.numel(),
-        other_integers=int(others.sum()),
+        integers=differs.numel(),
+        other_integers=int(differs.sum()),
         needs=needs,
         only_this_size=fixed,
     )
 
 
-def _differences(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
-    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if _is_fraction(b)]
+def _differences(answers: list[Tensor], expected: list[Tensor]) -> Tensor:
+    pairs = [(a, b) for a, b in zip(answers, expected, strict=True) if _is_fraction(b)]
     # Infinities, of scores that are masked, are equal where their difference is no number.
     differences = [torch.where(a == b, 0, (a - b).abs()).double().flatten() for a, b in pairs]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *differences])
 
 
-def _others(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
-    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if not _is_fraction(b)]
+def _others(answers: list[Tensor], expected: list[Tensor]) -> Tensor:
+    pairs = [(a, b) for a, b in zip(answers, expected, strict=True) if not _is_fraction(b)]
     return torch.cat([torch.zeros(0, dtype=torch.bool), *((a != b).flatten() for a, b in pairs)])
 
 
@@ -209,8 +210,8 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a folder that gets the name `folder` at the end, with all of its files on disk."""
     if os.path.lexists(folder) and not (overwrite and (folder / ABOUT).is_file()):
         advice = "" if overwrite else ", or replace it with --overwrite"
-        what = "is no folder that export wrote" if overwrite else "exists already"
-        raise CheckpointError(f"{folder} {what}. Choose another name{advice}.")
+        problem = "is no folder that export wrote" if overwrite else "exists already"
+        raise CheckpointError(f"{folder} {problem}. Choose another name{advice}.")
     if not folder.absolute().parent.is_dir():
         raise CheckpointError(f"{folder}: the folder {folder.parent} does not exist. Create it first.")
     with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=folder.absolute().parent) as unfinished:

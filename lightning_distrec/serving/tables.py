@@ -31,19 +31,21 @@ def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
 
     A bag's padding_idx is not known to the replacement, so a bag that has one keeps its rows: it is not in the dict.
     """
-    found = {}
+    bits_by_path = {}
     for path, inner in list(lookups_of(module)):
         if isinstance(inner, nn.EmbeddingBag) and inner.padding_idx is not None:
             continue
         # FBGEMM packs pairs of bytes, which dims of other multiples do not have in 4 bits.
-        found[path] = of_table = 8 if inner.embedding_dim % 4 else bits
+        bits_by_path[path] = table_bits = 8 if inner.embedding_dim % 4 else bits
         parent, _, name = path.rpartition(".")
         new = (
-            QuantizedBag(inner, of_table) if isinstance(inner, nn.EmbeddingBag) else QuantizedEmbedding(inner, of_table)
+            QuantizedBag(inner, table_bits)
+            if isinstance(inner, nn.EmbeddingBag)
+            else QuantizedEmbedding(inner, table_bits)
         )
         _find_rows_too(new, inner)
         module.get_submodule(parent).add_module(name, new)
-    return found
+    return bits_by_path
 
 
 def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -54,9 +56,9 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
 
     for mch, segments in unsharded.mch_modules_of(module, state):
         unsharded.share_rows_of_buckets(mch, materialized(segments))
-    for lookup, of_lookup in unsharded.lookups_with_mappings(module, state):
+    for lookup, lookup_state in unsharded.lookups_with_mappings(module, state):
         if not unsharded.finds_rows(lookup):
-            unsharded.find_rows_by(lookup, {name: materialized(value) for name, value in of_lookup.items()})
+            unsharded.find_rows_by(lookup, {name: materialized(value) for name, value in lookup_state.items()})
 
 
 def _find_rows_too(new: nn.Module, original: nn.Module) -> None:

@@ -55,12 +55,12 @@ class ResNet18(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         stages: list[nn.Module] = []
-        before = channels
+        in_channels = channels
         for stage in range(4):
             for block in range(blocks_per_stage):
                 stride = 2 if stage and not block else 1
-                stages.append(Block(before, channels << stage, stride))
-                before = channels << stage
+                stages.append(Block(in_channels, channels << stage, stride))
+                in_channels = channels << stage
         self.layers = nn.Sequential(
             nn.Conv2d(3, channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(channels),
@@ -68,7 +68,7 @@ class ResNet18(pl.LightningModule):
             *stages,
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Linear(before, NUM_CLASSES),
+            nn.Linear(in_channels, NUM_CLASSES),
         )
         self.val_accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
 

@@ -45,14 +45,14 @@ class ClickLogs(Dataset):
         ids: (sum of lengths,) int64, category after category, within it example after example.
         lengths: (26 * batch_size,) int32. dense: (batch_size, 13) float32. labels: (batch_size, num_tasks) float32.
         """
-        chosen = np.asarray(examples)
-        tokens = self.store.tokens[chosen].T.astype(np.int64)
+        indices = np.asarray(examples)
+        tokens = self.store.tokens[indices].T.astype(np.int64)
         bags = [self._bags(category, tokens[category]) for category in range(NUM_CATEGORIES)]
         return {
             "ids": torch.from_numpy(np.concatenate(bags)),
-            "lengths": torch.from_numpy(np.repeat(self.bag_sizes, len(chosen)).astype(np.int32)),
-            "dense": torch.from_numpy(self.store.dense[chosen]),
-            "labels": torch.from_numpy(self.store.labels[chosen]),
+            "lengths": torch.from_numpy(np.repeat(self.bag_sizes, len(indices)).astype(np.int32)),
+            "dense": torch.from_numpy(self.store.dense[indices]),
+            "labels": torch.from_numpy(self.store.labels[indices]),
         }
 
     def _bags(self, category: int, tokens: np.ndarray) -> np.ndarray:

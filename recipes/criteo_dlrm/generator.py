@@ -90,9 +90,9 @@ class Generator:
     @staticmethod
     def _effects(random: np.random.Generator, count: int) -> np.ndarray:
         """Return (count, 2) effects on click and purchase, which have a part in common."""
-        own = random.standard_normal((count, len(TASKS)))
-        own[:, 1] = SHARED * own[:, 0] + np.sqrt(1 - SHARED**2) * own[:, 1]
-        return (SCALE_OF_IDS * _fading(count)[:, None] * own).astype(np.float32)
+        noise = random.standard_normal((count, len(TASKS)))
+        noise[:, 1] = SHARED * noise[:, 0] + np.sqrt(1 - SHARED**2) * noise[:, 1]
+        return (SCALE_OF_IDS * _fading(count)[:, None] * noise).astype(np.float32)
 
 
 def _fading(count: int) -> np.ndarray:

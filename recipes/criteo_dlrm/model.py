@@ -121,10 +121,10 @@ class ClickModel(pl.LightningModule):
         assert self.model is not None, "configure_model has not been called"
         tables = list(self.model.sparse_arch.parameters())
         ids = {id(parameter) for parameter in tables}
-        others = [parameter for parameter in self.model.parameters() if id(parameter) not in ids]
+        dense_parameters = [parameter for parameter in self.model.parameters() if id(parameter) not in ids]
         return torch.optim.Adagrad([
             {"params": tables, "lr": self.hparams["table_learning_rate"]},
-            {"params": others, "lr": self.hparams["learning_rate"]},
+            {"params": dense_parameters, "lr": self.hparams["learning_rate"]},
         ])
 
     def _evaluate(self, split: str, auroc: BinaryAUROC, batch: dict[str, Tensor]) -> None:

@@ -128,13 +128,13 @@ def _download_wheel(into: Path) -> Path:
 def _find_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise DataError(f"{path}: no such folder. Expected one with a .inter, a .user and a .item file.")
-    found = []
+    folders = []
     for suffix in SUFFIXES:
         files = sorted(path.glob(f"*{suffix}"))
         if len(files) != 1:
             raise DataError(f"{path}: expected one {suffix} file, there are {len(files)}.")
-        found.append(files[0])
-    return found
+        folders.append(files[0])
+    return folders
 
 
 def _read_columns(file: Path, required: Sequence[str]) -> dict[str, list[str]]:

@@ -37,14 +37,14 @@ class Bags:
         return Bags(values=self.values, starts=self.starts[rows], lengths=self.lengths[rows])
 
 
-def ids_of_texts(texts: Iterable[str], rows: int, what: str) -> np.ndarray:
+def ids_of_texts(texts: Iterable[str], rows: int, kind: str) -> np.ndarray:
     """Number the different texts from 1, in order of appearance; an empty text is 0.
 
     Raises DataError: more different texts than the table has rows.
     """
     numbers = {"": 0}
     ids = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
-    check_fits(len(numbers) - 1, rows, what)
+    check_fits(len(numbers) - 1, rows, kind)
     return ids
 
 
@@ -53,21 +53,21 @@ def ids_of_numbers(texts: list[str], edges: tuple[int, ...]) -> np.ndarray:
     return np.array([1 + np.searchsorted(edges, int(text), side="right") if text.isdecimal() else 0 for text in texts])
 
 
-def bags_of_words(texts: list[str], rows: int, what: str) -> Bags:
+def bags_of_words(texts: list[str], rows: int, kind: str) -> Bags:
     """Number the different words of all texts from 1; each text becomes the bag of its words' ids.
 
     Raises DataError: more different words than the table has rows.
     """
     words = [text.split() for text in texts]
     lengths = torch.tensor([len(bag) for bag in words])
-    values = torch.from_numpy(ids_of_texts([word for bag in words for word in bag], rows, what))
+    values = torch.from_numpy(ids_of_texts([word for bag in words for word in bag], rows, kind))
     return Bags(values=values, starts=lengths.cumsum(0) - lengths, lengths=lengths)
 
 
-def check_fits(count: int, rows: int, what: str) -> None:
+def check_fits(count: int, rows: int, kind: str) -> None:
     """Raise DataError if `count` ids and the reserved id 0 need more than `rows` rows."""
     if count + 1 > rows:
         raise DataError(
-            f"{what}: {count} different values do not fit a table of {rows} rows (one is reserved for unknown). "
+            f"{kind}: {count} different values do not fit a table of {rows} rows (one is reserved for unknown). "
             "Raise its rows in TABLES of the recipe's features.py."
         )

@@ -30,8 +30,8 @@ class Sequences:
         The first is (len(events), length) int64: the oldest first, 0 where there are fewer; the second (len(events),).
         """
         places = events[:, None] + np.arange(-length, 0)
-        known = places >= self.starts[events][:, None]
-        return np.where(known, self.items[np.maximum(places, 0)], 0), known.sum(1)
+        is_filled = places >= self.starts[events][:, None]
+        return np.where(is_filled, self.items[np.maximum(places, 0)], 0), is_filled.sum(1)
 
 
 def leave_one_out(ratings: Ratings) -> Sequences:

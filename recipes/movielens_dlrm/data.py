@@ -181,13 +181,13 @@ def build_examples(folder: Folder, *, history_length: int, like_from_rating: flo
     user_past = count_past(ratings.users, ratings.times, likes)
     item_past = count_past(ratings.items, ratings.times, likes)
     zip_prefixes = [code[:ZIP_PREFIX_LENGTH] for code in folder.user_columns["zip_code"]]
-    of_user = {
+    user_features = {
         "age": ids_of_numbers(folder.user_columns["age"], AGE_EDGES),
         "gender": ids_of_texts(folder.user_columns["gender"], TABLES["gender"].rows, "genders"),
         "occupation": ids_of_texts(folder.user_columns["occupation"], TABLES["occupation"].rows, "occupations"),
         "zip": ids_of_texts(zip_prefixes, TABLES["zip"].rows, "zip prefixes"),
     }
-    of_item = {"year": ids_of_numbers(folder.item_columns["release_year"], YEAR_EDGES)}
+    item_features = {"year": ids_of_numbers(folder.item_columns["release_year"], YEAR_EDGES)}
     genres = bags_of_words(folder.item_columns["genres"], TABLES["genre"].rows, "genres")
     features: dict[str, Tensor | Bags] = {
         "user": torch.from_numpy(ids_of_known_users(ratings.users, ratings.times)),
@@ -198,8 +198,8 @@ def build_examples(folder: Folder, *, history_length: int, like_from_rating: flo
         ),
         "genres": genres.select(torch.from_numpy(ratings.items)),
     }
-    features |= {name: torch.from_numpy(ids[ratings.users]) for name, ids in of_user.items()}
-    features |= {name: torch.from_numpy(ids[ratings.items]) for name, ids in of_item.items()}
+    features |= {name: torch.from_numpy(ids[ratings.users]) for name, ids in user_features.items()}
+    features |= {name: torch.from_numpy(ids[ratings.items]) for name, ids in item_features.items()}
     dense = np.stack([*user_past.dense_columns(), *item_past.dense_columns()], axis=1)
     return ClickDataset(features=features, dense=torch.from_numpy(dense).float(), label=torch.from_numpy(likes).float())
 

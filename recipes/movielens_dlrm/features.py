@@ -84,20 +84,22 @@ def count_past(groups: np.ndarray, times: np.ndarray, likes: np.ndarray) -> Past
     return Past(events=events_of, likes=likes_of)
 
 
-def latest_items(users: np.ndarray, item_ids: np.ndarray, chosen: np.ndarray, before: np.ndarray, length: int) -> Bags:
+def latest_items(
+    users: np.ndarray, item_ids: np.ndarray, indices: np.ndarray, num_earlier: np.ndarray, length: int
+) -> Bags:
     """Return, for each event, the ids of the last `length` chosen items of its user before it.
 
     users, item_ids: (num_events,), in order of time. chosen: (num_events,), 1 for the events to pick from (the
     likes, say). before: (num_events,), how many chosen events of the user have a strictly earlier time; it keeps
     out what happened at the same time.
     """
-    picked = np.flatnonzero(chosen)
+    picked = np.flatnonzero(indices)
     picked = picked[np.argsort(users[picked], kind="stable")]
     first_of_user = np.searchsorted(users[picked], users)
-    lengths = np.minimum(before, length)
+    lengths = np.minimum(num_earlier, length)
     return Bags(
         values=torch.from_numpy(item_ids[picked]),
-        starts=torch.from_numpy(first_of_user + before - lengths),
+        starts=torch.from_numpy(first_of_user + num_earlier - lengths),
         lengths=torch.from_numpy(lengths),
     )
 
@@ -105,5 +107,5 @@ def latest_items(users: np.ndarray, item_ids: np.ndarray, chosen: np.ndarray, be
 def ids_of_known_users(users: np.ndarray, times: np.ndarray) -> np.ndarray:
     """Return 1 + user where the user first came more than a day earlier, else 0; (num_events,), in order of time."""
     _, first_event, position = np.unique(users, return_index=True, return_inverse=True)
-    known = times - times[first_event][position] > NEW_USER_SECONDS
-    return np.where(known, 1 + users, 0)
+    is_seen = times - times[first_event][position] > NEW_USER_SECONDS
+    return np.where(is_seen, 1 + users, 0)

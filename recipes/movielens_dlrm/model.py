@@ -101,10 +101,10 @@ class ClickModel(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
         tables = list(self.tables.parameters())
-        others = [*self.bottom.parameters(), *self.top.parameters()]
+        dense_parameters = [*self.bottom.parameters(), *self.top.parameters()]
         return torch.optim.Adagrad([
             {"params": tables, "lr": self.table_learning_rate},
-            {"params": others, "lr": self.learning_rate},
+            {"params": dense_parameters, "lr": self.learning_rate},
         ])
 
     def _evaluate(self, split: str, auroc: BinaryAUROC, batch: dict[str, Tensor]) -> None:

@@ -108,9 +108,9 @@ class SASRec(pl.LightningModule):
     def _sampled_loss(self, hidden: Tensor, following: Tensor) -> Tensor:
         drawn = torch.randint(1, len(self.all_items), (self.hparams["num_negatives"],), device=following.device)
         rows = self.items(torch.cat([following, drawn]))
-        own, others = rows[: len(following)], rows[len(following) :]
-        against = (hidden @ others.T).masked_fill(drawn == following[:, None], float("-inf"))
-        scores = torch.cat([(hidden * own).sum(1, keepdim=True), against], dim=1)
+        positives, negatives = rows[: len(following)], rows[len(following) :]
+        against = (hidden @ negatives.T).masked_fill(drawn == following[:, None], float("-inf"))
+        scores = torch.cat([(hidden * positives).sum(1, keepdim=True), against], dim=1)
         return functional.cross_entropy(scores, torch.where(following > 0, 0, -1), ignore_index=-1)
 
     def _last(self, batch: dict[str, Tensor]) -> Tensor:

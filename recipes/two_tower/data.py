@@ -131,9 +131,9 @@ class NextFilmDataModule(pl.LightningDataModule):
         counts = watched.repeat(len(data), 1).double()
         counts.scatter_(1, batch["seen"], -1.0)
         counts[:, 0] = -1.0
-        found = counts.gather(1, batch["item"][:, None])
+        target_counts = counts.gather(1, batch["item"][:, None])
         # Films that were watched as often share their places: half of them come before.
-        ranks = (counts > found).sum(1) + ((counts == found).sum(1) - 1) / 2
+        ranks = (counts > target_counts).sum(1) + ((counts == target_counts).sum(1) - 1) / 2
         in_top = ranks < 10
         return {
             "most watched": {

@@ -120,9 +120,9 @@ def recommend(
 
 def film_of(title: str, catalogue: Catalogue) -> int:
     """Return the id of a title. Raises DataError: there is none, with near ones."""
-    known = {text.casefold(): film for film, text in enumerate(catalogue.titles)}
-    if (film := known.get(title.strip().casefold(), 0)) == 0:
-        raise DataError(f"there is no film {title.strip()!r}{did_you_mean(title.strip().casefold(), known)}")
+    film_by_title = {text.casefold(): film for film, text in enumerate(catalogue.titles)}
+    if (film := film_by_title.get(title.strip().casefold(), 0)) == 0:
+        raise DataError(f"there is no film {title.strip()!r}{did_you_mean(title.strip().casefold(), film_by_title)}")
     return film
 
 

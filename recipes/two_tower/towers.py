@@ -49,6 +49,6 @@ def in_batch_loss(people: Tensor, films: Tensor, items: Tensor, log_shares: Tens
     people, films: (batch_size, dim). items: (batch_size,) int64. log_shares: (batch_size,).
     """
     scores = people @ films.T / temperature - log_shares
-    own = torch.eye(len(items), dtype=torch.bool, device=items.device)
-    scores = scores.masked_fill((items[:, None] == items) & ~own, float("-inf"))
+    diagonal = torch.eye(len(items), dtype=torch.bool, device=items.device)
+    scores = scores.masked_fill((items[:, None] == items) & ~diagonal, float("-inf"))
     return functional.cross_entropy(scores, torch.arange(len(items), device=items.device))

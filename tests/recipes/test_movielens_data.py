@@ -138,7 +138,7 @@ def test_features_say_what_the_catalogue_says(path):
 
 def test_what_is_missing_or_no_number_is_id_0():
     assert ids_of_numbers(["", "V", "17", "18", "99"], edges=(18, 25)).tolist() == [0, 0, 1, 2, 3]
-    assert ids_of_texts(["b", "", "a", "b"], rows=3, what="letters").tolist() == [1, 0, 2, 1]
+    assert ids_of_texts(["b", "", "a", "b"], rows=3, kind="letters").tolist() == [1, 0, 2, 1]
 
 
 def test_every_id_is_inside_its_table(path):
@@ -154,7 +154,7 @@ def test_more_values_than_rows_are_refused():
     with pytest.raises(DataError, match="users: 8 different values do not fit a table of 8 rows"):
         check_fits(8, 8, "users")
     with pytest.raises(DataError, match="letters: 3 different values do not fit a table of 3 rows"):
-        ids_of_texts("abc", rows=3, what="letters")
+        ids_of_texts("abc", rows=3, kind="letters")
 
 
 def replace_line(file: Path, number: int, line: str) -> None:
