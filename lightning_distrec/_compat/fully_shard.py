@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,31 +12,12 @@ def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
 
     Source: torch/distributed/fsdp/_fully_shard; torch 2.11 has one parameter group per module, later ones several.
     """
-    for group in _param_groups(module):
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in filter(None, groups):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 yield parameter.sharded_param, parameter
-
-
-def _param_groups(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
-
-
-def drop_gathered_ahead(module: Any) -> None:
-    """Wait for an all-gather that was prefetched and that no forward has used, and drop what it has gathered.
-
-    The next forward would compute with it, weights of before the step. Source: FSDPParamGroup.finalize_backward, which
-    does so after each backward.
-    """
-    for group in _param_groups(module):
-        if (result := group._all_gather_result) is not None:
-            if result.all_gather_event is not None:
-                torch.accelerator.current_stream().wait_event(result.all_gather_event)
-            if isinstance(result.all_gather_work, dist.Work):
-                result.all_gather_work.wait()
-            group._all_gather_result = None
 
 
 def drop_unreduced_gradient(fsdp_param: Any) -> None:

@@ -20,7 +20,7 @@ from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
+from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.stages.chain import Chain, StageLayout, find_chain, split_chain
 from lightning_distrec.strategies.stages.microbatches import num_parts
 from lightning_distrec.strategies.stages.pipeline_mesh import ranks_of_pipeline

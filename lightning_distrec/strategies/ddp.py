@@ -27,7 +27,7 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
 from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD, PowerSGDOptions, refuse_powersgd
 from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads
 from lightning_distrec.strategies.estimates.activation_budget import activation_budget
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
+from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
 from lightning_distrec.strategies.run.given_options import as_options

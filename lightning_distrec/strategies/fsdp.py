@@ -20,17 +20,16 @@ from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
 from lightning_distrec.strategies.estimates.activation_budget import activation_budget
-from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions
-from lightning_distrec.strategies.fully_sharded.fully_sharded_module import (
-    FullyShardedModule,
+from lightning_distrec.strategies.fully_sharded.copies import unshard_module
+from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions, make_mesh
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
+from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
+from lightning_distrec.strategies.fully_sharded.shards import (
     drop_unfinished_step,
     full_value,
-    shard_module,
+    refuse_optimizers,
+    reshard,
 )
-from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_optimizers
-from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
-from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import (
     MatmulPrecision,
@@ -74,8 +73,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             precision="32-true", blocks compute in it: they cast their inputs to it, and their outputs back.
         reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true precision.
         buffer_dtype: type into which floating-point buffers of blocks are converted. None: leave them.
-        forward_prefetch: blocks that are gathered ahead in forward, in the module's order. 0: torch's own way.
-        backward_prefetch: blocks that are gathered ahead in backward. 0: torch's own way, one.
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or "error".
         checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
@@ -100,8 +97,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
         buffer_dtype: Dtype | None = None,
-        forward_prefetch: int = 0,
-        backward_prefetch: int = 0,
         uneven_inputs: UnevenInputs = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
@@ -120,8 +115,6 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             buffer_dtype=buffer_dtype,
-            forward_prefetch=forward_prefetch,
-            backward_prefetch=backward_prefetch,
         )
         self._mesh: DeviceMesh | None = None
         super().__init__(
@@ -164,8 +157,8 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         drop_unfinished_step(module)
         self.precision_plugin.convert_module(module)
         options, mesh, precision = self._fsdp_options, self.device_mesh, str(trainer.precision)
-        sharded = shard_module(module, options, mesh, self.root_device, precision, consensus)
-        run.sharded = sharded
+        shard_module(module, options, mesh, self.root_device, precision, consensus)
+        run.sharded = sharded = FullyShardedModule(module, options, consensus)
         run.undo.callback(sharded.teardown)
         self.model = module
         if run.is_fitting:

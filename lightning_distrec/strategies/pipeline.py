@@ -17,7 +17,7 @@ from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.pipeline.even_batches import UnevenInputs
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
+from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.full_parameters import check_call, rows_of
 from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run

@@ -29,9 +29,7 @@ from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.weights.collective_reads import in_step
 from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.fully_sharded_module import drop_unfinished_step, full_value
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_sharded
-from lightning_distrec.strategies.fully_sharded.shard_blocks import reshard
+from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
 from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.precision import MatmulPrecision
 from lightning_distrec.strategies.run.stopping import StopOptions

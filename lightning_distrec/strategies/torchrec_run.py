@@ -27,12 +27,11 @@ from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
-from lightning_distrec.strategies.fully_sharded.dense_layers import replace_parameters
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule, shard_module
-from lightning_distrec.strategies.fully_sharded.mesh import make_mesh
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_inexact_optimizers
-from lightning_distrec.strategies.fully_sharded.unshard import unshard_module
+from lightning_distrec.strategies.fully_sharded.copies import unshard_module
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
+from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
+from lightning_distrec.strategies.fully_sharded.shards import refuse_inexact_optimizers, replace_parameters
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
 from lightning_distrec.strategies.run.given_options import as_options
@@ -131,8 +130,8 @@ class TorchRecRun(Run):
                 strategy.model_to_device()
             else:
                 old_parameters = dict(module.named_parameters(remove_duplicate=False))
-                precision = str(self.trainer.precision)
-                self.dense = shard_module(module, *fsdp, strategy.root_device, precision, consensus)
+                shard_module(module, *fsdp, strategy.root_device, str(self.trainer.precision), consensus)
+                self.dense = FullyShardedModule(module, fsdp[0], consensus)
                 self.undo.callback(self.dense.teardown)
                 replace_parameters(
                     tables.optimizers, old_parameters, dict(module.named_parameters(remove_duplicate=False))

@@ -702,7 +702,7 @@ BREAKAGES = (
     Breakage(
         "fsdp-written-weights",
         "lightning_distrec/strategies/fully_sharded",
-        r"if \w+\(\w+\) != before\.get\(.*:",
+        r"if \w+\(\w+\) != versions\.get\(.*:",
         "if False:",
         "A step that writes to a gathered weight loses what it wrote, without a word.",
         ("multiprocess/strategies/test_fsdp_traps.py",),

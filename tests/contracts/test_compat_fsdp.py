@@ -75,14 +75,7 @@ def _on_a_rank() -> dict[str, Any]:
     with torch.no_grad():
         _fully_shard.unsharded_parameter(gathered).add_(1)
     _fully_shard.reset_after_failure(net)
-    net.low.set_modules_to_forward_prefetch([net])
-    with torch.no_grad():
-        net.low(torch.ones(2, 5))  # gathers what nobody computes with
-    ahead = [_is_gathered_ahead(net)]
-    _fully_shard.drop_gathered_ahead(net)
-    ahead.append(_is_gathered_ahead(net))
     return {
-        "ahead": ahead,
         "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
         "writes": (gathering, _fully_shard.unsharded_version(gathered) - writes),
@@ -97,10 +90,6 @@ def _on_a_rank() -> dict[str, Any]:
         "still sharded": all(isinstance(parameter, DTensor) for parameter in net.parameters()),
         "emptied": float(net.low.weight.full_tensor().abs().sum()),
     }
-
-
-def _is_gathered_ahead(net: Any) -> bool:
-    return any(group._all_gather_result is not None for group in _fully_shard._param_groups(net))
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +161,6 @@ def test_wrapped_optimizers_are_those_that_manual_optimization_sees() -> None:
     strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]
     (wrapped,) = _lightning.wrapped_optimizers(strategy)
     assert wrapped.optimizer is strategy.optimizers[0]
-
-
-def test_drop_gathered_ahead_drops_what_was_prefetched_for_nobody(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        assert of_rank["ahead"] == [True, False]
 
 
 def _drawn_on_a_rank() -> list[str]:

@@ -23,9 +23,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
     ),
     "ddp squeezes": ("TunedDDPStrategy", SQUEEZED, "ddp_tuned: from step 0 on, PowerSGD sends", 0.2),
     "fsdp recomputes": ("TunedFSDPStrategy", {"wrap": LAYERS, "activation_checkpointing": True}, "", 1e-4),
-    "fsdp in bf16, ahead": (
+    "fsdp in bf16": (
         "TunedFSDPStrategy",
-        {"wrap": LAYERS, "param_dtype": "bf16", "reduce_dtype": "bf16", "forward_prefetch": 1, "backward_prefetch": 1},
+        {"wrap": LAYERS, "param_dtype": "bf16", "reduce_dtype": "bf16"},
         "",
         0.05,
     ),

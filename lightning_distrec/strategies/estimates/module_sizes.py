@@ -16,10 +16,8 @@ from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
-from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
+from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks, choose_replicated, refuse_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.refusals import refuse_module
-from lightning_distrec.strategies.fully_sharded.replicated_parameters import choose_replicated
 from lightning_distrec.units import shortened
 
 

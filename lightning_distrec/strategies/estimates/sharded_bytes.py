@@ -4,9 +4,7 @@ import math
 
 from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.module_sizes import ParameterSize
-from lightning_distrec.strategies.fully_sharded.dtypes import choose_dtypes
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.mesh import num_replicas
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, choose_dtypes, num_replicas
 
 
 class ShardedBytes:
@@ -44,18 +42,10 @@ class ShardedBytes:
         return memory
 
     def _max_gathered(self, weights: dict[int | None, float], gradients: dict[int | None, float]) -> float:
-        """Return the bytes of blocks that are gathered at once at the peak: one, and those that are prefetched."""
+        """Return the bytes of blocks that are gathered at once at the peak: one, unless all stay."""
         if self._options.reshard_after_forward is False:
             return sum(weights.values()) + max(gradients.values(), default=0.0)
-        blocks = list(weights)
-        ahead = max(self._options.forward_prefetch, self._options.backward_prefetch)
-        return max(
-            (
-                gradients[block] + sum(weights[near] for near in blocks[max(0, place - ahead) : place + 1])
-                for place, block in enumerate(blocks)
-            ),
-            default=0.0,
-        )
+        return max((weights[block] + gradients[block] for block in weights), default=0.0)
 
     def sent(self, parameters: list[ParameterSize]) -> dict[str, float]:
         """Return the bytes of all-gathers and reduce-scatters, and of what replicas average.

@@ -1,17 +1,32 @@
-"""Options for parameters that are sharded over the ranks by FSDP2."""
+"""Options of FSDP2, and what follows from them: the types in which it gathers and reduces, and the mesh of ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 
 Replicas = int | Literal["nodes"]
 ReshardAfterForward = Literal["auto"] | bool
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES: dict[str, torch.dtype | None] = {
+    "32-true": None,
+    "64-true": None,
+    "bf16-true": None,
+    "16-true": None,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+"""Precision -> the type in which parameters are gathered; None: their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +64,6 @@ class FSDPOptions:
     buffer_dtype: Dtype | None = None
     """Type into which floating-point buffers of blocks are converted. None: leave them as they are."""
 
-    forward_prefetch: int = 0
-    """Blocks that are gathered ahead in forward, in the order in which the module has them. 0: torch's own way."""
-
-    backward_prefetch: int = 0
-    """Blocks that are gathered ahead in backward, in reverse order. 0: torch's own way, one."""
-
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str) and self.wrap != "auto":
             raise ConfigError(
@@ -70,6 +79,114 @@ class FSDPOptions:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
                 raise ConfigError(f"{name}={dtype!r} is not known. Use one of {', '.join(map(repr, DTYPES))}.")
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if (number := getattr(self, name)) < 0:
-                raise ConfigError(f"{name}={number}: must be a number of blocks, or 0.")
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The types of one run."""
+
+    param: torch.dtype | None
+    """Type in which parameters are gathered; None: their own."""
+    reduce: torch.dtype | None
+    """Type in which gradients are reduced; None: that of the gathered parameters."""
+    buffer: torch.dtype | None
+    """Type of the buffers of blocks; None: their own."""
+    casts: bool
+    """Whether blocks cast their inputs to `param` and their outputs back. Without autocast nobody else does, so what is
+    in no block computes in its own type."""
+
+    def root_policy(self) -> MixedPrecisionPolicy:
+        """Return the policy of what is in no block."""
+        return MixedPrecisionPolicy(None if self.casts else self.param, self.reduce, cast_forward_inputs=False)
+
+    def block_policy(self, is_nested: bool) -> MixedPrecisionPolicy:
+        """Return the policy of a block. is_nested: whether another block contains it, and takes its outputs."""
+        output_dtype = torch.float32 if self.casts and not is_nested else None
+        return MixedPrecisionPolicy(self.param, self.reduce, output_dtype=output_dtype, cast_forward_inputs=self.casts)
+
+    def convert_buffers(self, block: nn.Module) -> None:
+        """Convert the floating-point buffers of a block, for good: FSDP2 itself leaves them as they are."""
+        for module in block.modules() if self.buffer is not None else ():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(self.buffer))
+
+
+def choose_dtypes(options: FSDPOptions, precision: str) -> Dtypes:
+    """Return the types for a precision of the Trainer.
+
+    Raises UnsupportedError: the precision is not supported; ConfigError: an option contradicts it.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise UnsupportedError(
+            f"Trainer(precision={precision!r}): fsdp_tuned supports {', '.join(map(repr, COMPUTE_DTYPES))}."
+        )
+    precision_dtype, is_mixed = COMPUTE_DTYPES[precision], precision.endswith("-mixed")
+    param = precision_dtype
+    if options.param_dtype is not None:
+        param = DTYPES[options.param_dtype]
+        _refuse_param_dtype(options.param_dtype, param, precision_dtype, precision)
+        param = None if param == torch.float32 else param
+    reduce = torch.float32 if param is not None else None
+    return Dtypes(
+        param=param,
+        reduce=DTYPES[options.reduce_dtype] if options.reduce_dtype is not None else reduce,
+        buffer=DTYPES[options.buffer_dtype] if options.buffer_dtype is not None else None,
+        casts=param is not None and not is_mixed,
+    )
+
+
+def _refuse_param_dtype(name: str, param: torch.dtype, precision_dtype: torch.dtype | None, precision: str) -> None:
+    setting = f"param_dtype={name!r} with Trainer(precision={precision!r})"
+    if precision.endswith("-true") and precision != "32-true":
+        raise ConfigError(f"{setting}: all parameters are of that precision. Remove param_dtype, or use '32-true'.")
+    if precision == "32-true" and param == torch.float16:
+        raise ConfigError(f"{setting}: gradients of 16 bits need loss scaling. Use 'bf16', or precision='16-mixed'.")
+    if precision_dtype is not None and param not in (precision_dtype, torch.float32):
+        raise ConfigError(
+            f"{setting}: autocast computes in {str(precision_dtype).removeprefix('torch.')}. Use 'fp32', or another "
+            "precision."
+        )
+
+
+def make_mesh(
+    options: FSDPOptions, device: torch.device, ranks_on_node: Sequence[int], timeout: timedelta
+) -> DeviceMesh:
+    """Collective. Return a mesh of all ranks: (data_parallel,), or (replicate, shard) with more than one replica.
+
+    Consecutive ranks share one replica of the parameters.
+    ranks_on_node: for each rank, the number of ranks on its node.
+    Raises ConfigError: the ranks cannot be divided evenly among replicas; nothing to offload from.
+    """
+    if options.cpu_offload and device.type != "cuda":
+        raise ConfigError(
+            f"cpu_offload=true: the ranks compute on {device.type}, so everything is on the host already. Remove it."
+        )
+    num_ranks, replicas = len(ranks_on_node), num_replicas(options.replicas, ranks_on_node)
+    if replicas == 1:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))
+    # By hand, because groups that init_device_mesh makes have torch's default timeout.
+    ranks = torch.arange(num_ranks).view(replicas, -1)
+    groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=("replicate", "shard"))
+
+
+def num_replicas(replicas: Replicas, ranks_on_node: Sequence[int]) -> int:
+    """Return the number of replicas. Raises ConfigError: the ranks cannot be divided evenly among them.
+
+    ranks_on_node: for each rank, the number of ranks on its node.
+    """
+    num_ranks = len(ranks_on_node)
+    if replicas == "nodes":
+        if len(set(ranks_on_node)) > 1:
+            counts = ", ".join(map(str, sorted(set(ranks_on_node))))
+            raise ConfigError(
+                f"replicas='nodes': nodes have unequal numbers of ranks ({counts}), so that their replicas of the "
+                "parameters cannot be sharded alike. Set a number of replicas."
+            )
+        return num_ranks // ranks_on_node[0]
+    if num_ranks % replicas:
+        raise ConfigError(
+            f"replicas={replicas}: {num_ranks} ranks cannot be divided evenly among them. Use a divisor of {num_ranks}."
+        )
+    return replicas

@@ -3,116 +3,28 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.fully_shard import (
     draw_dtensors_with,
-    drop_gathered_ahead,
-    drop_unreduced_gradient,
-    reset_after_failure,
     sharded_and_unsharded_parameters,
     unsharded_parameter,
     unsharded_version,
 )
-from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.mixed_groups import uniform_groups
 from lightning_distrec.strategies.activations.budget import NOTHING, CheckpointedLayers, NothingCheckpointed
-from lightning_distrec.strategies.activations.layers import checkpointed_layers
-from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
-from lightning_distrec.strategies.fully_sharded.deep_copy import STEPS, gather_in_steps
-from lightning_distrec.strategies.fully_sharded.draws import draw_full
-from lightning_distrec.strategies.fully_sharded.dtypes import Dtypes, choose_dtypes
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.guards import guard
-from lightning_distrec.strategies.fully_sharded.refusals import (
-    explained_errors,
-    refuse_mixed_dtypes,
-    refuse_module,
-)
-from lightning_distrec.strategies.fully_sharded.replicated_parameters import (
-    ReplicatedParameters,
-    choose_replicated,
-    log_replicated,
-)
-from lightning_distrec.strategies.fully_sharded.shard_blocks import (
-    Sharding,
-    fsdp_modules,
-    is_block,
-    modules_in_step,
-)
+from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
+from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, BufferBroadcaster
-
-_sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, Dtypes]]" = WeakKeyDictionary()
-"""Fully sharded module -> the options and types with which it was sharded."""
-
-
-def drop_unfinished_step(module: nn.Module) -> None:
-    """Reset a fully sharded module that a failed run may have left with gathered parameters and unreduced gradients."""
-    if isinstance(module, FSDPModule):
-        reset_after_failure(module)
-    for fsdp_module in fsdp_modules(module):
-        fsdp_module.reshard()
-        for _, unsharded in sharded_and_unsharded_parameters(fsdp_module):
-            drop_unreduced_gradient(unsharded)
-
-
-def shard_module(
-    module: LightningModule,
-    options: FSDPOptions,
-    mesh: DeviceMesh,
-    device: torch.device,
-    precision: str,
-    consensus: Consensus,
-) -> "FullyShardedModule":
-    """Collective. Shard the module, with rank 0's weights, unless an earlier run has.
-
-    mesh: of all ranks.
-    Raises ConfigError, UnsupportedError on every rank: it cannot be sharded so, or was sharded otherwise.
-    """
-    wanted = options, choose_dtypes(options, precision)
-    if isinstance(module, FSDPModule):
-        _refuse_other_options(_sharded_as.get(module, wanted), wanted)
-    else:
-        blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
-        replicated = choose_replicated(module, blocks, module.automatic_optimization)
-        log_replicated(replicated, rank_zero_info)
-        Sharding(mesh, device, *wanted).shard(module, blocks, set(replicated.values()))
-        gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
-        guard(module)
-        _sharded_as[module] = wanted
-    set_device_and_mesh(module, device, mesh)
-    return FullyShardedModule(module, options, consensus)
-
-
-def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
-    refuse_module(module)
-    blocks = choose_blocks(module, options.wrap, options.min_num_parameters)
-    refuse_mixed_dtypes(module, blocks)
-    own = {id(block) for block in blocks}
-    paths = {path: submodule for path, submodule in module.named_modules() if id(submodule) in own}
-    checkpointed_layers(module, options.activation_checkpointing, paths)  # raises where it cannot be
-    return blocks
-
-
-def _refuse_other_options(before: tuple[FSDPOptions, Dtypes], wanted: tuple[FSDPOptions, Dtypes]) -> None:
-    if before != wanted:
-        raise ConfigError(
-            f"an earlier run has sharded this module as {before[0]}, computing in {before[1].param or 'its own type'}; "
-            f"now it is {wanted[0]}, in {wanted[1].param or 'its own type'}, and a sharded module stays so. Give the "
-            "strategy the same options and precision, or build a new module and load a checkpoint into it."
-        )
 
 
 class FullyShardedModule:
@@ -121,12 +33,11 @@ class FullyShardedModule:
     def __init__(self, module: nn.Module, options: FSDPOptions, consensus: Consensus) -> None:
         self._module = module
         self._fsdp_modules = fsdp_modules(module)
-        blocks = {path: block for path, block in module.named_modules() if path and is_block(block)}
-        wanted = options.activation_checkpointing
         self.activations: CheckpointedLayers | NothingCheckpointed = NothingCheckpointed()
-        if wanted:
-            self.activations = CheckpointedLayers(module, wanted, consensus, blocks)
-        self._prefetches = options.forward_prefetch > 0 or options.backward_prefetch > 0
+        if options.activation_checkpointing:
+            blocks: dict[str, Any] = {p: block for p, block in module.named_modules() if isinstance(block, FSDPModule)}
+            blocks.pop("", None)
+            self.activations = CheckpointedLayers(module, options.activation_checkpointing, consensus, blocks)
         self._replicated = ReplicatedParameters(module)
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
@@ -138,7 +49,7 @@ class FullyShardedModule:
         """Broadcast rank 0's buffers before steps from now on; let zero_grad reach unreduced gradients."""
         self._buffers = BufferBroadcaster(self._module)
         self._replicated.host_group = consensus.group
-        self._undo += [_zero_unreduced_too(optimizer, self._module) for optimizer in optimizers]
+        self._undo += [zero_unreduced_too(optimizer, self._module) for optimizer in optimizers]
         return BroadcastSkipper(self._buffers, consensus.flags)
 
     @contextmanager
@@ -166,15 +77,16 @@ class FullyShardedModule:
             self.reshard()
 
     def _unsharded_versions(self) -> dict[int, int]:
-        found = [
-            unsharded for module in self._fsdp_modules for _, unsharded in sharded_and_unsharded_parameters(module)
-        ]
-        return {id(unsharded): unsharded_version(unsharded) for unsharded in found}
+        return {
+            id(unsharded): unsharded_version(unsharded)
+            for module in self._fsdp_modules
+            for _, unsharded in sharded_and_unsharded_parameters(module)
+        }
 
-    def _refuse_writes(self, before: dict[int, int]) -> None:
+    def _refuse_writes(self, versions: dict[int, int]) -> None:
         for module in self._fsdp_modules:
             for sharded, unsharded in sharded_and_unsharded_parameters(module):
-                if unsharded_version(unsharded) != before.get(id(unsharded), unsharded_version(unsharded)):
+                if unsharded_version(unsharded) != versions.get(id(unsharded), unsharded_version(unsharded)):
                     names = {id(parameter): name for name, parameter in self._module.named_parameters()}
                     name = names.get(id(sharded)) or names.get(id(unsharded_parameter(unsharded)), "a weight")
                     raise UnsupportedError(
@@ -187,8 +99,6 @@ class FullyShardedModule:
         """Free what is gathered, so that the module's parameters are the shards."""
         for module in self._fsdp_modules:
             module.reshard()
-            if self._prefetches:
-                drop_gathered_ahead(module)
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -227,29 +137,60 @@ class FullyShardedModule:
         self.reshard()
 
 
-def _zero_unreduced_too(optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
-    """Let zero_grad drop gradients that accumulate without a sync too; return an undo.
+class ReplicatedParameters:
+    """Averages the gradients of the parameters that each rank has in full, as DDP does."""
 
-    fully_shard keeps those on its own unsharded parameters, which the optimizer does not know.
-    """
-    zero_grad = optimizer.zero_grad
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        self.host_group: Any = None
+        """Where ranks report what they have used: on the host, which would wait for backward on a GPU otherwise."""
 
-    def zero_all(set_to_none: bool = True) -> None:
-        zero_grad(set_to_none=set_to_none)
-        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for fsdp_module in fsdp_modules(module):
-            for sharded, unsharded in sharded_and_unsharded_parameters(fsdp_module):
-                if id(sharded) in mine:
-                    drop_unreduced_gradient(unsharded)
+    def average_gradients(self) -> None:
+        """Collective where there are such parameters. Average their gradients after a backward.
 
-    optimizer.zero_grad = zero_all  # type: ignore[method-assign]  # on the instance: the class's stays as it is
+        A parameter that any rank has used gets a gradient on all ranks; ranks that have not used it count as 0.
+        """
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if not trained or dist.get_world_size() == 1:
+            return
+        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        dist.all_reduce(used, group=self.host_group)
+        for parameter, num_ranks in zip(trained, used.tolist(), strict=True):
+            if not num_ranks:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(dist.get_world_size())
+            dist.all_reduce(parameter.grad)
 
-    def undo() -> None:
-        del optimizer.zero_grad
 
-    return undo
+@contextmanager
+def explained_errors(module: nn.Module) -> Iterator[None]:
+    """Around a step, its backward and its update: explain torch's errors about sharded parameters, and what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise UnsupportedError(_weights_of_uncalled_block(module)) from error
+        if "requiring a storage size" in str(error):
+            raise UnsupportedError(
+                "backward needs weights of a block that have been freed: backward ran twice (gradients of gradients), "
+                "or the block returns its tensors inside of an object that torch cannot look into. Name other blocks, "
+                "wrap=[...]; wrap=[] gathers all for the whole step."
+            ) from error
+        if "Sharding propagation failed" in str(error) or "require placement changes" in str(error):
+            raise UnsupportedError(
+                "a step or an optimizer computes something over sharded parameters that torch's DTensor cannot. Use "
+                "strategy='ddp_tuned', or another optimizer."
+            ) from error
+        raise
 
 
-def full_value(value: Any) -> Any:
-    """Collective for a DTensor, a norm of sharded weights for example. Return it as a full tensor."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _weights_of_uncalled_block(module: nn.Module) -> str:
+    sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    return (
+        "a step uses the weights of a block without calling it (block.layer(x), block.weight, a sum over "
+        "self.parameters()), while they are sharded: a block's weights are gathered when the block itself is called. "
+        "Name other blocks, wrap=[...], without this one; wrap=[] gathers all for the whole step. To clip by hand, use "
+        f"self.clip_gradients. Sharded are: {', '.join(sharded[:5])}{' ...' if sharded[5:] else ''}."
+    )

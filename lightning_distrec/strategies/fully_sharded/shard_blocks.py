@@ -1,12 +1,14 @@
 """Shards a module's parameters over the ranks, block by block, by torch's fully_shard (FSDP2)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,15 +21,72 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states, is_view
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
-from lightning_distrec.strategies.fully_sharded.deep_copy import allow_deepcopy
-from lightning_distrec.strategies.fully_sharded.dtypes import Dtypes
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.meta_weights import materialize
+from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.strategies.activations.layers import checkpointed_layers
+from lightning_distrec.strategies.fully_sharded.blocks import (
+    choose_blocks,
+    choose_replicated,
+    log_replicated,
+    refuse_mixed_dtypes,
+    refuse_module,
+)
+from lightning_distrec.strategies.fully_sharded.copies import STEPS, allow_deepcopy, gather_in_steps, guard
+from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtypes, FSDPOptions, choose_dtypes
+from lightning_distrec.strategies.fully_sharded.shards import reshard
 
 modules_in_step: "WeakSet[nn.Module]" = WeakSet()
 """Fully sharded modules of which the strategy runs a step now."""
+_sharded_as: "WeakKeyDictionary[nn.Module, tuple[FSDPOptions, Dtypes]]" = WeakKeyDictionary()
+"""Fully sharded module -> the options and types with which it was sharded."""
+
+
+def shard_module(
+    module: LightningModule,
+    options: FSDPOptions,
+    mesh: DeviceMesh,  # of all ranks
+    device: torch.device,
+    precision: str,
+    consensus: Consensus,
+) -> None:
+    """Collective. Shard the module, with rank 0's weights, unless an earlier run has.
+
+    Raises ConfigError, UnsupportedError on every rank: it cannot be sharded so, or was sharded otherwise.
+    """
+    settings = options, choose_dtypes(options, precision)
+    if isinstance(module, FSDPModule):
+        _refuse_other_options(_sharded_as.get(module, settings), settings)
+    else:
+        blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
+        replicated = choose_replicated(module, blocks, module.automatic_optimization)
+        log_replicated(replicated)
+        Sharding(mesh, device, *settings).shard(module, blocks, set(replicated.values()))
+        gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
+        guard(module)
+        _sharded_as[module] = settings
+    set_device_and_mesh(module, device, mesh)
+
+
+def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
+    refuse_module(module)
+    blocks = choose_blocks(module, options.wrap, options.min_num_parameters)
+    refuse_mixed_dtypes(module, blocks)
+    block_ids = {id(block) for block in blocks}
+    paths = {path: submodule for path, submodule in module.named_modules() if id(submodule) in block_ids}
+    checkpointed_layers(module, options.activation_checkpointing, paths)  # raises where it cannot be
+    return blocks
+
+
+def _refuse_other_options(earlier: tuple[FSDPOptions, Dtypes], current: tuple[FSDPOptions, Dtypes]) -> None:
+    if earlier != current:
+        raise ConfigError(
+            f"an earlier run has sharded this module as {earlier[0]}, computing in {earlier[1].param or 'its own type'}"
+            f"; now it is {current[0]}, in {current[1].param or 'its own type'}, and a sharded module stays so. Give "
+            "the strategy the same options and precision, or build a new module and load a checkpoint into it."
+        )
 
 
 @dataclass(frozen=True)
@@ -45,15 +104,13 @@ class Sharding:
         blocks: nested ones first; one at a time is on the device unsharded. replicated: parameters to leave out.
         Raises ConfigError: what is on the meta device cannot be initialized.
         """
-        last = blocks[-1] if blocks else None
+        last, reshards = blocks[-1] if blocks else None, self.options.reshard_after_forward
         inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
         for block in blocks:
-            wanted = self.options.reshard_after_forward
             self.dtypes.convert_buffers(block)
-            policy = self.dtypes.of_block(is_nested=id(block) in inside)
-            self._shard_one(block, replicated, block is not last if wanted == "auto" else wanted, policy)
-        self._shard_one(module, replicated, False, self.dtypes.of_root())
-        _prefetch(module, blocks, self.options)
+            policy = self.dtypes.block_policy(is_nested=id(block) in inside)
+            self._shard_one(block, replicated, block is not last if reshards == "auto" else reshards, policy)
+        self._shard_one(module, replicated, False, self.dtypes.root_policy())
 
     def _shard_one(
         self,
@@ -71,7 +128,7 @@ class Sharding:
         module.register_load_state_dict_pre_hook(_load_shards)
         allow_deepcopy(
             module,
-            lambda copied, its_replicated: self._fully_shard(copied, its_replicated, True, policy),
+            lambda copied, replicated: self._fully_shard(copied, replicated, True, policy),
             self.device,
         )
 
@@ -92,34 +149,6 @@ class Sharding:
             offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
             **options,
         )
-
-
-def _prefetch(module: nn.Module, blocks: Sequence[nn.Module], options: FSDPOptions) -> None:
-    """Let each block gather those that come next in the module while it computes."""
-    own = {id(block) for block in blocks}
-    in_order: list[Any] = [submodule for submodule in module.modules() if id(submodule) in own]
-    for i, block in enumerate(in_order):
-        if options.forward_prefetch:
-            block.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + options.forward_prefetch])
-        if options.backward_prefetch:
-            before = in_order[max(0, i - options.backward_prefetch) : i]
-            block.set_modules_to_backward_prefetch(before[::-1])
-
-
-def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """Return the module and submodules that fully_shard was called with."""
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
-
-
-def is_block(module: nn.Module) -> bool:
-    """Return whether fully_shard was called with this module."""
-    return isinstance(module, FSDPModule)
-
-
-def reshard(module: nn.Module) -> None:
-    """Free what a forward without a backward has left gathered, so that the module's parameters are the shards."""
-    for fsdp_module in fsdp_modules(module):
-        fsdp_module.reshard()
 
 
 def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
@@ -154,3 +183,27 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for key in [key for key in state if key.startswith(prefix)]:
         state[key] = materialized_as(state[key], parameters.get(key[len(prefix) :]))
+
+
+def _is_meta(name: str, tensor: Tensor) -> bool:
+    return tensor.is_meta
+
+
+def materialize(module: nn.Module, device: torch.device, is_missing: Callable[[str, Tensor], bool] = _is_meta) -> None:
+    """Give what is on the meta device memory, and the initial weights that its own `reset_parameters` draws.
+
+    is_missing: whether a tensor of a name has to get memory. Raises ConfigError: a module has no `reset_parameters`.
+    """
+    for path, submodule in module.named_modules():
+        prefix = f"{path}." if path else ""
+        tensors = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
+        if not any(is_missing(f"{prefix}{name}", tensor) for name, tensor in tensors):
+            continue
+        reset = getattr(submodule, "reset_parameters", None) or getattr(submodule, "_reset_parameters", None)
+        if reset is None:
+            raise ConfigError(
+                f"'{path or type(module).__name__}' ({type(submodule).__name__}) is on the meta device and has no "
+                "reset_parameters() to draw its initial weights. Give it one, or build it on the host."
+            )
+        submodule.to_empty(device=device, recurse=False)
+        reset()

@@ -17,7 +17,7 @@ from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
-from lightning_distrec.strategies.fully_sharded.meta_weights import materialize
+from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
 from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
 from lightning_distrec.strategies.stages.stage_options import StageOptions

@@ -100,7 +100,7 @@ WITH_OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "min_num_parameters": 1000}),
         ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "reduce_dtype": "bf16", "reshard_after_forward": True}),
         ("Wide", "fsdp_tuned", {"reshard_after_forward": False, "wrap": ["blocks.0", "blocks.2"]}),
-        ("Wide", "fsdp_tuned", {"forward_prefetch": 2, "reduce_dtype": "bf16"}),
+        ("Wide", "fsdp_tuned", {"reduce_dtype": "bf16"}),
         ("Chained", "pipeline_parallel", {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "chain": "blocks"}),
     )
 }

@@ -1,6 +1,5 @@
-"""Types and prefetching of `fsdp_tuned` against hand-written loops over fully_shard."""
+"""Types of `fsdp_tuned` against hand-written loops over fully_shard."""
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,12 +8,11 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import functional
 
 from lightning_distrec import TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError
-from tests.support.dense_models import KINDS, WIDTH, Recording, loader
+from tests.support.dense_models import WIDTH, Recording, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -143,27 +141,6 @@ def _both(case: str) -> tuple[Outcome, Outcome]:
     return _fit(*args, **settings), _by_hand(*by_hand)
 
 
-def _prefetching(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    ahead: list[str] = []
-    prefetch: Callable[..., Any] = FSDPParamGroup._prefetch_unshard
-
-    def recorded(group: Any, when: Any) -> None:
-        ahead.append(when)
-        prefetch(group, when)
-
-    FSDPParamGroup._prefetch_unshard = staticmethod(recorded)
-    try:
-        with_it = _fit(KINDS[kind], SMALL | {"forward_prefetch": 2, "backward_prefetch": 2}, **settings)
-    finally:
-        FSDPParamGroup._prefetch_unshard = staticmethod(prefetch)
-    return {"ahead": set(ahead), "with it": with_it, "without": _fit(KINDS[kind], SMALL, **settings)}
-
-
-PREFETCHED: dict[str, tuple[Any, ...]] = {
-    "blocks": (_prefetching, "Layers", {"val_check_interval": 2, "limit_val_batches": 2}),
-    "a block that is not called": (_prefetching, "Unused", {}),
-    "two optimizers by hand": (_prefetching, "Adversaries", {}),
-}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "param_dtype='bf16' with Trainer.precision='bf16-true'.: all parameters are of that": (
         {"param_dtype": "bf16"},
@@ -188,7 +165,7 @@ def _refusal(options: dict[str, Any], settings: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     cases = {case: (_both, case) for case in EACH}
-    return run_each_on_ranks(cases | PREFETCHED | {said: (_refusal, *case) for said, case in REFUSED.items()}, 2)
+    return run_each_on_ranks(cases | {said: (_refusal, *case) for said, case in REFUSED.items()}, 2)
 
 
 @pytest.mark.parametrize("case", EACH)
@@ -206,16 +183,6 @@ def test_types_are_not_those_of_float32(found: list[dict[str, Any]]) -> None:
     assert len(set(exact.values())) == len(EACH), "every option changes the numbers"
 
 
-@pytest.mark.parametrize("case", PREFETCHED)
-def test_what_is_gathered_ahead_changes_no_number(found: list[dict[str, Any]], case: str) -> None:
-    for of_rank in found:
-        result = of_rank[case]
-        assert result["ahead"] == {"forward", "backward"}
-        assert result["with it"][0] == result["without"][0]
-        for name, value in result["without"][1].items():
-            assert torch.equal(result["with it"][1][name], value), name
-
-
 @pytest.mark.parametrize("said", REFUSED)
 def test_types_that_contradict_the_precision_are_refused(found: list[dict[str, Any]], said: str) -> None:
     for of_rank in found:
@@ -223,13 +190,6 @@ def test_types_that_contradict_the_precision_are_refused(found: list[dict[str, A
             raise AssertionError(of_rank[said])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"param_dtype": "float16"}, "param_dtype='float16' is not known. Use one of 'fp32', 'bf16', 'fp16'"),
-        ({"forward_prefetch": -1}, "forward_prefetch=-1: must be a number of blocks, or 0"),
-    ],
-)
-def test_what_types_and_prefetching_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        TunedFSDPStrategy(**arguments)
+def test_a_type_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="param_dtype='float16' is not known. Use one of 'fp32', 'bf16', 'fp16'"):
+        TunedFSDPStrategy(param_dtype="float16")  # type: ignore[arg-type]

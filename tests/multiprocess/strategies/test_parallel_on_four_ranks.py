@@ -1,4 +1,4 @@
-"""Four ranks that recompute, prefetch, compress or gather in other types have the losses and weights of one process."""
+"""Four ranks that recompute, compress or gather in other types have the losses and weights of one process."""
 
 from typing import Any
 
@@ -42,7 +42,6 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     "fsdp, blocks recompute": ("fsdp", SMALL | {"activation_checkpointing": True}, 1e-5),
     "fsdp, blocks recompute where it takes": ("fsdp", SMALL | {"activation_checkpointing": "1kB"}, 1e-5),
     "fsdp, two replicas that recompute": ("fsdp", SMALL | {"activation_checkpointing": True, "replicas": 2}, 1e-5),
-    "fsdp, prefetched": ("fsdp", SMALL | {"forward_prefetch": 2, "backward_prefetch": 2}, 1e-5),
     "fsdp, blocks in bf16": ("fsdp", SMALL | {"param_dtype": "bf16"}, 2e-2),
     "fsdp, two replicas, gradients in bf16": ("fsdp", SMALL | {"replicas": 2, "reduce_dtype": "bf16"}, 2e-2),
 }

@@ -1,24 +1,69 @@
-"""Deep copies of modules that fully_shard was called with, which torch refuses: averages of weights live in copies.
+"""What may be done with a fully sharded module: no pickles, deep copies that are sharded too, and the way back.
 
-A copy is sharded as the original is, and can run; between its forwards, each rank has its shard of it.
+torch refuses deep copies of modules that fully_shard was called with, and averages of weights live in copies. A copy is
+sharded as the original is, and can run; between its forwards, each rank has its shard of it.
 """
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.jit import is_tracing
 
-from lightning_distrec._compat.fully_shard import class_before_fully_shard, drop_state_dict_hooks, without_fully_shard
+from lightning_distrec._compat.fully_shard import (
+    class_before_fully_shard,
+    drop_state_dict_hooks,
+    undo_fully_shard,
+    without_fully_shard,
+)
+from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec._compat.torch import apply_to_tensors
+from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step
+from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
+GUARDS = ("__reduce_ex__", "__prepare_scriptable__")
+"""Attributes of instances: pickle and torch.jit.script look them up on the object."""
 ShardCopy = Callable[[nn.Module, set[nn.Parameter]], None]
 """Shards a copy on the meta device as the original was. The set: its parameters that stay replicated."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def guard(root: nn.Module) -> None:
+    """Let pickle, torch.jit and torch.export raise ShardingError for the module, its blocks and its shards."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    for parameter in root.parameters():
+        if isinstance(parameter, DTensor):
+            refuse_pickling(parameter, names[id(parameter)])
+    for path, module in root.named_modules():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(_guard_state)
+        if isinstance(module, FSDPModule):
+            name = path or class_before_fully_shard(root).__name__
+            vars(module)["__reduce_ex__"] = partial(_refuse_pickle, name)
+            vars(module)["__prepare_scriptable__"] = partial(refuse_module, "scripted", name)
+    root.register_forward_pre_hook(_refuse_export, prepend=True)  # before fully_shard's
+
+
+def _refuse_pickle(path: str, _protocol: Any) -> None:
+    refuse_module("pickled", path)
+
+
+def _guard_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, _parameter in module.named_parameters(recurse=False):
+        if isinstance(value := state.get(f"{prefix}{name}"), DTensor):
+            refuse_pickling(value, f"{prefix}{name}")
+
+
+def _refuse_export(module: nn.Module, _: Any) -> None:
+    if is_exporting() or is_tracing():
+        refuse_module("exported or traced", class_before_fully_shard(module).__name__)
 
 
 def allow_deepcopy(module: nn.Module, shard_copy: ShardCopy, device: torch.device) -> None:
@@ -51,7 +96,7 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     copied: nn.Module = users_class.__new__(users_class)
     memo[id(original)] = copied
     kind: Any = type(original)
-    reduced: Any = kind.__reduce_ex__(original, 4)  # the instance's own refuses, see guards.py
+    reduced: Any = kind.__reduce_ex__(original, 4)  # the instance's own refuses, see guard
     state = without_fully_shard(reduced[2])
     steps = [name for name in STEPS if name in state]
     for name in ("__deepcopy__", *steps):  # they are bound to the original; the copy gets its own below
@@ -99,3 +144,35 @@ def _outside_of_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
 
 def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+
+def unshard_module(module: nn.Module, full: Mapping[str, Tensor]) -> None:
+    """Replace the shards of a LightningModule's parameters, and remove what fully_shard and we have added to it.
+
+    full: the full parameters by name, on the host; others are without values, on the meta device.
+    """
+    drop_unfinished_step(module)
+    replacements: dict[int, nn.Parameter] = {}  # a parameter that modules share stays shared
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        for name, parameter in list(submodule.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in replacements:
+                    value = full.get(f"{path}.{name}" if path else name)
+                    if value is None:
+                        value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    replacements[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+                setattr(submodule, name, replacements[id(parameter)])
+    users_steps = {name: step for name in STEPS if (step := _users_step(module, name)) is not None}
+    is_sharded = isinstance(module, FSDPModule)
+    for submodule in list(module.modules()) if is_sharded else []:
+        added = ("__deepcopy__", *GUARDS) if isinstance(submodule, FSDPModule) else ()
+        undo_fully_shard(submodule, str(__package__), (*added, *STEPS) if submodule is module else added)
+    vars(module).update(users_steps)
+    set_device_and_mesh(module, torch.device("cpu"), None)
+
+
+def _users_step(module: nn.Module, name: str) -> Any:
+    """Return a step that the user has set on the instance; None: the class's. `gather_in_steps` has wrapped it."""
+    wrapper = vars(module).get(name)
+    step = getattr(getattr(wrapper, "__func__", None), "__wrapped__", None)
+    return None if getattr(step, "__self__", None) is module else step
