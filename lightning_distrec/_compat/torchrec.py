@@ -178,7 +178,7 @@ def route_by_bucket(sharding: Any, buckets: dict[str, tuple[int, int]], is_seque
     Upstream's input dist can do that, and its ManagedCollisionCollection lets it: torchrec/distributed/mc_modules.py.
     The collection makes its input dists at its first call: `create_input_dist` is hidden by one of the instance.
     """
-    # It warns at the first call that ids are above the number of rows, which they may be here; IdsCheck has seen them.
+    # It warns at the first call that ids are above the number of rows, which they may be; LookupInputs has seen them.
     logging.getLogger("torchrec.sparse.jagged_tensor_validator").setLevel(logging.ERROR)
     of_features = [buckets[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]
 

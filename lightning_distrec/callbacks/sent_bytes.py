@@ -38,7 +38,7 @@ FSDP = "torch.distributed.fsdp."
 STAGE_REPLICAS = "lightning_distrec.strategies.stages.gradients"
 """The module that averages the gradients of a stage's replicas."""
 
-_OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path.rows")
+_OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path")
 """Modules that send rows and their gradients by other collectives too."""
 
 

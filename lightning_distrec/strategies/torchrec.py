@@ -20,7 +20,7 @@ from lightning_distrec.pipeline.fetcher import ReadyBatch
 from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PrefetchOptions
 from lightning_distrec.sharding.groups.options import ShardingGroupOptions
-from lightning_distrec.sharding.lookup.ids_check import CheckIds
+from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert

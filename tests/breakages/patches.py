@@ -28,8 +28,8 @@ BREAKAGES = (
     Breakage(
         "no-grad-keeps-rows",
         "lightning_distrec/sharding/lookup",
-        r"with torch\.enable_grad\(\), self\._order\.of\(lambda: \[values\]\):",
-        "with self._order.of(lambda: [values]):",
+        r"with torch\.enable_grad\(\), self\._order\.number\(lambda: \[values\]\):",
+        "with self._order.number(lambda: [values]):",
         "Bags that are first seen under no_grad lose their gradient: their tables stop learning, silently.",
         ("multiprocess/sharding/test_lazy_outputs.py",),
     ),
@@ -1014,7 +1014,7 @@ BREAKAGES = (
     ),
     Breakage(
         "rows-sent-once-rest",
-        "lightning_distrec/sharding/lookup/distinct_ids.py",
+        "lightning_distrec/sharding/lookup/jagged.py",
         r"values = values\.index_select\(0, self\._places\[feature\]\)",
         "values = values.detach().index_select(0, self._places[feature])",
         "Tables whose repeated ids are sent once no longer learn.",

@@ -24,7 +24,6 @@ SHARDING = {
     "sharding/mapping",
     "sharding/weights",
     "sharding/lookup",
-    "sharding/lookup/short_path",
     "sharding/planning",
 }
 CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
@@ -74,10 +73,8 @@ MAY_IMPORT = {
     "sharding/mapping": GROUND,
     "sharding/weights": GROUND,
     "sharding": GROUND | {"sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"},
-    "sharding/lookup/short_path": GROUND,
     "sharding/lookup": GROUND
-    | {"sharding", "sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"}
-    | {"sharding/lookup/short_path"},
+    | {"sharding", "sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"},
     "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints/tables": BELOW_STRATEGIES,
     "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},

@@ -1,29 +1,47 @@
 """The input dist of several lookups at once: their ids are sent to the ranks that hold the rows.
 
-One exchange of sizes for all lookups, then one of ids. torchrec's train pipelines do the same
-(torchrec/distributed/train_pipeline), and its classes are used here. The sizes
-are in flight until `send_ids`, the ids until `wait`.
+By torchrec's modules: one exchange of sizes for all lookups, then one of ids. torchrec's train pipelines do the same
+(torchrec/distributed/train_pipeline), and its classes are used here. On the short path: one exchange of lengths and
+ids; sizes are known before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from lightning_distrec import spans
 from lightning_distrec._compat.torchrec_ids import FusedSplits, defer_ids_exchange, record_stream, weight_routes
 from lightning_distrec.sharding.lookup.request import LookupRequest
+from lightning_distrec.sharding.lookup.short_path import ShortIds
 
-ABOUT_LOOKUPS = attrgetter("context", "lookup.has_small_ids", "late_weights")
+ABOUT_LOOKUPS = attrgetter("context", "lookup.setup.has_small_ids", "late_weights")
+Stream: TypeAlias = torch.cuda.Stream | None
 
 
-class IdsExchange:
-    """Collective. Start to exchange the sizes of these lookups' ids.
+class _Exchange:
+    """requests: prepared, with `sizes` known where they count; alike on all ranks.
 
-    requests: prepared, with `sizes` known where they count; alike on all ranks.
-    values: numbers that this rank sends along; `values_of_ranks` returns those of all ranks.
     stream: on which a GPU does this, and prepared the requests, during the computation; None on a CPU.
+    """
+
+    def __init__(self, requests: list[LookupRequest], stream: Stream) -> None:
+        self._requests = requests
+        self._stream = stream
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class IdsExchange(_Exchange):
+    """Collective. Start to exchange the sizes of these lookups' ids: they are in flight until `send_ids`.
+
+    values: numbers that this rank sends along; `values_of_ranks` returns those of all ranks.
     group: the process group to use; None: that of the tables, on which all collectives must be in one order.
     """
 
@@ -31,19 +49,19 @@ class IdsExchange:
         self,
         requests: list[LookupRequest],
         values: tuple[int, ...] = (),
-        stream: torch.cuda.Stream | None = None,
+        stream: Stream = None,
         group: object = None,
     ) -> None:
-        self._requests = requests
-        self._stream = stream
+        super().__init__(requests, stream)
         with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
             splits = []
             for request in requests:
                 lookup = request.lookup
                 lookup.pad(request)
-                request.context = lookup.sharded.create_context()
-                with defer_ids_exchange(lookup.sharded, group):
-                    splits.append(lookup.sharded.input_dist(request.context, request.padded_features))
+                sharded = lookup.setup.sharded
+                request.context = sharded.create_context()
+                with defer_ids_exchange(sharded, group):
+                    splits.append(sharded.input_dist(request.context, request.padded_features))
             contexts, are_small, learned = zip(*map(ABOUT_LOOKUPS, requests), strict=True)
             self._sizes: FusedSplits | None = FusedSplits(splits, contexts, values, are_small, learned)
         self._ids: list[Callable[[], object]] = []
@@ -79,15 +97,15 @@ class IdsExchange:
                 for request, wait in zip(self._requests, waits, strict=True):
                     request.ids = wait()
             if self._stream is not None:
-                now = torch.cuda.current_stream(self._stream.device)
-                now.wait_stream(self._stream)
+                current = torch.cuda.current_stream(self._stream.device)
+                current.wait_stream(self._stream)
                 for request in self._requests:
                     # The features too: pooling of means and padding read their lengths on the stream of the step.
-                    record_stream(request.ids, request.context, request.features, now)
+                    record_stream(request.ids, request.context, request.features, current)
                     if request.distinct is not None:
-                        request.distinct.record_stream(now)
+                        request.distinct.record_stream(current)
                     for route in filter(None, request.weight_routes):
-                        route.sent_places.record_stream(now)
+                        route.sent_places.record_stream(current)
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""
@@ -98,5 +116,118 @@ class IdsExchange:
         for wait in waits:
             wait()
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+class ShortExchange(_Exchange):
+    """The ids of several lookups on the short path. Nothing is sent before `send_ids`. group: as of IdsExchange."""
+
+    def __init__(self, requests: list[LookupRequest], stream: Stream, group: Any) -> None:
+        super().__init__(requests, stream)
+        self._group = group or _short(requests[0]).path.sharding.group
+        self._sizes: list[int] = []
+        self._sent = self._received = torch.empty(0)
+        self._work: Any = None
+        self._was_sent = self._has_arrived = False
+
+    def send_ids(self) -> None:
+        """Collective. Send the ids, the first time it is called."""
+        if self._was_sent:
+            return
+        self._was_sent = True
+        with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
+            chunks: list[Sequence[Tensor]] = []
+            sent, received = [], []
+            for request in self._requests:
+                ids, counts = _short(request), request.received
+                assert counts is not None
+                lengths = ids.path.num_lengths(ids.examples)
+                chunks += [ids.lengths.split(lengths), ids.ids.split(ids.counts)]
+                sent += [lengths, ids.counts]
+                received += [[ids.path.num_features * ids.examples] * len(counts), list(counts)]
+            per_rank = list(zip(*received, strict=True))
+            self._sizes = list(chain.from_iterable(per_rank))
+            self._sent = torch.cat(list(chain.from_iterable(zip(*chunks, strict=True))))
+            self._received = self._sent.new_empty(sum(self._sizes))
+            self._work = dist.all_to_all_single(
+                self._received,
+                self._sent,
+                list(map(sum, per_rank)),
+                list(map(sum, zip(*sent, strict=True))),
+                group=self._group,
+                async_op=True,
+            )
+
+    def wait(self) -> None:
+        """Wait for the ids of all lookups, and put them into `ShortIds.arrived`, the first time it is called."""
+        self.send_ids()
+        if self._has_arrived:
+            return
+        self._has_arrived = True
+        with spans.span(spans.WAIT_INPUT_DIST):
+            with self._on_stream(), torch.no_grad():
+                self._work.wait()
+                parts = self._received.split(self._sizes)
+                step = 2 * len(self._requests)
+                for i, request in enumerate(self._requests):
+                    ids = _short(request)
+                    lengths, values = list(parts[2 * i :: step]), list(parts[2 * i + 1 :: step])
+                    ids.arrived = ids.path.arrange(lengths, values, ids.examples)
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self._stream.device)
+                current.wait_stream(self._stream)
+                for request in self._requests:
+                    for tensor in _short(request).arrived:
+                        tensor.record_stream(current)
+                    request.features.record_stream(current)  # pooling of means reads their lengths
+        self._work, self._sent, self._received = None, self._sent[:0], self._received[:0]
+
+    def drop(self) -> None:
+        """Wait for what this rank has sent, without sending more: other ranks may not take part."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._was_sent = self._has_arrived = True
+
+
+class BothExchanges:
+    """The exchanges of a batch of which some lookups go the short path."""
+
+    def __init__(self, *exchanges: ShortExchange | IdsExchange) -> None:
+        self._exchanges = exchanges
+
+    def send_ids(self) -> None:
+        """Collective. Send the ids."""
+        for exchange in self._exchanges:
+            exchange.send_ids()
+
+    def wait(self) -> None:
+        """Wait for the ids."""
+        for exchange in self._exchanges:
+            exchange.wait()
+
+    def drop(self) -> None:
+        """Wait for what has been sent, and send no more."""
+        for exchange in self._exchanges:
+            exchange.drop()
+
+
+def start_exchange(
+    requests: list[LookupRequest], stream: Stream, group: Any
+) -> IdsExchange | ShortExchange | BothExchanges:
+    """Collective. Start to exchange the ids of these lookups, each on its way; arguments are those of IdsExchange."""
+    for request in requests:
+        # What the ranks know alike: they have agreed on the sizes.
+        if request.short is not None and (request.sizes is None or not request.sizes[0] == request.sizes[1] > 0):
+            request.short = None
+    short = [request for request in requests if request.short is not None]
+    if not short:
+        return IdsExchange(requests, stream=stream, group=group)
+    exchange = ShortExchange(short, stream, group)
+    if len(short) == len(requests):
+        return exchange
+    long = [request for request in requests if request.short is None]
+    return BothExchanges(exchange, IdsExchange(long, stream=stream, group=group))
+
+
+def _short(request: LookupRequest) -> ShortIds:
+    assert request.short is not None
+    return request.short

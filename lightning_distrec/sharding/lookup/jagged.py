@@ -1,5 +1,6 @@
-"""Copies of a KeyedJaggedTensor with something changed: ids, weights, padding."""
+"""Copies of a KeyedJaggedTensor with something changed: ids, weights, padding, repeated ids."""
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,8 @@ def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
 def without_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
     """Return unweighted `features` with other ids, (num_ids,), without those below 0: their bags become shorter."""
     keeps = ids >= 0
-    before = torch.nn.functional.pad(keeps.cumsum(0), (1, 0))[features.offsets().long()]
-    lengths = before.diff().to(features.lengths().dtype)
+    ends = torch.nn.functional.pad(keeps.cumsum(0), (1, 0))[features.offsets().long()]
+    lengths = ends.diff().to(features.lengths().dtype)
     variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
@@ -74,12 +75,55 @@ class Padding:
             stride=self.padded,
         )
 
-    def unpad_rows(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Return `rows`, one for each id, without the empty bags of the padding."""
-        return {
-            name: JaggedTensor(values=of.values(), lengths=of.lengths()[: self.examples]) for name, of in rows.items()
-        }
+    def unpad(self, rows: KeyedTensor | dict[str, JaggedTensor]) -> KeyedTensor | dict[str, JaggedTensor]:
+        """Return `rows` without those of the padding: bags, or rows for each id."""
+        if isinstance(rows, KeyedTensor):
+            return KeyedTensor(rows.keys(), rows.length_per_key(), rows.values()[: self.examples])
+        return {n: JaggedTensor(values=r.values(), lengths=r.lengths()[: self.examples]) for n, r in rows.items()}
 
-    def unpad(self, bags: KeyedTensor) -> KeyedTensor:
-        """Return `bags` without those of the padding."""
-        return KeyedTensor(bags.keys(), bags.length_per_key(), bags.values()[: self.examples])
+
+class DistinctIds:
+    """Ids of a lookup of rows, each sent once however often a batch repeats it; its row comes back once, too.
+
+    The rows are repeated where they arrive, and gradients of one id are summed there before they leave. A rank decides
+    for itself: others see fewer ids. Not run on a GPU yet, where the host waits for the number of different ids.
+
+    features: of one lookup, of one batch size. deduplicated: those whose ids are sent once; others are as they were.
+    """
+
+    def __init__(self, features: KeyedJaggedTensor, deduplicated: Set[str]) -> None:
+        keys = features.keys()
+        self._lengths = dict(zip(keys, features.lengths().view(len(keys), -1), strict=True))
+        self._ids = dict(zip(keys, features.values().split(features.length_per_key()), strict=True))
+        self._places: dict[str, Tensor] = {}
+        sent = []
+        for key, ids in self._ids.items():
+            if key in deduplicated:
+                ids, self._places[key] = torch.unique(ids, return_inverse=True)
+            sent.append(ids)
+        counts = list(map(len, sent))
+        self.sent = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat(sent),
+            lengths=torch.tensor(counts, dtype=features.lengths().dtype, device=features.values().device),
+            stride=1,  # which rows belong to which example is known here
+            length_per_key=counts,
+        )
+        """One bag for each feature."""
+
+    def expand(self, rows: dict[str, JaggedTensor], feature_of: Mapping[str, str]) -> dict[str, JaggedTensor]:
+        """Return rows of what was sent as rows of all ids. feature_of: output -> its feature."""
+        expanded = {}
+        for name, distinct in rows.items():
+            feature, values = feature_of[name], distinct.values()
+            if feature in self._places:
+                values = values.index_select(0, self._places[feature])
+            weights = None if distinct.weights_or_none() is None else self._ids[feature]
+            expanded[name] = JaggedTensor(values=values, lengths=self._lengths[feature], weights=weights)
+        return expanded
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the allocator from reusing the memory before `stream` has read it."""
+        self.sent.record_stream(stream)
+        for places in self._places.values():
+            places.record_stream(stream)

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from lightning_distrec import spans
 from lightning_distrec._compat.torch import register_container
 from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, KEYED_TENSOR_VALUES
+from lightning_distrec.sharding.lookup.backward import BackwardOrder
 
 
 class LazyOutput:
@@ -36,6 +37,44 @@ class LazyOutput:
             with torch.set_grad_enabled(self._with_gradient), spans.span(spans.WAIT_OUTPUT_DIST):
                 self._rows = wait()
         return self._rows
+
+
+class PooledEmbeddings:
+    """Pooled embeddings by output, and all of them concatenated; each is made of the other on first access.
+
+    torchrec groups columns by sharding type, so that concatenating costs a copy, in forward and in backward.
+    order: of backward. columns: output -> (batch_size, width), in order. values: (batch_size, sum(widths)).
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        widths: list[int],
+        order: BackwardOrder,
+        columns: dict[str, Tensor] | None = None,
+        values: Tensor | None = None,
+    ) -> None:
+        self._names, self._widths, self._order = names, widths, order
+        self._columns, self._values = columns, values
+
+    @property
+    def values(self) -> Tensor:
+        """All of them concatenated, in the unsharded order."""
+        if self._values is None:
+            # In grad mode, as LazyOutput: code that first looks at them under no_grad may use them in its loss later.
+            with torch.enable_grad(), self._order.number(lambda: [values]):
+                values = torch.cat(list(self.columns.values()), dim=1)
+            self._values = values
+        return self._values
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """Output -> its columns."""
+        if self._columns is None:
+            with torch.enable_grad(), self._order.number(lambda: list(columns)):
+                columns = self.values.split(self._widths, dim=1)
+            self._columns = dict(zip(self._names, columns, strict=True))
+        return self._columns
 
 
 class LazyKeyedTensor(KeyedTensor):

@@ -2,54 +2,53 @@
 
 torchrec's sharded modules remember the keys of their first call, use weights that the unsharded collection would
 ignore, and ignore what they do not support; here each call is brought into one form.
+
+Ids are checked before they are sent: an id outside of its table must not look up another row. FBGEMM checks bounds in
+its kernels, but by then row-wise sharding has already mapped an id that is too large to some rank's shard, and the
+kernel sees a valid row of the wrong id. So the check runs on the rank that has the batch, and ranks agree on the
+result.
 """
 
-from collections.abc import Mapping
+import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec.errors import ShardingError
+from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.sharding.calls.batch_check import check_batch
-from lightning_distrec.sharding.lookup.jagged import contiguous, with_weights
+from lightning_distrec.sharding.lookup.jagged import contiguous, with_ids, with_weights
+from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.weights_exchange import with_places
-from lightning_distrec.sharding.tables import Table, feature_names, smallest_tables
+from lightning_distrec.sharding.tables import feature_names, smallest_tables
 
 
 class LookupInputs:
     """The features of one collection's calls.
 
-    tables: the collection's tables, in its order.
-    replicated: full names of those that are data_parallel. summed_means: outputs that arrive as sums over ranks and
-    are to become means.
-    known_keys: collection -> the features in the order of its first call, which adds it. torchrec's module remembers
-    that order for its life, which may be longer than one run.
+    Ids that are out of range: check_ids="error" raises on every rank; "warn" warns once and looks up row 0 in place of
+    the id, as FBGEMM does; "ignore" looks up row 0 without a warning. A feature that several tables look up must be in
+    range of the smallest of them.
     """
 
-    def __init__(
-        self,
-        tables: list[Table],
-        replicated: list[str],
-        summed_means: Mapping[str, str],
-        known_keys: dict[str, list[str]],
-    ) -> None:
-        self._path = tables[0].collection
+    def __init__(self, setup: LookupSetup) -> None:
+        self._setup = setup
+        self._path = setup.path
         self._name = f"'{self._path}'"
-        self._features = feature_names(tables)
-        self._replicated = replicated
-        self._summed_means = summed_means
-        self.is_weighted = bool(getattr(tables[0].module, "is_weighted", lambda: False)())
-        """Whether the collection is weighted."""
-        self._keeps_weights = self.is_weighted or (tables[0].plain is not None and tables[0].pooled)
-        self._known_keys = known_keys
-        self._limits = {feature: table.num_ids for feature, table in smallest_tables(tables).items()}
+        self._features = feature_names(setup.tables)
+        plain = setup.tables[0].plain
+        self._keeps_weights = setup.is_weighted or (plain is not None and setup.pooled)
+        self._table_of_feature = smallest_tables(setup.tables)
+        self._limits = {feature: table.num_ids for feature, table in self._table_of_feature.items()}
+        self._warned = False
 
-    def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, int, int, torch.Tensor | None]:
-        """Return the features with the weights that count, in the order that torchrec knows, and the extreme ids.
+    def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, Tensor | None, IdsError | None]:
+        """Return the features, weights that follow them, and the error for all ranks to raise, if any.
 
-        Weights that follow their ids are returned last, and the features have their places; see weights_exchange.py.
+        The features have the weights that count, in the order that torchrec knows, and every id in range. Of weights
+        that follow their ids they have the places; see weights_exchange.py.
         Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing, or features have unequal
         batch sizes where a table cannot take them. Raises IdsError: lengths, offsets, weights or
         types do not fit the ids.
@@ -62,23 +61,35 @@ class LookupInputs:
         learned = weights if weights is not None and (weights.requires_grad or type(weights) is LateWeights) else None
         if learned is not None:
             features = with_places(features)
-        return self._in_known_order(contiguous(features)), smallest, largest, learned
+        features = self._in_known_order(contiguous(features))
+        is_bad = self._out_of_range(features, smallest, largest)
+        if is_bad is None:
+            return features, learned, None
+        message = self._describe(features, is_bad)
+        features = with_ids(features, features.values().masked_fill(is_bad, 0))
+        if self._setup.check_ids == "error":
+            return features, learned, IdsError(message)
+        if self._setup.check_ids == "warn" and not self._warned:
+            self._warned = True
+            # Not on rank zero only: this rank has the ids.
+            warnings.warn(f"{message} Row 0 is looked up in their place. This is reported once.", stacklevel=2)
+        return features, learned, None
 
-    def nothing(self, device: torch.device) -> KeyedJaggedTensor:
+    def empty(self) -> KeyedJaggedTensor:
         """Return features of one example without ids."""
-        keys = self._known_keys.get(self._path) or self._features
-        lengths = torch.zeros(len(keys), dtype=torch.int64, device=device)
-        weights = lengths.new_empty(0, dtype=torch.float32) if self.is_weighted else None
+        keys = self._setup.known_keys.get(self._path) or self._features
+        lengths = torch.zeros(len(keys), dtype=torch.int64, device=self._setup.device)
+        weights = lengths.new_empty(0, dtype=torch.float32) if self._setup.is_weighted else None
         return KeyedJaggedTensor(keys=keys, values=lengths.new_empty(0), lengths=lengths, weights=weights, stride=1)
 
-    def _weights(self, features: Any) -> torch.Tensor | None:
+    def _weights(self, features: Any) -> Tensor | None:
         """Return the weights that count."""
         if not isinstance(features, KeyedJaggedTensor):
             raise ShardingError(
                 f"'{self._path}' was called with a {type(features).__name__}; sharded tables take a KeyedJaggedTensor."
             )
         weights = features.weights_or_none()
-        if weights is None and self.is_weighted:
+        if weights is None and self._setup.is_weighted:
             raise ShardingError(
                 f"'{self._path}' is weighted, and was called with ids that have no weights. Give the KeyedJaggedTensor "
                 "weights, of 1 for example."
@@ -89,8 +100,8 @@ class LookupInputs:
         if features.variable_stride_per_key():
             self._refuse_unequal_sizes(features.values().device)
         keys = features.keys()
-        known = self._known_keys.get(self._path)
-        if keys == known:
+        order = self._setup.known_keys.get(self._path)
+        if keys == order:
             return features
         if len(set(keys)) < len(keys):
             raise ShardingError(f"'{self._path}' was called with features of the same name: {keys}.")
@@ -100,19 +111,47 @@ class LookupInputs:
                 f"'{self._path}' needs the features {missing}, but was called with {keys}. "
                 "Give the KeyedJaggedTensor all features of the collection; empty bags are fine."
             )
-        if known is None:
-            known = list(keys) if set(keys) == set(self._features) else self._features
-            self._known_keys[self._path] = known
-        return features if keys == known else features.permute([keys.index(name) for name in known])
+        if order is None:
+            order = list(keys) if set(keys) == set(self._features) else self._features
+            self._setup.known_keys[self._path] = order
+        return features if keys == order else features.permute([keys.index(name) for name in order])
 
     def _refuse_unequal_sizes(self, device: torch.device) -> None:
-        if self._replicated and device.type == "cpu":
+        replicated = [t.full_name for t in self._setup.tables if self._setup.uses[t.name].is_replicated]
+        if replicated and device.type == "cpu":
             raise ShardingError(
                 f"'{self._path}' was called with unequal batch sizes per feature, which FBGEMM on CPU cannot "
-                f"look up in table '{self._replicated[0]}', because it is data_parallel. Set another sharding type."
+                f"look up in table '{replicated[0]}', because it is data_parallel. Set another sharding type."
             )
-        if self._summed_means:
+        if self._setup.summed_means:
             raise ShardingError(
                 f"'{self._path}' was called with unequal batch sizes per feature, and a mean-pooled table of it is "
                 "sharded by rows. Set sharding_types=['table_wise', 'column_wise'] for its mean-pooled tables."
             )
+
+    def _out_of_range(self, features: KeyedJaggedTensor, smallest: int, largest: int) -> Tensor | None:
+        """Return which ids, (num_ids,), are out of range; None where none is.
+
+        smallest, largest: of all ids, those of features that are not looked up among them.
+        """
+        keys, values = features.keys(), features.values()
+        limits = [self._limits[key] for key in keys]
+        if smallest >= 0 and largest < min(limits):
+            return None
+        counts = torch.tensor(features.length_per_key(), device=values.device)
+        limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(counts, output_size=values.numel())
+        is_bad = (values < 0) | (values >= limit_of_id)
+        return is_bad if bool(is_bad.any()) else None
+
+    def _describe(self, features: KeyedJaggedTensor, is_bad: Tensor) -> str:
+        first = int(is_bad.nonzero()[0])
+        ends = torch.tensor(features.length_per_key()).cumsum(0)
+        feature = features.keys()[int((ends > first).nonzero()[0])]
+        table = self._table_of_feature[feature]
+        has = "has rows" if table.mapping is None else "maps the ids"
+        return (
+            f"feature '{feature}' of table '{table.full_name}' has the id {int(features.values()[first])}, but the "
+            f"table {has} 0 to {table.num_ids - 1} ({int(is_bad.sum())} such ids in this batch on rank "
+            f"{self._setup.ranks.rank}). Give the table more rows, map the ids into its range, or set "
+            "check_ids='warn' or 'ignore'."
+        )

@@ -1,63 +1,72 @@
-"""One lookup in flight, from the features that user code gives to the ids whose rows this rank has."""
+"""One lookup in flight, from the features that user code gives to the ids whose rows this rank has.
+
+Before ids are sent ranks agree that all can send them, in one form. That travels along with the sizes of the ids, or in
+one small all-reduce where these must be known before.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_distrec import errors
 from lightning_distrec._compat.torchrec_ids import WeightRoute
-from lightning_distrec.sharding.lookup.distinct_ids import DistinctIds
-from lightning_distrec.sharding.lookup.jagged import Padding
+from lightning_distrec.ranks import Ranks
+from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding
 
 if TYPE_CHECKING:
     from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
-    from lightning_distrec.sharding.lookup.short_path.ids import ShortIds
+    from lightning_distrec.sharding.lookup.short_path import ShortIds
+
+_TYPES = (None, torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
+_LEARNED = len(_TYPES)
+NO_FORM = 0
 
 
+@dataclass(kw_only=True, eq=False)
 class LookupRequest:
     """One lookup in flight."""
 
-    def __init__(
-        self,
-        lookup: ShardedLookup,
-        features: KeyedJaggedTensor,
-        problem: Exception | None,
-        form: int,
-        late_weights: Tensor | None = None,
-    ) -> None:
-        self.lookup = lookup
-        """What prepared it."""
-        self.features = features
-        """In the order that torchrec knows, every id in range; with places for weights that come late."""
-        self.late_weights = late_weights
-        """Weights that follow the ids, in the order of the call, or what stands for them; see weights_exchange.py."""
-        self.learns = False
-        """Whether these need a gradient; known once it was looked up."""
-        self.weight_routes: list[WeightRoute | None] = []
-        """Where these are sent, for each sharding type, once the ids are."""
-        self.distinct: DistinctIds | None = None
-        """What is sent of them, where repeated ids are sent once."""
-        self.problem = problem
-        """What is wrong with the lookup on this rank, for all ranks to raise."""
-        self.form = form
-        """What must be alike on all ranks; see lookup_consensus.py."""
+    lookup: ShardedLookup
+    """What prepared it."""
+    features: KeyedJaggedTensor
+    """In the order that torchrec knows, every id in range; with places for weights that come late."""
+    problem: Exception | None = None
+    """What is wrong with the lookup on this rank, for all ranks to raise."""
+    form: int = NO_FORM
+    """What must be alike on all ranks; see `form_of`."""
+    late_weights: Tensor | None = None
+    """Weights that follow the ids, in the order of the call, or what stands for them; see weights_exchange.py."""
+    learns: bool = False
+    """Whether these need a gradient; known once it was looked up."""
+    weight_routes: list[WeightRoute | None] = field(default_factory=list)
+    """Where these are sent, for each sharding type, once the ids are."""
+    distinct: DistinctIds | None = None
+    """What is sent of them, where repeated ids are sent once."""
+    sizes: tuple[int, int] | None = None
+    """The minimum and maximum number of examples over ranks, where they are compared."""
+    short: ShortIds | None = None
+    """Its ids on the short path; None: torchrec's modules exchange them."""
+    received: tuple[int, ...] | None = None
+    """How many ids this rank gets from each rank, once that is known."""
+    padding: Padding | None = None
+    context: Any = None
+    """torchrec's, from the input dist to the output dist."""
+    ids: Any = None
+    """torchrec's: the ids whose rows this rank has, once they have arrived."""
+    num_examples: int = field(init=False)
+    """This rank's number of examples, or of ids for an nn.Embedding; 0 where features have unequal batch sizes."""
+
+    def __post_init__(self) -> None:
+        features = self.features
         self.num_examples = 0 if features.variable_stride_per_key() else features.stride()
-        """This rank's number of examples, or of ids for an nn.Embedding; 0 where features have unequal batch sizes."""
-        if lookup.counts_ids:
+        if self.lookup.setup.counts_ids:
             self.num_examples = features.values().numel()
-        self.sizes: tuple[int, int] | None = None
-        """The minimum and maximum number of examples over ranks, where they are compared."""
-        self.short: ShortIds | None = None
-        """Its ids on the short path; None: torchrec's modules exchange them."""
-        self.received: tuple[int, ...] | None = None
-        """How many ids this rank gets from each rank, once that is known."""
-        self.padding: Padding | None = None
-        self.context: Any = None
-        """torchrec's, from the input dist to the output dist."""
-        self.ids: Any = None
-        """torchrec's: the ids whose rows this rank has, once they have arrived."""
 
     @property
     def counts(self) -> list[int] | None:
@@ -70,3 +79,88 @@ class LookupRequest:
         if self.distinct is not None:
             return self.distinct.sent
         return self.features if self.padding is None else self.padding.pad(self.features)
+
+    def restore(self, rows: Any, features: dict[str, str]) -> KeyedTensor | dict[str, JaggedTensor]:
+        """Return rows of what was sent as rows of the features. features: output -> its feature."""
+        if self.distinct is not None:
+            rows = self.distinct.expand(rows, features)
+        return rows if self.padding is None else self.padding.unpad(rows)
+
+
+def form_of(features: KeyedJaggedTensor, learns_weights: bool = False) -> int:
+    """Return a number for what must be alike on all ranks: types of ids, lengths and weights, and equal batch sizes.
+
+    learns_weights: whether the weights need a gradient; their type does not count then, float32 is sent.
+    """
+    weights = features.weights_or_none()
+    weights_type = _LEARNED if learns_weights else _NUMBERS[None if weights is None else weights.dtype]
+    number = _NUMBERS[features.values().dtype] * 8 + _NUMBERS[features.lengths().dtype]
+    return (number * 8 + weights_type) * 2 + features.variable_stride_per_key()
+
+
+def describe_form(form: int) -> str:
+    """Return `form_of` in words."""
+    types, variable = divmod(form, 2)
+    ids, lengths, number = _TYPES[types >> 6], _TYPES[types >> 3 & 7], types & 7
+    weights = "no weights" if not number else f"weights of {(*_TYPES, 'any type that need a gradient')[number]}"
+    words = [f"ids of {ids}", f"lengths of {lengths}", weights]
+    return ", ".join(words + (["a batch size for each feature"] if variable else []))
+
+
+class LookupConsensus:
+    """What ranks agree on about each lookup of one collection.
+
+    path: of the collection in the LightningModule.
+    """
+
+    def __init__(self, path: str, ranks: Ranks) -> None:
+        self._path = path
+        self._ranks = ranks
+
+    def agree(self, request: LookupRequest) -> tuple[int, int]:
+        """Collective. Return the minimum and maximum number of examples over ranks.
+
+        Raises on every rank: what is wrong with the lookup on one of them; IdsError: their forms differ.
+        """
+        fine, examples, form = self._values(request)
+        agreed = self._ranks.start_all_reduce_min(fine, examples, -examples, form, -form).wait()
+        fine, smallest, negated, form, negated_form = agreed
+        if not fine or form != -negated_form:
+            self._raise(request)
+        return smallest, -negated
+
+    def values_to_send(self, request: LookupRequest) -> tuple[int, ...]:
+        """Return what this rank sends along with its sizes, for `agree_on`."""
+        return self._ranks.with_flags(*self._values(request))
+
+    def agree_on(self, gathered: list[list[int]] | None, request: LookupRequest) -> tuple[int, int]:
+        """Return as `agree` does, given every rank's values; None: nothing was exchanged, and ranks agree now."""
+        if gathered is None:
+            return self.agree(request)
+        fine, examples, forms = zip(*self._ranks.take_flags(gathered), strict=True)
+        if not all(fine) or len(set(forms)) > 1:
+            self._raise(request)
+        return min(examples), max(examples)
+
+    def _values(self, request: LookupRequest) -> tuple[int, int, int]:
+        return int(request.problem is None), request.num_examples, request.form
+
+    def _raise(self, request: LookupRequest) -> None:
+        problem = request.problem
+        described = None if problem is None else (type(problem).__name__, str(problem))
+        per_rank = self._ranks.all_gather((described, request.form))
+        for rank, (error, _) in enumerate(per_rank):
+            if error is None:
+                continue
+            if rank == self._ranks.rank and problem is not None:
+                raise problem
+            name, text = error
+            kind = getattr(errors, name, None)
+            if kind is None:
+                raise errors.RankError(f"rank {rank} failed in a lookup of '{self._path}': {name}: {text}")
+            raise kind(text if kind is errors.IdsError else f"rank {rank}: {text}")
+        forms = "; ".join(f"rank {rank}: {describe_form(form)}" for rank, (_, form) in enumerate(per_rank))
+        raise errors.IdsError(
+            f"ranks called '{self._path}' with ids that cannot be exchanged with each other: {forms}. Give all "
+            "ranks the same types, for example by .long() in the collate function."
+        )

@@ -5,7 +5,6 @@ places of the weights, in place of the weights. At the call these follow their i
 their gradients come back by the same places, with all sharding types.
 """
 
-from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -13,17 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torchrec import lookups_of
 from lightning_distrec._compat.torchrec_ids import WeightRoute
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.lookup.backward import SecondGradients
 from lightning_distrec.sharding.lookup.jagged import with_weights
-from lightning_distrec.sharding.lookup.lookup_outputs import TableUse
+from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupRequest
-from lightning_distrec.sharding.lookup.second_gradients import SecondGradients
-from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_access import without_guards
 
 _hooked: WeakSet[nn.Module] = WeakSet()
@@ -37,51 +34,39 @@ def with_places(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 class WeightsExchange:
-    """The exchanges of the weights of one collection's calls.
+    """The exchanges of the weights of one collection's calls. second_gradients: refuses those of a second lookup."""
 
-    uses: name of a table -> how it is sharded and updated. divided: whether torchrec divides the gradients of weights
-    by the number of ranks, as those of rows, and does not multiply them again.
-    group: the ranks that have the tables' shards; None: all. second_gradients: refuses those of a second lookup.
-    """
-
-    def __init__(
-        self,
-        sharded: ShardedModule,
-        tables: list[Table],
-        uses: Mapping[str, TableUse],
-        divided: bool,
-        group: Any,
-        second_gradients: SecondGradients,
-    ) -> None:
-        self._sharded = sharded
-        self._tables = {table.full_name: uses[table.name] for table in tables}
-        self._divided, self._group, self._second_gradients = divided, group, second_gradients
+    def __init__(self, setup: LookupSetup, second_gradients: SecondGradients) -> None:
+        self._sharded = setup.sharded
+        self._tables = {table.full_name: setup.uses[table.name] for table in setup.tables}
+        self._second_gradients = second_gradients
+        self._group = None if setup.groups is None else setup.groups.sharding
+        # torchrec divides the gradients of weights as those of rows, and multiplies them again if it knows of weights.
+        self._scale = 1 if setup.is_weighted else dist.get_world_size(self._group)
         self._reaches_weights = False
 
     @without_guards
     def _refuse_frozen(self) -> None:
         """Raise ShardingError where a table is frozen now, and its kernel cannot leave it alone in a backward."""
         for name, use in self._tables.items():
-            replicated = use.sharding_type == "data_parallel"
-            if not use.weight.requires_grad and (use.in_backward or replicated):
-                how = "is data_parallel" if replicated else "is updated inside of backward"
+            if not use.weight.requires_grad and (use.in_backward or use.is_replicated):
+                update = "is data_parallel" if use.is_replicated else "is updated inside of backward"
                 raise ShardingError(
                     f"table '{name}' is frozen, and was called with ids whose weights need a gradient. A table that "
-                    f"{how} cannot pass it on and rest. Freeze the table before the fit begins, set "
+                    f"{update} cannot pass it on and rest. Freeze the table before the fit begins, set "
                     "embedding_update='sparse' or 'dense' for it and a sharding type other than data_parallel, or "
                     "detach the weights."
                 )
 
-    def bring(self, request: LookupRequest, weights: Tensor, learn: bool) -> KJTList:
+    def bring(self, request: LookupRequest, weights: Tensor) -> KJTList:
         """Collective. Return the ids that have arrived, with the weights of all ranks' calls.
 
-        learn: whether the weights get gradients. Raises ShardingError, alike on all ranks: a frozen table cannot pass
-        them on.
+        Raises ShardingError, alike on all ranks: a frozen table cannot pass gradients on to weights that learn.
         """
-        if learn:
+        if request.learns:
             self._refuse_frozen()
             # Gradients of weights that learn would see an update by another lookup.
-            self._second_gradients.refuse_of(name for name, use in self._tables.items() if use.in_backward)
+            self._second_gradients.refuse(name for name, use in self._tables.items() if use.in_backward)
         if not self._reaches_weights:
             self._reaches_weights = True
             for lookup in lookups_of(self._sharded):
@@ -96,8 +81,7 @@ class WeightsExchange:
         """route: None where ids stay on their rank."""
         if route is not None:
             sent = weights.index_select(0, _places(route.sent_places))
-            scale = dist.get_world_size(self._group) if self._divided else 1
-            weights = _Exchanged.apply(sent, route.sent, route.received, scale, self._group)
+            weights = _Exchanged.apply(sent, route.sent, route.received, self._scale, self._group)
         return with_weights(ids, weights.index_select(0, _places(ids.weights())))
 
 

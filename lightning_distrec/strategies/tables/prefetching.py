@@ -33,9 +33,9 @@ from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
 from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
 from lightning_distrec.pipeline.streams import Streams
+from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
-from lightning_distrec.sharding.lookup.short_exchange import start_exchange
 from lightning_distrec.sharding.proxies import PrefetchedLookups, ShardedProxy
 from lightning_distrec.sharding.weights.shard_access import without_guard
 from lightning_distrec.strategies.tables.run_tables import RunTables
@@ -75,9 +75,9 @@ class PrefetchableTable:
         groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
         self._param_groups = list({group.label: group for group in groups}.values())
         # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
-        self.exchanges_counts = lookup.has_short_path
+        self.exchanges_counts = lookup.short_path is not None
         # Ids are mapped in the order of the calls, once.
-        self.early = lookup.mapped is None and all(tables.updates[name].kind != "fused_lazy" for name in names)
+        self.early = lookup.setup.mapped is None and all(tables.updates[name].kind != "fused_lazy" for name in names)
 
     def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
         """Return the lookup of a call with these arguments; nothing leaves the rank."""
@@ -104,7 +104,7 @@ class PrefetchableTable:
 
     def zeros(self, arguments: tuple[Any, ...], looked_up: LookedUp) -> LookedUp:
         """Return zeros as a call with these arguments returns rows. Their gradients reach `looked_up`."""
-        return self._lookup.zeros(self._proxy.features(*arguments), looked_up)
+        return self._lookup.outputs.zeros(self._proxy.features(*arguments), looked_up)
 
     def state(self) -> Any:
         """Return what changes when rows may have, alike on all ranks: grad mode, frozen tables, rates, updates.

@@ -26,8 +26,7 @@ from lightning_distrec.optimizers.param_groups import rewrite_groups
 from lightning_distrec.optimizers.replicas import ReplicaCheck
 from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.initial_weights import TableShard
-from lightning_distrec.sharding.lookup.ids_check import IdsCheck
-from lightning_distrec.sharding.lookup.lookup_outputs import TableUse
+from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.shard_tables import shard_tables
@@ -222,25 +221,26 @@ def _look_up(
             for table in tables
             for update in [updates[table.full_name]]
         }
-        check = IdsCheck(tables, settings.check_ids, consensus)
-        push = partial(run_tables.learning_rates.push, kernels)
         compare: Callable[[int, int, int], None] | None = weight.add_lookup if weight.counts_examples else None
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):
             # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
             compare = weight.add_ids if only_rows and learning else None
         lookup = ShardedLookup(
-            sharded,
-            tables,
-            uses,
-            shards.known_keys,
-            check,
-            push,
-            inputs.device,
-            inputs.output_dtype,
-            compare,
-            partial(shards.note_used_tables, path),
-            shards.groups,
-            mapped_ids(shards, path, updates),
+            LookupSetup(
+                sharded=sharded,
+                tables=tables,
+                uses=uses,
+                known_keys=shards.known_keys,
+                check_ids=settings.check_ids,
+                ranks=consensus,
+                before_forward=partial(run_tables.learning_rates.push, kernels),
+                device=inputs.device,
+                output_dtype=inputs.output_dtype,
+                compare_examples=compare,
+                note_used_tables=partial(shards.note_used_tables, path),
+                groups=shards.groups,
+                mapped=mapped_ids(shards, path, updates),
+            )
         )
         shards.proxies[path].lookup = lookup
         run_tables.lookups.append(lookup)

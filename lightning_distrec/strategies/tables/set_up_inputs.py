@@ -18,7 +18,7 @@ from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
 from lightning_distrec.pipeline.peek import loaders_in
 from lightning_distrec.sharding.groups.options import ShardingGroupOptions
 from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
-from lightning_distrec.sharding.lookup.ids_check import CheckIds, check_check_ids
+from lightning_distrec.sharding.lookup.lookup_setup import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.sharding_plan import Origin

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec.sharding.lookup import sharded_lookup, short_exchange
+from lightning_distrec.sharding.lookup import ids_exchange, sharded_lookup
 from tests.support.click_model import FEATURES, ClickModel, bag_configs, seeded, train_sharded
 from tests.support.ranks import run_on_warm_ranks
 
@@ -53,7 +53,7 @@ def _train(short: bool, model: type, update: str, cut: str, trainer: dict[str, A
     """Return losses and weights, and how many batches went the short path."""
     sent: list[int] = []
 
-    class Counted(short_exchange.ShortExchange):
+    class Counted(ids_exchange.ShortExchange):
         def send_ids(self) -> None:
             sent.append(1)
             super().send_ids()
@@ -64,7 +64,7 @@ def _train(short: bool, model: type, update: str, cut: str, trainer: dict[str, A
         "tables": {name: {"min_partition": 4} for name in ("ebc.narrow", "ebc.shared")},
     }
     torch.manual_seed(3)
-    with patch.object(short_exchange, "ShortExchange", Counted):
+    with patch.object(ids_exchange, "ShortExchange", Counted):
         if short:
             found, _ = train_sharded(seeded(model, *arguments), STEPS, strategy, **trainer)
         else:

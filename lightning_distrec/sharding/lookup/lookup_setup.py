@@ -1,0 +1,126 @@
+"""What the lookup of one sharded collection is made of."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import PoolingType
+
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.ranks import Ranks
+from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
+from lightning_distrec.sharding.lookup.mapped_ids import MappedIds
+from lightning_distrec.sharding.sharding_types import ROW_TYPES
+from lightning_distrec.sharding.tables import SMALL_ROWS, Table, output_names
+
+CheckIds = Literal["error", "warn", "ignore"]
+
+
+def check_check_ids(value: str) -> None:
+    """Raise ConfigError unless `value` is a known way to treat ids that are out of range."""
+    if value not in get_args(CheckIds):
+        raise ConfigError(f"check_ids={value!r} is not known. Use one of {', '.join(get_args(CheckIds))}.")
+
+
+@dataclass(frozen=True)
+class TableUse:
+    """What a lookup needs to know of a table's sharding and update."""
+
+    sharding_type: str
+    weight: torch.nn.Parameter
+    """This rank's first shard, which is frozen and unfrozen with the table."""
+    adds_up: bool
+    """Whether two updates inside of one backward are one with the sum of their gradients."""
+    in_backward: bool = False
+    """Whether it is updated inside of backward."""
+    deduplicated: bool = False
+    """Whether repeated ids are sent once."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all rows."""
+        return self.sharding_type == "data_parallel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupSetup:
+    """What the lookup of one sharded collection is made of."""
+
+    sharded: ShardedModule
+    tables: list[Table]
+    """The collection's tables, in its order."""
+    uses: Mapping[str, TableUse]
+    """Name of a table -> how it is sharded and updated."""
+    known_keys: dict[str, list[str]]
+    """Collection -> the features in the order of its first call, which adds it. torchrec's module remembers that order
+    for its life, which may be longer than one run."""
+    check_ids: CheckIds
+    """What happens to ids that are out of range."""
+    ranks: Ranks
+    """Those that agree on lookups: all."""
+    before_forward: Callable[[], None]
+    """Called before every forward that may be followed by a backward."""
+    device: torch.device
+    output_dtype: torch.dtype | None = None
+    """The type of what is returned; None for the kernels' own."""
+    compare_examples: Callable[[int, int, int], None] | None = None
+    """Called with this rank's number of examples, of ids for an nn.Embedding, and the minimum and maximum over ranks;
+    None: ranks are not compared."""
+    note_used_tables: Callable[[set[str] | None], None] | None = None
+    """Called before a lookup of an EmbeddingCollection with the set that its backward fills with the names of the
+    tables that get gradients."""
+    groups: ShardingGroups | None = None
+    """The ranks among which ids are exchanged; they are agreed on among all. None: all ranks."""
+    mapped: MappedIds | None = None
+    """Maps ids to rows; None: ids are numbers of rows."""
+
+    @cached_property
+    def path(self) -> str:
+        """The collection's path in the LightningModule."""
+        return self.tables[0].collection
+
+    @cached_property
+    def pooled(self) -> bool:
+        """Whether rows come as one embedding for each bag."""
+        return self.tables[0].pooled
+
+    @cached_property
+    def is_weighted(self) -> bool:
+        """Whether the collection is weighted."""
+        return bool(getattr(self.tables[0].module, "is_weighted", lambda: False)())
+
+    @cached_property
+    def counts_ids(self) -> bool:
+        """Whether a call does not show its number of examples, so that ids are counted."""
+        return isinstance(self.tables[0].plain, torch.nn.Embedding)
+
+    @cached_property
+    def has_small_ids(self) -> bool:
+        """Whether ids are sent as 32-bit numbers."""
+        return all(table.num_ids <= SMALL_ROWS for table in self.tables)
+
+    @cached_property
+    def needs_equal_batches(self) -> bool:
+        """Whether smaller batches are padded."""
+        # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
+        has_rows = any(use.sharding_type in ROW_TYPES for use in self.uses.values())
+        return self.pooled and has_rows and dist.get_backend() == "gloo"
+
+    @cached_property
+    def summed_means(self) -> dict[str, str]:
+        """Output -> feature, of those that arrive as sums over ranks and are to become means."""
+
+        def is_summed(table: Table) -> bool:
+            return table.config.pooling == PoolingType.MEAN and self.uses[table.name].sharding_type in ROW_TYPES
+
+        return self.features_of_outputs(is_summed) if self.pooled else {}
+
+    def features_of_outputs(self, selects: Callable[[Table], bool] = lambda _: True) -> dict[str, str]:
+        """Return output -> its feature, for the tables that are selected."""
+        outputs = iter(output_names(self.tables))
+        triples = [(table, feature, next(outputs)) for table in self.tables for feature in table.config.feature_names]
+        return {output: feature for table, feature, output in triples if selects(table)}

@@ -1,0 +1,247 @@
+"""The short path of a lookup: what most lookups are, at a part of the host's time and in fewer exchanges.
+
+It serves unweighted bags of one collection whose tables are all table-wise or all row-wise, with equal batch sizes on
+all ranks. The control message of an earlier step has how many ids each rank gets, so that no exchange of sizes
+is left; lengths and ids are sent together, as 32-bit numbers (ids_exchange.py); rows and their gradients are exchanged
+by torch's own collectives. Ids, their order, and all arithmetic are those of torchrec's modules, and so are the bits.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_distrec import gpu
+from lightning_distrec._compat.torchrec_ids import MAX_PACKED_RANKS
+from lightning_distrec._compat.torchrec_pooled import PooledSharding, pooled_sharding
+
+Kernel = Callable[[Tensor, Tensor], Tensor]
+
+
+class ShortPath:
+    """The short path of one collection. kernel: looks up ids (num_ids,) with offsets; None: this rank has no rows."""
+
+    def __init__(self, sharding: PooledSharding, kernel: Kernel | None, device: torch.device) -> None:
+        self.sharding = sharding
+        self.num_ranks = sharding.group.size()
+        local_features = sharding.features[sharding.group.rank()]
+        self.num_features = len(local_features)
+        self._kernel = kernel
+        self._device = device
+        self._keys: list[str] = []
+        self._order: list[int] = []
+        self._order_on_device: Tensor | None = None
+        blocks = None if sharding.num_rows is None else [-(-rows // self.num_ranks) for rows in sharding.num_rows]
+        self._blocks = None if blocks is None else torch.tensor(blocks, dtype=torch.int32, device=device)
+        # Row-wise, every rank gets every feature; they are multiplied where the ids are divided among the ranks.
+        self._sent = list(chain.from_iterable(sharding.features)) if blocks is None else local_features
+        self._ends = [0, *accumulate(map(len, sharding.features))]
+        order = [r * self.num_features + f for f in range(self.num_features) for r in range(self.num_ranks)]
+        self._by_feature = None
+        if self.num_features > 1:
+            self._by_feature = torch.tensor(order, dtype=torch.int32, device=device)
+
+    def prepare(self, features: KeyedJaggedTensor) -> "ShortIds":
+        """Return the ids of a lookup, of which nothing has left this rank."""
+        if features.keys() != self._keys:
+            self._set_keys(features.keys())
+        lengths, ids = features.lengths().to(torch.int32), features.values().to(torch.int32)
+        examples, num_ids = features.stride(), features.length_per_key()
+        if self._order_on_device is not None:
+            num_ids = [num_ids[i] for i in self._order]
+            lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+                self._order_on_device, lengths.view(-1, examples), ids, None, sum(num_ids)
+            )
+        if self._blocks is None:
+            ends = [0, *accumulate(num_ids)]
+            counts = [ends[end] - ends[first] for first, end in pairwise(self._ends)]
+            return ShortIds(self, examples, lengths.view(-1), ids, counts)
+        lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            lengths.view(-1), ids, False, False, self._blocks, self.num_ranks, None
+        )
+        return ShortIds(self, examples, lengths, ids, gpu.HostCopy(lengths.view(self.num_ranks, -1).sum(1)))
+
+    def _set_keys(self, keys: list[str]) -> None:
+        self._keys, self._order = list(keys), [keys.index(name) for name in self._sent]
+        is_permuted = self._order != list(range(len(keys)))
+        self._order_on_device = None
+        if is_permuted:
+            self._order_on_device = torch.tensor(self._order, dtype=torch.int32, device=self._device)
+
+    def num_lengths(self, examples: int) -> list[int]:
+        """Return how many lengths each rank gets."""
+        return [(end - first) * examples for first, end in pairwise(self._ends)]
+
+    def arrange(self, lengths: list[Tensor], ids: list[Tensor], examples: int) -> tuple[Tensor, Tensor]:
+        """Return ids and offsets as the kernel takes them, given what every rank has sent."""
+        all_lengths, all_ids = torch.cat(lengths), torch.cat(ids)
+        if self._by_feature is not None:
+            all_lengths, all_ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+                self._by_feature, all_lengths.view(-1, examples), all_ids, None, all_ids.numel()
+            )
+        return all_ids, torch.ops.fbgemm.asynchronous_complete_cumsum(all_lengths.view(-1))
+
+    def look_up(self, ids: "ShortIds") -> "RowsExchange":
+        """Collective. Look up ids that have arrived and send the rows back."""
+        if self._kernel is None:
+            grad = torch.is_grad_enabled()
+            rows = torch.empty(ids.examples * self.num_ranks, 0, device=self._device, requires_grad=grad)
+        else:
+            rows = self._kernel(*ids.arrived)
+        return RowsExchange(self.sharding, rows, ids.examples)
+
+
+class ShortIds:
+    """The ids of one lookup, on their way to the ranks that have their rows."""
+
+    def __init__(
+        self, path: ShortPath, examples: int, lengths: Tensor, ids: Tensor, counts: list[int] | gpu.HostCopy
+    ) -> None:
+        self.path = path
+        self.examples = examples
+        self.lengths, self.ids = lengths, ids
+        self._counts = counts
+        self.arrived: tuple[Tensor, Tensor]
+        """What this rank looks up, once it has arrived: ids and offsets."""
+
+    def look_up(self) -> "RowsExchange":
+        """Collective. Look up what has arrived, and send the rows back."""
+        return self.path.look_up(self)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many ids each rank gets."""
+        if isinstance(self._counts, gpu.HostCopy):
+            self._counts = self._counts.read()
+        return self._counts
+
+
+def can_go_short(features: KeyedJaggedTensor) -> bool:
+    """Whether these features can; the ranks agree on it by their form (request.py)."""
+    return features.weights_or_none() is None and not features.variable_stride_per_key()
+
+
+def short_path_of(sharded: object, kernels: Sequence[Kernel], num_ranks: int, device: torch.device) -> ShortPath | None:
+    """Return the short path of a sharded collection with small ids, None: it has none; alike on all ranks."""
+    sharding = pooled_sharding(sharded)
+    if sharding is None or not 1 < num_ranks <= MAX_PACKED_RANKS or sharding.group.size() != num_ranks:
+        return None
+    return ShortPath(sharding, kernels[0] if kernels else None, device)
+
+
+class RowsExchange:
+    """Collective. The rows of one lookup on their way to the ranks that have the examples; in backward, gradients.
+
+    rows: (num_ranks * examples, width) that this rank has looked up. torchrec's PooledEmbeddingsAllToAll and
+    PooledEmbeddingsReduceScatter send the same numbers by the same collectives (torchrec/distributed/comm_ops.py);
+    there all columns are concatenated in forward, and split in backward.
+    """
+
+    def __init__(self, sharding: PooledSharding, rows: Tensor, examples: int) -> None:
+        self._sharding, self._group = sharding, sharding.group
+        self._examples = examples
+        self._shape = rows.shape
+        widths = list(map(sum, sharding.widths))
+        self._per_holder = [examples * width for width in widths]
+        """Numbers that come from each rank: of its columns, for this rank's examples."""
+        self._per_rank = [examples * rows.shape[1]] * len(widths)
+        """Numbers that go to each rank."""
+        self.on_gradient: list[Callable[[Tensor], None]] = []
+        """Called in backward, before gradients are sent, with one of them."""
+        self._work: Any = None
+        self._buffer: Tensor
+        self._sent: Tensor | None = None
+        self._out: Tensor | None = _SendRows.apply(self, rows)
+
+    def wait(self) -> dict[str, Tensor]:
+        """Wait for the rows; return output -> (examples, width)."""
+        out, self._out = self._out, None  # its node refers to this object, in a cycle that would keep the graph
+        return dict(zip(self._sharding.names, _ReceiveRows.apply(self, out), strict=True))
+
+    def send_rows(self, rows: Tensor) -> None:
+        """Collective. Send the rows to the ranks that have the examples."""
+        if self._sharding.num_rows is not None:
+            self._buffer = rows.new_empty(self._examples, self._shape[1])
+            self._work = dist.reduce_scatter_tensor(self._buffer, rows, group=self._group, async_op=True)
+        else:
+            self._buffer = rows.new_empty(sum(self._per_holder))
+            self._work = dist.all_to_all_single(
+                self._buffer, rows.view(-1), self._per_holder, self._per_rank, self._group, async_op=True
+            )
+        self._sent = rows  # until it has been sent
+
+    def receive_rows(self) -> list[Tensor]:
+        """Wait for the rows, and return them by output."""
+        self._wait()
+        if self._sharding.num_rows is not None:
+            return list(self._buffer.split(self._sharding.widths[0], dim=1))
+        columns: list[Tensor] = []
+        for part, widths in zip(self._buffer.split(self._per_holder), self._sharding.widths, strict=True):
+            if widths:
+                columns += part.view(self._examples, -1).split(widths, dim=1)
+        return columns
+
+    def send_gradients(self, gradients: tuple[Tensor, ...]) -> None:
+        """Collective. Send the gradients of the outputs to the ranks that have looked up their rows."""
+        for call in self.on_gradient:
+            call(gradients[0])
+        if self._sharding.num_rows is not None:
+            sent = torch.cat(gradients, dim=1)
+            self._buffer = sent.new_empty(self._shape)
+            self._work = dist.all_gather_into_tensor(self._buffer, sent, group=self._group, async_op=True)
+        else:
+            sent = self._buffer.new_empty(sum(self._per_holder))
+            ends = [0, *accumulate(map(len, self._sharding.widths))]
+            for part, (first, end) in zip(sent.split(self._per_holder), pairwise(ends), strict=True):
+                if first < end:
+                    torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
+            self._buffer = sent.new_empty(self._shape)
+            self._work = dist.all_to_all_single(
+                self._buffer.view(-1), sent, self._per_rank, self._per_holder, self._group, async_op=True
+            )
+        self._sent = sent
+
+    def receive_gradients(self) -> Tensor:
+        """Wait for the gradients of the rows that this rank has looked up, and return their mean over ranks' losses."""
+        self._wait()
+        gradient, self._buffer = self._buffer, self._buffer[:0]
+        return gradient.div_(self._sharding.divisor) if self._sharding.divisor != 1 else gradient
+
+    def _wait(self) -> None:
+        self._work.wait()
+        self._work = self._sent = None
+
+
+class _SendRows(torch.autograd.Function):
+    """Sends the kernel's rows; its backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: RowsExchange, rows: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange.send_rows(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, ctx.exchange.receive_gradients()
+
+
+class _ReceiveRows(torch.autograd.Function):
+    """Waits for the rows; its backward sends their gradients. They are apart, so that backward goes on meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: RowsExchange, out: Tensor) -> Any:
+        ctx.exchange = exchange
+        return tuple(exchange.receive_rows())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.exchange.send_gradients(gradients)
+        return None, gradients[0].new_empty(0)
