@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
+from torchrec.distributed.types import ShardedModule, ShardedTensor
 
 from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from lightning_distrec._compat.torchrec import (
@@ -33,6 +34,7 @@ from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
+from lightning_distrec.sharding.table_registry import register_tables
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.collective_reads import Gathering
 from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches
@@ -44,156 +46,155 @@ FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
 of one label share a kernel."""
 
 
-def shard_tables(
-    root: nn.Module,
-    tables: list[Table],
-    plan: ShardingByTable,
-    fused: FusedArguments,
-    device: torch.device,
-    held: Mapping[str, list[TableShard]],
-    seed: int,
-    comms: QuantizedComms,
-    gathered: Set[str],
-    groups: ShardingGroups,
-    earlier: ShardedTables | None = None,
-) -> ShardedTables:
-    """Collective. Shard the tables by the plan, in place in `root`, and bring their rows to the shards.
+@dataclass(frozen=True, kw_only=True)
+class TableSharding:
+    """How the tables of a module are to be sharded."""
 
-    fused: for every table that is not data_parallel.
-    held: rows of an earlier sharding by full name; other tables keep the rows of rank 0's unsharded weight, as DDP
-    would, or get new ones by `seed` where they were built on meta.
-    comms: the types in which rows and gradients are sent. gathered: tables whose full weight user code may read.
-    groups: the ranks among which tables are sharded; `plan` counts ranks within a group.
-    earlier: the sharding whose mappings of ids go on.
-    """
-    env = groups.environment()
+    root: nn.Module
+    """The module, which is sharded in place."""
+    tables: list[Table]
+    plan: ShardingByTable
+    """Counts ranks within a group."""
+    fused: FusedArguments
+    """For every table that is not data_parallel."""
+    device: torch.device
+    rows: Mapping[str, list[TableShard]]
+    """Rows of an earlier sharding by full name. Other tables keep the rows of rank 0's unsharded weight, as DDP would,
+    or get new ones by `seed` where they were built on meta."""
+    seed: int
+    comms: QuantizedComms
+    """The types in which rows and gradients are sent."""
+    gathered: Set[str]
+    """Tables whose full weight user code may read."""
+    groups: ShardingGroups
+    """The ranks among which tables are sharded."""
+    earlier: ShardedTables | None = None
+    """The sharding whose mappings of ids go on."""
+
+
+def shard_tables(sharding: TableSharding) -> ShardedTables:
+    """Collective. Shard the tables by the plan, and bring their rows to the shards."""
+    tables, device = sharding.tables, sharding.device
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        sharded = _sharded_modules(tables, plan, fused, env, device, comms)
-        result = ShardedTables(root, tables, plan, sharded, groups)
-        _bring_rows(result, device, held, seed)
+        sharded = _sharded_modules(sharding)
+        result = ShardedTables(sharding.root, tables, sharding.plan, sharded, sharding.groups)
+        _bring_rows(result, sharding)
     for path, module in sharded.items():
-        of_collection = result.tables_of(path)
         kernels = [(kernel, local_shards_of(kernel)) for kernel in fbgemm_kernels(module)]
         result.kernels += kernels
         watch_caches(kernel for kernel, _ in kernels)
-        result.shards |= _by_table(module, of_collection, [shard for _, shards in kernels for shard in shards])
-        result.proxies[path] = _proxy(module, of_collection, result.shards, groups)
-    shapes = {table.full_name: (table.config.num_embeddings, table.config.embedding_dim) for table in tables}
-    for name, shards in result.table_shards().items():
-        _set_offsets(result.shards[name], shards)
-        _guard(result, name, shapes[name], shards, name in gathered)
+        shards = [shard for _, kernel_shards in kernels for shard in kernel_shards]
+        result.shards |= _shards_by_table(module, result.tables_of(path), shards)
+        result.proxies[path] = _proxy(result, path)
+    tables_by_name = {table.full_name: table for table in tables}
+    for name, all_shards in result.table_shards().items():
+        _set_offsets(result.shards[name], all_shards)
+        _guard(result, tables_by_name[name], all_shards, name in sharding.gathered)
         for shard in result.shards[name]:
             if not shard.replicated:
                 refuse_pickling(shard.weight, name)
-    hold_mappings(result, earlier)
+    hold_mappings(result, sharding.earlier)
     for module in sharded.values():
         free_unsharded_tables(module)
     for table in tables:
         free_weights(table.module)
         if table.plain is not None:
             table.plain.weight = table.parameter
-    result.register()
+    result.put_proxies_back()
+    register_tables(sharding.root, result)
     return result
 
 
-def _sharded_modules(
-    tables: list[Table],
-    plan: ShardingByTable,
-    fused: FusedArguments,
-    env: ShardingEnv,
-    device: torch.device,
-    comms: QuantizedComms,
-) -> dict[str, ShardedModule]:
+def _sharded_modules(sharding: TableSharding) -> dict[str, ShardedModule]:
+    environment = sharding.groups.environment()
     sharded: dict[str, ShardedModule] = {}
-    for path in dict.fromkeys(table.collection for table in tables):
-        of_collection = [table for table in tables if table.collection == path]
-        for table in of_collection:
-            if table.full_name in fused:
-                attach_fused_optimizer(table.parameter, *fused[table.full_name])
-        parameter_sharding = {table.name: plan[table.full_name] for table in of_collection}
-        sharder = sharder_of(of_collection[0], comms)
+    for path in dict.fromkeys(table.collection for table in sharding.tables):
+        tables = [table for table in sharding.tables if table.collection == path]
+        for table in tables:
+            if table.full_name in sharding.fused:
+                attach_fused_optimizer(table.parameter, *sharding.fused[table.full_name])
+        parameter_sharding = {table.name: sharding.plan[table.full_name] for table in tables}
+        sharder = sharder_of(tables[0], sharding.comms)
         with silence_torchrec():
-            sharded[path] = sharder.shard(of_collection[0].module, parameter_sharding, env, device, path)
-        for table in of_collection:
+            sharded[path] = sharder.shard(tables[0].module, parameter_sharding, environment, sharding.device, path)
+        for table in tables:
             detach_fused_optimizer(table.parameter)
     return sharded
 
 
-def _bring_rows(result: ShardedTables, device: torch.device, held: Mapping[str, list[TableShard]], seed: int) -> None:
+def _bring_rows(result: ShardedTables, sharding: TableSharding) -> None:
     shards = result.table_shards()
     for table in result.tables:
         targets = shards[table.full_name]
-        if table.full_name in held:
-            redistribute(held[table.full_name], targets, device)
+        if table.full_name in sharding.rows:
+            redistribute(sharding.rows[table.full_name], targets, sharding.device)
         elif table.parameter.is_meta:
-            init_rows(table, targets, seed)
+            init_rows(table, targets, sharding.seed)
         else:
             rows, columns = table.parameter.shape
             unsharded = TableShard(0, 0, 0, rows, columns, table.parameter if result.groups.rank == 0 else None)
-            redistribute([unsharded], targets, device)
+            redistribute([unsharded], targets, sharding.device)
 
 
-def _by_table(sharded: ShardedModule, tables: list[Table], shards: list[LocalShard]) -> dict[str, list[LocalShard]]:
+def _shards_by_table(
+    sharded: ShardedModule, tables: list[Table], shards: list[LocalShard]
+) -> dict[str, list[LocalShard]]:
     """Return this rank's shards of each table of a collection, by full name; `shards` are those in kernels."""
-    found: dict[str, list[LocalShard]] = {table.full_name: [] for table in tables}
+    by_table: dict[str, list[LocalShard]] = {table.full_name: [] for table in tables}
     full_names = {table.name: table.full_name for table in tables}
     for shard in shards:
-        found[full_names[shard.table]].append(shard)
+        by_table[full_names[shard.table]].append(shard)
     for table in tables:
-        of_table = found[table.full_name]
+        local = by_table[table.full_name]
         weight = sharded.get_parameter(table.local_key)
-        if (
-            not of_table and weight.numel()
-        ):  # data_parallel: torchrec's DDP averages the gradient of this very parameter
-            of_table.append(LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True))
-        elif not of_table:
+        if not local and weight.numel():  # data_parallel: torchrec's DDP averages the gradient of this very parameter
+            local.append(LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True))
+        elif not local:
             empty = torch.empty(0, table.config.embedding_dim, device=weight.device)  # optimizers ask for columns
-            of_table.append(LocalShard(table.name, nn.Parameter(empty)))
-        for shard in of_table:
+            local.append(LocalShard(table.name, nn.Parameter(empty)))
+        for shard in local:
             shard.weight.requires_grad_(table.parameter.requires_grad)
-    return found
+    return by_table
 
 
 def _set_offsets(local: list[LocalShard], shards: list[TableShard]) -> None:
     """Set the offsets of this rank's shards of a table; `shards` are those of all ranks."""
-    at = {shard.tensor.data_ptr(): shard for shard in shards if shard.tensor is not None and shard.tensor.numel()}
+    by_memory = {s.tensor.data_ptr(): s for s in shards if s.tensor is not None and s.tensor.numel()}
     for shard in local:
         if shard.weight.numel():
-            same = at[shard.weight.data_ptr()]
-            shard.row, shard.column = same.row, same.column
+            place = by_memory[shard.weight.data_ptr()]
+            shard.row, shard.column = place.row, place.column
 
 
-def _guard(result: ShardedTables, name: str, shape: tuple[int, int], shards: list[TableShard], gathered: bool) -> None:
+def _guard(result: ShardedTables, table: Table, shards: list[TableShard], is_gathered: bool) -> None:
     """Guard this rank's shards of a table against being read as the full table; `shards` are those of all ranks."""
-    local = result.shards[name]
+    local = result.shards[table.full_name]
     if local[0].replicated:
         return
+    shape = table.config.num_embeddings, table.config.embedding_dim
     rectangles: list[list[Any]] = [[] for _ in range(result.groups.num_ranks)]
     for shard in shards:
         if shard.num_rows:
             rectangles[shard.rank].append(shard.rectangle)
-    table = GuardedTable(
-        name=name,
+    guarded = GuardedTable(
+        name=table.full_name,
         shape=shape,
         weights=[shard.weight for shard in local],
         has_single_shards=max(Counter(shard.rank for shard in shards).values()) == 1,
         loss_weight=partial(getattr, result, "loss_weight"),
-        gathering=Gathering(shape, [sorted(of_rank) for of_rank in rectangles]) if gathered else None,
+        gathering=Gathering(shape, list(map(sorted, rectangles))) if is_gathered else None,
         group=result.groups.sharding,
     )
-    guard(table, [(shard.row, shard.column) for shard in local])
+    guard(guarded, [(shard.row, shard.column) for shard in local])
 
 
-def _proxy(
-    sharded: ShardedModule, tables: list[Table], shards: Mapping[str, list[LocalShard]], groups: ShardingGroups
-) -> ShardedProxy:
-    path = tables[0].collection
-    prefix = f"{path}."
-    keys = {table.key.removeprefix(prefix): table.local_key for table in tables}
-    weights = {t.key.removeprefix(prefix): [shard.weight for shard in shards[t.full_name]] for t in tables}
-    names = {t.key.removeprefix(prefix): t.full_name for t in tables}
-    return make_proxy(tables[0].original, path, sharded, keys, weights, names, partial(_load, sharded, groups))
+def _proxy(result: ShardedTables, path: str) -> ShardedProxy:
+    tables, sharded = result.tables_of(path), result.sharded[path]
+    names = {table.key.removeprefix(f"{path}."): table.full_name for table in tables}
+    keys = {table.key.removeprefix(f"{path}."): table.local_key for table in tables}
+    weights = {key: [shard.weight for shard in result.shards[name]] for key, name in names.items()}
+    return make_proxy(tables[0].original, path, sharded, keys, weights, names, partial(_load, sharded, result.groups))
 
 
 @torch.no_grad()

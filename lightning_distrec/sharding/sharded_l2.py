@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.sharded_tables import ShardedTables, all_sharded_tables
+from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.table_registry import all_sharded_tables
 from lightning_distrec.sharding.weights.shard_access import write_back
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
@@ -25,6 +24,7 @@ from lightning_distrec.sharding.mapping.state import AnyMapping
 from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.table_registry import forget_tables
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_access import rewriting
 
@@ -61,7 +61,9 @@ class ShardedTables:
         """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
         self.loss_weight = 1.0
         """What this rank's loss is multiplied by in the current backward, for its share of the examples."""
-        self._root = ref(root)  # the registry below is keyed by it, weakly
+        self.originals = {table.collection: table.original for table in tables}
+        """Path -> the unsharded collection, which holds no rows."""
+        self._root = ref(root)  # table_registry.py is keyed by it, weakly
 
     def tables_of(self, path: str) -> list[Table]:
         """Return the tables of the collection at `path`, in its order."""
@@ -69,11 +71,10 @@ class ShardedTables:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tables' weights by full name, as ShardedTensors (plain tensors of data-parallel tables)."""
-        return {
-            name: weight
-            for path, module in self.sharded.items()
-            for name, weight in sharded_weights(module, self.tables_of(path)).items()
-        }
+        weights: dict[str, Tensor] = {}
+        for path, module in self.sharded.items():
+            weights |= sharded_weights(module, self.tables_of(path))
+        return weights
 
     def table_shards(self) -> dict[str, list[TableShard]]:
         """Return the tables' shards on all ranks by full name."""
@@ -86,12 +87,12 @@ class ShardedTables:
     def keys_in_tree(self) -> dict[str, str]:
         """Return key of a table in the root's state_dict -> its full name; a module with two names has two keys."""
         paths = self._module().named_modules(remove_duplicate=False)
-        at = {id(module): path for path, module in self.proxies.items()}
+        proxy_paths = {id(module): path for path, module in self.proxies.items()}
         return {
             f"{path}.{table.key.removeprefix(f'{table.collection}.')}": table.full_name
             for path, module in paths
-            if id(module) in at
-            for table in self.tables_of(at[id(module)])
+            if id(module) in proxy_paths
+            for table in self.tables_of(proxy_paths[id(module)])
         }
 
     def sharded_parameters(self) -> list[nn.Parameter]:
@@ -103,28 +104,25 @@ class ShardedTables:
 
         Embeddings with max_norm are left out: each rank renorms the rows that it looks up, under any DDP.
         """
-        own = {id(weight) for weight in self.sharded_parameters()}
+        local_only = {id(weight) for weight in self.sharded_parameters()}
         for module in self._module().modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                own.add(id(module.weight))
-        return [(name, p) for name, p in self._module().named_parameters() if id(p) not in own]
-
-    def set_sparse_gradient(self, name: str, sparse: bool) -> None:
-        """Choose whether a table's gradient, where it is kept, holds the touched rows only."""
-        for shard in self.shards[name]:
-            shard.sparse = sparse
+                local_only.add(id(module.weight))
+        return [(name, p) for name, p in self._module().named_parameters() if id(p) not in local_only]
 
     def keep_gradients(self, sparse: Mapping[str, bool]) -> None:
         """Leave the gradients of these tables on their shards, for the user's optimizer.
 
         All tables of a kernel are kept, or none. sparse: full name -> whether only the touched rows' are kept.
         """
+        keeping = set()
         for name, touched_only in sparse.items():
-            self.set_sparse_gradient(name, touched_only)
-        kept = {id(shard) for name in sparse for shard in self.shards[name]}
+            for shard in self.shards[name]:
+                shard.sparse = touched_only
+                keeping.add(id(shard))
         for kernel, shards in self.kernels:
-            if any(id(shard) in kept for shard in shards):
-                assert all(id(shard) in kept for shard in shards)
+            if any(id(shard) in keeping for shard in shards):
+                assert all(id(shard) in keeping for shard in shards)
                 give_gradients(kernel, shards)
 
     def note_used_tables(self, path: str, used: set[str] | None) -> None:
@@ -139,12 +137,12 @@ class ShardedTables:
 
     def fused_optimizers(self) -> dict[str, Any]:
         """Return torchrec's optimizer of each fused table that has rows on this rank, by full name."""
-        found: dict[str, Any] = {}
+        optimizers: dict[str, Any] = {}
         for path, module in self.sharded.items():
             names = {table.local_key: table.full_name for table in self.tables_of(path)}
             for _, optimizer in module.fused_optimizer.optimizers:  # type: ignore[union-attr]
-                found |= {names[key]: optimizer for key in optimizer.params}
-        return found
+                optimizers |= {names[key]: optimizer for key in optimizer.params}
+        return optimizers
 
     def fill_optimizer_state(self, values: Mapping[str, float]) -> None:
         """Start the fused optimizers' state of the given tables, by full name, from these values."""
@@ -169,52 +167,33 @@ class ShardedTables:
 
         Rows that `weight` does not have stay as they are.
         """
-        table = next(table for table in self.tables if table.full_name == name)
-        sharded = sharded_weights(self.sharded[table.collection], [table])[name]
-        shards = table_shards(sharded, self.groups)
+        shards = table_shards(self._weight(name), self.groups)
         with rewriting():
             copy_from_full(shards, weight) if isinstance(weight, Tensor) else weight.read_into(chunks_of(shards))
 
     def full_weight(self, name: str, first: int, last: int) -> Tensor:
         """Collective. Return rows `first` to `last` (not included) of a table, by full name, on every host."""
         self.synchronize()
-        weight, shards = self.weights()[name], self.table_shards()[name]
-        held = self.shards[name][0].weight
-        return gather_rows(shards, first, last, weight.dtype, held.device)
-
-    @contextmanager
-    def full_numel(self) -> Iterator[None]:
-        """Inside of the context `numel` of a table's parameter is that of the unsharded table."""
-        # Lightning's model summary asks each parameter for numel(): an instance attribute hides Tensor's method.
-        sized = [(table, shard) for table in self.tables for shard in self.shards[table.full_name]]
-        counted: set[str] = set()
-        for table, shard in sized:
-            size = 0 if table.full_name in counted else table.config.num_embeddings * table.config.embedding_dim
-            counted.add(table.full_name)
-            shard.weight.numel = partial(int, size)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for _, shard in sized:
-                del shard.weight.numel
+        weight, device = self._weight(name), self.shards[name][0].weight.device
+        return gather_rows(table_shards(weight, self.groups), first, last, weight.dtype, device)
 
     def put_originals_back(self) -> None:
         """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
         for table in self.tables:
             table.parameter.requires_grad_(self.learns(table.full_name))
-        for original in self._originals().values():
+        for original in self.originals.values():
             original.__dict__.pop("forward", None)  # see `put_proxies_back`
         back = {new: original for original, new in self.collisions.items()}
-        back |= {self.proxies[path]: original for path, original in self._originals().items()}
+        back |= {self.proxies[path]: original for path, original in self.originals.items()}
         replace_modules(self._module(), back)
 
     def put_proxies_back(self) -> None:
         """Undo `put_originals_back`."""
-        for path, original in self._originals().items():
+        for path, original in self.originals.items():
             # User code that kept a reference to the original would look up rows that it does not hold: its forward is
             # hidden by one that raises, on this object only.
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
-        proxies = {original: self.proxies[path] for path, original in self._originals().items()}
+        proxies = {original: self.proxies[path] for path, original in self.originals.items()}
         replace_modules(self._module(), proxies | self.collisions)
 
     @contextmanager
@@ -234,13 +213,12 @@ class ShardedTables:
         sharded here, it brings rows of its own, and ours are not returned.
         On GPUs the rows wait on the host and the shards are freed, so that the device never holds two sets of them.
         """
-        originals = set(self._originals().values())
-        kept = {table.full_name for table in tables if table.original in originals}
-        rows = {name: shards for name, shards in self.table_shards().items() if name in kept}
+        originals = set(self.originals.values())
+        staying = {table.full_name for table in tables if table.original in originals}
+        rows = {name: shards for name, shards in self.table_shards().items() if name in staying}
         if any(s.tensor is not None and gpu.is_on_gpu(s.tensor) for shards in rows.values() for s in shards):
             rows = {name: [shard.on_host() for shard in shards] for name, shards in rows.items()}
-            self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
-            _by_module.pop(self._module(), None)
+            self._free_shards()
         return rows
 
     def unshard(self, rows: Mapping[str, Tensor]) -> None:
@@ -256,46 +234,20 @@ class ShardedTables:
             if table.plain is not None:
                 table.plain.weight = table.parameter
             table.original.train(self.proxies[table.collection].training)
-        _by_module.pop(self._module(), None)
+        self._free_shards()
+
+    def _weight(self, name: str) -> Tensor:
+        table = next(table for table in self.tables if table.full_name == name)
+        return sharded_weights(self.sharded[table.collection], [table])[name]
+
+    def _free_shards(self) -> None:
         self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
-
-    def register(self) -> None:
-        """Put the proxies into the module tree, and let `sharded_tables_of` find these tables."""
-        self.put_proxies_back()
-        _by_module[self._module()] = self
-
-    def _originals(self) -> dict[str, nn.Module]:
-        return {table.collection: table.original for table in self.tables}
+        forget_tables(self._module())
 
     def _module(self) -> nn.Module:
         root = self._root()
         assert root is not None
         return root
-
-
-_by_module: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
-
-
-def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
-    """Return the tables that are sharded in `root`, by whichever strategy did it, or None."""
-    return _by_module.get(root)
-
-
-def all_sharded_tables() -> list[ShardedTables]:
-    """Return the tables that are sharded in all modules of this process."""
-    return list(_by_module.values())
-
-
-def refuse_foreign_shards(root: nn.Module) -> None:
-    """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
-    present = sharded_tables_of(root)
-    known = set(present.proxies.values()) if present is not None else set()
-    for path, module in root.named_modules():
-        if isinstance(module, (ShardedProxy, ShardedModule)) and module not in known:
-            raise ShardingError(
-                f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
-                "or load that one's checkpoint into the unsharded collections of this one."
-            )
 
 
 def _refuse_forward(path: str) -> Any:

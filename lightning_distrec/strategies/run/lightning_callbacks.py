@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,7 +122,24 @@ def _average_shards(
 def _count_full_tables(callback: ModelSummary, tables: "ShardedTables") -> None:
     def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
         del callback.on_fit_start  # only once: the class's method serves later runs
-        with tables.full_numel():
+        with _full_numel(tables):
             type(callback).on_fit_start(callback, trainer, module)
 
     callback.on_fit_start = on_fit_start  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def _full_numel(tables: "ShardedTables") -> Iterator[None]:
+    """Inside of the context `numel` of a table's parameter is that of the unsharded table."""
+    # Lightning's model summary asks each parameter for numel(): an instance attribute hides Tensor's method.
+    sized = [(table, shard) for table in tables.tables for shard in tables.shards[table.full_name]]
+    counted: set[str] = set()
+    for table, shard in sized:
+        size = 0 if table.full_name in counted else table.config.num_embeddings * table.config.embedding_dim
+        counted.add(table.full_name)
+        shard.weight.numel = partial(int, size)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for _, shard in sized:
+            del shard.weight.numel

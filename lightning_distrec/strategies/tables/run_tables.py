@@ -76,7 +76,8 @@ class Unfreezing:
                 f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to {kind.__name__}: {reason}. "
                 "Let it learn from the start of fit, or call fit again with it unfrozen."
             )
-        self._shards.set_sparse_gradient(name, sparse is not None)
+        for shard in self._shards.shards[name]:
+            shard.sparse = sparse is not None
 
 
 @dataclass(kw_only=True)

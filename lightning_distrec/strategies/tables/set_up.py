@@ -29,9 +29,10 @@ from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.shard_tables import shard_tables
-from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
+from lightning_distrec.sharding.shard_tables import TableSharding, shard_tables
+from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.table_registry import refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
@@ -154,12 +155,20 @@ def _shard(
         for name, update in updates.items()
         if plan[name].sharding_type != "data_parallel"
     }
-    seed = inputs.consensus.all_gather(torch.initial_seed())[0]
-    comms = inputs.settings.comms
-    gathered = {name for name, option in decisions.selection.options.items() if option.gathered_weight}
-    shards = shard_tables(
-        inputs.module, decisions.tables, plan, fused, inputs.device, rows, seed, comms, gathered, inputs.groups, earlier
+    sharding = TableSharding(
+        root=inputs.module,
+        tables=decisions.tables,
+        plan=plan,
+        fused=fused,
+        device=inputs.device,
+        rows=rows,
+        seed=inputs.consensus.all_gather(torch.initial_seed())[0],
+        comms=inputs.settings.comms,
+        gathered={name for name, option in decisions.selection.options.items() if option.gathered_weight},
+        groups=inputs.groups,
+        earlier=earlier,
     )
+    shards = shard_tables(sharding)
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(rows_only)
