@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.pipeline.options import PrefetchOptions
-    from lightning_distrec.sharding.groups.options import ShardingGroupOptions
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
-    from lightning_distrec.sharding.quantized_comms import QuantizedComms
     from lightning_distrec.sharding.sharded_l2 import sharded_l2
+    from lightning_distrec.sharding.sharders import QuantizedComms
+    from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
     from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
@@ -76,10 +76,10 @@ _HOMES = {
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
     "PrefetchOptions": "lightning_distrec.pipeline.options",
-    "QuantizedComms": "lightning_distrec.sharding.quantized_comms",
+    "QuantizedComms": "lightning_distrec.sharding.sharders",
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
-    "ShardingGroupOptions": "lightning_distrec.sharding.groups.options",
+    "ShardingGroupOptions": "lightning_distrec.sharding.sharding_groups",
     "StageSchedule": "lightning_distrec.callbacks.stage_schedule",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
     "Throughput": "lightning_distrec.callbacks.throughput",

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lightning_distrec.advice.dry_module import DryModule, default_type
-from lightning_distrec.sharding.groups.options import ShardingGroupOptions, checked_size
-from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, asked_bandwidths
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, chosen_reservation, is_measured, make_topology
+from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, checked_size
 from lightning_distrec.sharding.sharding_types import HOST_KERNELS
+from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, measure_dense, names_of_bandwidths
 from lightning_distrec.strategies.tables.decisions import Decisions, constraints_of

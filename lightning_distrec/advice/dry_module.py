@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS
 from lightning_distrec.optimizers.translation import TableUpdate
-from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.planned_table import TableData
+from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.strategies.tables.decisions import SelectedTables, select_tables, updates_in_fit
 from lightning_distrec.strategies.tables.replicas import why_kept

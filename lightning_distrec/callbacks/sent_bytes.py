@@ -56,7 +56,7 @@ def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
         return ROW_GRADIENTS if in_backward() else ROWS
     if caller.startswith(FSDP):
         return GATHERED if name.startswith("all_gather") else DENSE_GRADIENTS
-    if caller.startswith("lightning_distrec.sharding.groups."):
+    if caller.startswith("lightning_distrec.sharding.replica_exchange"):
         return REPLICAS
     if caller == STAGE_REPLICAS:
         return DENSE_GRADIENTS if dtype.is_floating_point else OTHER  # which parameters were used: integers

@@ -22,11 +22,11 @@ from lightning_distrec.cli.recipe_builder import (
     is_on_gpu,
 )
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.plan_file import save_plan
 from lightning_distrec.sharding.planning.report_page import write_page
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
+from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import parse_bandwidth, parse_bytes

@@ -64,7 +64,7 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
 def _find_rows_too(new: nn.Module, original: nn.Module) -> None:
     """Let what reads quantized rows take the ids that `original` takes."""
     if hasattr(original, "ids_made_for"):
-        from lightning_distrec.sharding.mapping.unsharded import find_rows_by, mapping_state_of
+        from lightning_distrec.sharding.mapping.state import find_rows_by, mapping_state_of
 
         find_rows_by(new, mapping_state_of(original))
 

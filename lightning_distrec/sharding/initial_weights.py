@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_distrec.chunks import Chunk
-from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
+from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import Table
 
 CHUNK_BYTES = 64 * 2**20

@@ -21,8 +21,13 @@ from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import MchSpec
-from lightning_distrec.sharding.mapping.state import AnyMapping, ShardedCollisions
-from lightning_distrec.sharding.mapping.unsharded import find_rows_by, lookups_with_mappings, restore_mch
+from lightning_distrec.sharding.mapping.state import (
+    AnyMapping,
+    ShardedCollisions,
+    find_rows_by,
+    lookups_with_mappings,
+    restore_mch,
+)
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import Table, managed_module
 

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
-from lightning_distrec.sharding.calls.plain_calls import FEATURE
+from lightning_distrec.sharding.calls import FEATURE
 from lightning_distrec.sharding.proxies import ShardedProxy
 
 Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag

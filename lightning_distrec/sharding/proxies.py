@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_distrec._compat.torch import share_hooks
 from lightning_distrec.errors import IdsError, ShardingError
-from lightning_distrec.sharding.calls.plain_calls import FEATURE, bags_call, rows_call
+from lightning_distrec.sharding.calls import FEATURE, bags_call, rows_call
 from lightning_distrec.sharding.mapping.state import HoldsMappings
 from lightning_distrec.sharding.weights.shard_access import refusal
 from lightning_distrec.sharding.weights.shard_weight import ShardWeight

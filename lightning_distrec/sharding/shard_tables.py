@@ -19,7 +19,6 @@ from lightning_distrec._compat.torchrec import (
     silence_torchrec,
 )
 from lightning_distrec.sharding.data_parallel_tables import make_freezable
-from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -30,10 +29,10 @@ from lightning_distrec.sharding.initial_weights import (
 )
 from lightning_distrec.sharding.mapped_tables import hold_mappings
 from lightning_distrec.sharding.proxies import ShardedProxy, make_proxy
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.sharders import ShardingByTable, sharder_of
+from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable, sharder_of
+from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.table_registry import register_tables
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.collective_reads import Gathering

@@ -11,7 +11,6 @@ from torchrec.distributed.types import ShardedModule
 from lightning_distrec import gpu
 from lightning_distrec._compat.torchrec import fill_weight
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups, do_nothing
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -24,6 +23,7 @@ from lightning_distrec.sharding.mapping.state import AnyMapping
 from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.sharding_groups import ShardingGroups, do_nothing
 from lightning_distrec.sharding.table_registry import forget_tables
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_access import rewriting

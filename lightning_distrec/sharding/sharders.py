@@ -1,14 +1,51 @@
-"""torchrec's sharders of the two kinds of collection."""
+"""torchrec's sharders, and the types in which rows and their gradients are exchanged."""
+
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import ModuleSharder, ParameterSharding
 
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.sharding_types import POOLED_TYPES
 from lightning_distrec.sharding.tables import Table
+
+PRECISIONS = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedComms:
+    """The types in which looked up rows and their gradients are sent between ranks: fp32, fp16 or bf16.
+
+    Not the same numbers as unsharded: fp16 rounds rows at 5e-4 of their size, bf16 gradients at 4e-3.
+    """
+
+    forward: str = "fp32"
+    """Type of rows, in the output dist."""
+    backward: str = "fp32"
+    """Type of their gradients, sent back in backward; fp16 overflows above 65,504 and underflows below 6e-8."""
+
+    def __post_init__(self) -> None:
+        for precision in (self.forward, self.backward):
+            if precision not in PRECISIONS:
+                raise ConfigError(f"quantized_comms: {precision!r} is not known. Use one of {', '.join(PRECISIONS)}.")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is rounded."""
+        return self.forward == self.backward == "fp32"
+
+    def registry(self) -> dict[str, Any] | None:
+        """Return what torchrec's sharders take; None where nothing is rounded."""
+        if self.is_exact:
+            return None
+        config = QCommsConfig(forward_precision=PRECISIONS[self.forward], backward_precision=PRECISIONS[self.backward])
+        return dict(get_qcomm_codecs_registry(config))
+
 
 ShardingByTable = dict[str, ParameterSharding]
 """Full name of a table -> its sharding type and which rank holds which shard, as torchrec takes it."""

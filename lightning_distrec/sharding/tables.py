@@ -1,8 +1,11 @@
 """Finds the embedding tables of a module."""
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,7 +26,7 @@ from lightning_distrec._compat.torch import has_gradient_hooks
 from lightning_distrec._compat.torchrec_collisions import EMBEDDINGS, collisions_of, embeddings_of, modules_of
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
-from lightning_distrec.sharding.mapping.unsharded import finds_rows
+from lightning_distrec.sharding.mapping.state import finds_rows
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.proxies import ShardedProxy
 
@@ -302,3 +305,37 @@ def smallest_tables(tables: list[Table]) -> dict[str, Table]:
             if feature not in found or table.num_ids < found[feature].num_ids:
                 found[feature] = table
     return found
+
+
+@contextmanager
+def tables_on_meta() -> Iterator[None]:
+    """Make collections that are constructed inside of the context without a `device` of their own on meta.
+
+    Everything else keeps its device, so that dense layers are initialised as usual. The rows are made shard by shard
+    once a plan assigns them to ranks (initial_weights.py).
+    """
+    # The two constructors are replaced for the time of the context: a `with torch.device("meta")` around the user's
+    # code would put every other layer on meta too.
+    originals = {kind: kind.__init__ for kind in (EmbeddingBagCollection, EmbeddingCollection)}
+    for kind, original in originals.items():
+        kind.__init__ = _with_meta_default(original)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, original in originals.items():
+            kind.__init__ = original  # type: ignore[method-assign]
+
+
+def _with_meta_default(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        # A subclass is left alone by the strategy, and so are odd dims; they need their rows now.
+        exact = type(args[0]) in (EmbeddingBagCollection, EmbeddingCollection)
+        if exact and not odd_dim(bound.arguments["tables"]) and bound.arguments.get("device") is None:
+            bound.arguments["device"] = torch.device("meta")
+        original(*bound.args, **bound.kwargs)
+
+    return init

@@ -19,13 +19,13 @@ from lightning_distrec.pipeline.even_batches import EndPolicy, UnevenInputs
 from lightning_distrec.pipeline.fetcher import ReadyBatch
 from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PrefetchOptions
-from lightning_distrec.sharding.groups.options import ShardingGroupOptions
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
-from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
+from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.sharding.weights.collective_reads import in_step
 from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions

@@ -44,7 +44,7 @@ BREAKAGES = (
     ),
     Breakage(
         "replicas-add-gradients",
-        "lightning_distrec/sharding/groups",
+        "lightning_distrec/sharding",
         r"\.view\(-1, widths\[i\]\) / len\(rows\)",
         ".view(-1, widths[i])",
         "The gradients of tables are as many times too large as there are groups.",
@@ -321,7 +321,7 @@ BREAKAGES = (
     ),
     Breakage(
         "ids-out-of-a-features-range",
-        "lightning_distrec/sharding/calls/batch_check.py",
+        "lightning_distrec/sharding/calls.py",
         r"\(values < 0\) \| \(values >= (.+)\)",
         r"(values < 0)",
         "On a GPU an id that is too large looks up another row.",

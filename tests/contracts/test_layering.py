@@ -19,8 +19,6 @@ GROUND |= {"late_weights", "namespaces", "own_operations", "unpicklable", "absen
 PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
 SHARDING = {
     "sharding",
-    "sharding/calls",
-    "sharding/groups",
     "sharding/mapping",
     "sharding/weights",
     "sharding/lookup",
@@ -68,13 +66,10 @@ MAY_IMPORT = {
     "cluster/watchdog/process": set(),  # it runs without the package
     "cluster/watchdog": GROUND | {"cluster/watchdog/process"},
     "cluster": GROUND | {"cluster/watchdog"},
-    "sharding/calls": GROUND,
-    "sharding/groups": GROUND,
     "sharding/mapping": GROUND,
     "sharding/weights": GROUND,
-    "sharding": GROUND | {"sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"},
-    "sharding/lookup": GROUND
-    | {"sharding", "sharding/calls", "sharding/groups", "sharding/mapping", "sharding/weights"},
+    "sharding": GROUND | {"sharding/mapping", "sharding/weights"},
+    "sharding/lookup": GROUND | {"sharding", "sharding/mapping", "sharding/weights"},
     "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints/tables": BELOW_STRATEGIES,
     "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.late_weights import LateWeights
-from lightning_distrec.sharding.calls.batch_check import check_batch
+from lightning_distrec.sharding.calls import check_batch
 from lightning_distrec.sharding.lookup.jagged import contiguous, with_ids, with_weights
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.weights_exchange import with_places

@@ -15,7 +15,7 @@ from lightning_distrec._compat.torch import in_backward, saved_tensors_are_hooke
 from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_ids, without_ids
-from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
+from lightning_distrec.sharding.mapping.spec import RowsOfIds
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.weights.shard_access import without_guards
 

@@ -12,8 +12,7 @@ import time
 import torch
 from torch import Tensor
 
-from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
-from lightning_distrec.sharding.mapping.spec import MappingSpec
+from lightning_distrec.sharding.mapping.spec import MappingSpec, RowsOfIds
 
 FREE = -1
 _63_BITS = 2**63 - 1

@@ -25,8 +25,7 @@ from lightning_distrec._compat.torchrec_collisions import (
 )
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import IdsError
-from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
-from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec
+from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, RowsOfIds
 
 _SEGMENTS = 1025
 """Length of torchrec's tensor of the ends of buckets."""

@@ -15,8 +15,7 @@ from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
-from lightning_distrec.sharding.mapping.rows_of_ids import RowsOfIds
-from lightning_distrec.sharding.mapping.spec import Policy, dynamic_spec
+from lightning_distrec.sharding.mapping.spec import Policy, RowsOfIds, dynamic_spec
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.row_gradients import LocalShard

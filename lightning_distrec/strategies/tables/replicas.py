@@ -15,13 +15,12 @@ from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.sharding.groups.options import ShardingGroupOptions
-from lightning_distrec.sharding.groups.row_exchange import average_gradients, average_rows, union_of_rows
-from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups, do_nothing
 from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
 from lightning_distrec.sharding.planning.table_options import TableOptions
+from lightning_distrec.sharding.replica_exchange import average_gradients, average_rows, union_of_rows
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, ShardingGroups, do_nothing
 from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
 
 Updates = Mapping[str, TableUpdate]

@@ -16,14 +16,13 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
 from lightning_distrec.pipeline.peek import loaders_in
-from lightning_distrec.sharding.groups.options import ShardingGroupOptions
-from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, ShardingGroups
 
 ASSUMED_BATCH_SIZE = 512
 """torchrec's own, where no batch size is known."""

@@ -54,7 +54,7 @@ IDS = "stream 3"
 ON_HOST = ("cluster/consensus.py", "optimizers/joint_steps.py", "optimizer_step <")
 """Not of a GPU: these tensors are in the host's memory, such as Adam's step counts."""
 OF_IDS = {
-    "calls/batch_check.py": 1,  # extremes and numbers of the ids of the lookup
+    "sharding/calls.py": 1,  # extremes and numbers of the ids of the lookup
     "__init__ < lookup/ids_exchange.py": 1,  # how many go to each rank; row-wise tables
     " < _compat/torchrec_ids.py": 2,  # how many come from each rank, and from how large a batch
     "_wait_impl < lookup/ids_exchange.py": 1,  # how many have come for each feature

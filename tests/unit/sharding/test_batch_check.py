@@ -8,7 +8,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import gpu
 from lightning_distrec.errors import IdsError
-from lightning_distrec.sharding.calls.batch_check import NO_IDS, check_batch
+from lightning_distrec.sharding.calls import NO_IDS, check_batch
 from tests.support.emulated_streams import emulated_streams
 
 LIMITS = {"a": 10, "b": 100}

@@ -21,7 +21,7 @@ from lightning_distrec.sharding.planning.report_text import (
     time_in_words,
 )
 from lightning_distrec.sharding.planning.sharding_plan import PlanCost, ShardingPlan
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.units import format_bytes
 from tests.support.planned import planned, planned_at_random
 

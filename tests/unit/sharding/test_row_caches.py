@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec.sharding import shard_tables
-from lightning_distrec.sharding.groups.sharding_groups import ShardingGroups
+from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.weights import shard_access
 from lightning_distrec.sharding.weights.shard_access import GuardedTable
 from lightning_distrec.sharding.weights.shard_weight import guard

@@ -16,7 +16,7 @@ from lightning_distrec.sharding.planning.traffic import (
     Traffic,
     estimate_traffic,
 )
-from lightning_distrec.sharding.quantized_comms import QuantizedComms
+from lightning_distrec.sharding.sharders import QuantizedComms
 from tests.support.planned import planned, planned_at_random
 
 BATCH = 10

@@ -1,7 +1,7 @@
-"""Checks what a batch's ids are made of, before any kernel reads them: their lengths, weights and types must fit.
+"""What user code calls tables with: nn.Embedding's arguments as features, and whether a batch's tensors fit each other.
 
 FBGEMM and torchrec trust lengths. Where these do not add up, bags get the rows of other bags, or memory beyond the
-tensors is read: other numbers, or the end of the process.
+tensors is read: other numbers, or the end of the process. So they are checked before any kernel reads them.
 """
 
 import functools
@@ -15,6 +15,8 @@ from lightning_distrec import gpu
 from lightning_distrec._compat.torchrec import keep_length_per_key
 from lightning_distrec.errors import IdsError
 
+FEATURE = "ids"
+"""The one feature of a plain embedding's collection."""
 NO_IDS = (0, -1)
 _ID_TYPES = (torch.int64, torch.int32)
 _SHOWN = 5
@@ -146,3 +148,79 @@ def _of_bag(features: KeyedJaggedTensor, lengths: Tensor) -> str:
             return f" in feature '{key}', example {first}"
         first -= bags
     return ""
+
+
+def rows_call(path: str, input: Tensor) -> KeyedJaggedTensor:
+    """Return the ids of a call of nn.Embedding as one bag. path: of the embedding. Raises IdsError: no integers."""
+    ids = _as_ids(path, input).flatten().contiguous()
+    lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
+    return KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
+
+
+def bags_call(
+    path: str,
+    input: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    padding_idx: int | None,
+    include_last_offset: bool,
+) -> KeyedJaggedTensor:
+    """Return the bags of a call of nn.EmbeddingBag, without ids that are padding.
+
+    path: of the embedding. Raises IdsError: shapes or types do not fit; of offsets, whoever looks the bags up checks
+    the values.
+    """
+    if weights is not None and weights.shape != input.shape:
+        raise IdsError(
+            f"'{path}' was called with per_sample_weights of shape {tuple(weights.shape)} and ids of shape "
+            f"{tuple(input.shape)}; they must be the same."
+        )
+    ids = _as_ids(path, input)
+    features = KeyedJaggedTensor(
+        keys=[FEATURE],
+        values=ids.flatten().contiguous(),
+        offsets=_offsets(path, ids, offsets, include_last_offset),
+        weights=None if weights is None else weights.flatten().contiguous().float(),
+    )
+    return features if padding_idx is None else _without_padding(path, features, padding_idx)
+
+
+def _offsets(path: str, ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
+    """Return where bags begin, and the end of the last one."""
+    if ids.dim() == 2 and offsets is None:
+        num_bags, size = ids.shape
+        return torch.arange(num_bags + 1, device=ids.device) * size
+    if ids.dim() != 1 or offsets is None:
+        raise IdsError(
+            f"'{path}' was called with ids of shape {tuple(ids.shape)} and {'no ' if offsets is None else ''}offsets. "
+            "Ids must have two dimensions, or one and offsets."
+        )
+    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
+        raise IdsError(
+            f"'{path}' was called with offsets of {offsets.dtype} and shape {tuple(offsets.shape)}; they must be "
+            "int64 or int32, and of one dimension."
+        )
+    if not include_last_offset:
+        return torch.cat([offsets.long(), offsets.new_full((1,), ids.numel(), dtype=torch.long)])
+    if not offsets.numel():
+        raise IdsError(f"'{path}' has include_last_offset=True, and was called with offsets of shape (0,).")
+    return offsets.long()
+
+
+def _without_padding(path: str, features: KeyedJaggedTensor, padding_idx: int) -> KeyedJaggedTensor:
+    check_batch(f"'{path}'", features, features.weights_or_none())
+    ids, weights = features.values(), features.weights_or_none()
+    keep = ids != padding_idx
+    kept_before = torch.cat([keep.new_zeros(1, dtype=torch.long), keep.cumsum(0)])
+    return KeyedJaggedTensor(
+        keys=[FEATURE],
+        values=ids[keep],
+        offsets=kept_before[features.offsets()],
+        weights=None if weights is None else weights[keep],
+    )
+
+
+def _as_ids(path: str, input: Tensor) -> Tensor:
+    if input.dtype not in (torch.int32, torch.int64):
+        raise IdsError(f"'{path}' was called with ids of {input.dtype}; they must be int64 or int32.")
+    return input.long()
