@@ -24,26 +24,26 @@ _NO_LIMIT = 2**63 - 1
 
 
 def check_batch(
-    what: str, features: KeyedJaggedTensor, weights: Tensor | None, limits: Mapping[str, int] | None = None
+    call: str, features: KeyedJaggedTensor, weights: Tensor | None, limits: Mapping[str, int] | None = None
 ) -> tuple[int, int]:
     """Return the smallest and the largest id, NO_IDS where there are none; waits for a GPU once.
 
-    what: names the lookup in errors. weights: of the ids, where they count. limits: feature -> its number of rows; on a
+    call: names the lookup in errors. weights: of the ids, where they count. limits: feature -> its number of rows; on a
     GPU NO_IDS is returned too where all ids are below their limits, so that nothing else has to be read.
     Raises IdsError: types, lengths, offsets or weights do not fit.
     """
     values = features.values()
     offsets = features.offsets_or_none() if features.lengths_or_none() is None else None
-    _check_type(what, "ids", values)
+    _check_type(call, "ids", values)
     if offsets is not None:
-        _check_type(what, "offsets", offsets)
+        _check_type(call, "offsets", offsets)
     lengths = features.lengths()
-    _check_type(what, "lengths", lengths)
-    _check_weights(what, values, features.weights_or_none(), weights is not None)
-    bags = _check_number_of_lengths(what, features, lengths.numel())
+    _check_type(call, "lengths", lengths)
+    _check_weights(call, values, features.weights_or_none(), weights is not None)
+    bags = _check_number_of_lengths(call, features, lengths.numel())
     if not lengths.numel():
         if values.numel():
-            raise IdsError(f"{what} has {values.numel()} ids, but no lengths, so that they belong to no bag.")
+            raise IdsError(f"{call} has {values.numel()} ids, but no lengths, so that they belong to no bag.")
         return NO_IDS
     # All that is needed of the tensors' values is read at once.
     smallest_and_largest = list(torch.aminmax(values)) if values.numel() else []
@@ -58,21 +58,21 @@ def check_batch(
     )
     all_inside = bool(outside) and numbers.pop(0) == 0
     if offsets is not None and (first := numbers.pop(0)) != 0:
-        raise IdsError(f"{what} has offsets that begin with {first}; they must begin with 0.")
-    found = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
+        raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
+    extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
     if shortest < 0:
         raise IdsError(
-            f"{what} has a bag of {shortest} ids{_of_bag(features, lengths)}. Lengths must be 0 or more, and offsets "
+            f"{call} has a bag of {shortest} ids{_of_bag(features, lengths)}. Lengths must be 0 or more, and offsets "
             "must never fall."
         )
     if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
         raise IdsError(
-            f"{what} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
+            f"{call} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
             f"{_by_feature(features.keys(), numbers)}. Each id must belong to one bag."
         )
     if bags and not keep_length_per_key(features, numbers):
-        raise IdsError(f"{what} was made with a length_per_key that its lengths do not add up to, {numbers}.")
-    return NO_IDS if all_inside else found
+        raise IdsError(f"{call} was made with a length_per_key that its lengths do not add up to, {numbers}.")
+    return NO_IDS if all_inside else extremes
 
 
 def _any_outside(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
@@ -104,23 +104,23 @@ def _read(on_gpu: bool, *tensors: Tensor) -> list[int]:
     return numbers
 
 
-def _check_type(what: str, name: str, tensor: Tensor) -> None:
+def _check_type(call: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in _ID_TYPES or tensor.dim() != 1:
         raise IdsError(
-            f"{what} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}. They must be int64 or int32, and of "
+            f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}. They must be int64 or int32, and of "
             "one dimension."
         )
 
 
-def _check_weights(what: str, values: Tensor, weights: Tensor | None, count: bool) -> None:
+def _check_weights(call: str, values: Tensor, weights: Tensor | None, count: bool) -> None:
     if weights is not None and (weights.shape != values.shape or (count and not weights.is_floating_point())):
         raise IdsError(
-            f"{what} has {values.numel()} ids, and weights of {weights.dtype} and shape {tuple(weights.shape)}. Give "
+            f"{call} has {values.numel()} ids, and weights of {weights.dtype} and shape {tuple(weights.shape)}. Give "
             "each id one weight, of a floating point type."
         )
 
 
-def _check_number_of_lengths(what: str, features: KeyedJaggedTensor, number: int) -> int | None:
+def _check_number_of_lengths(call: str, features: KeyedJaggedTensor, number: int) -> int | None:
     """Return the number of bags of each feature; None: features have unequal numbers."""
     keys, variable = features.keys(), features.variable_stride_per_key()
     if not variable and number == len(keys) * (stride := features.stride()):
@@ -128,7 +128,7 @@ def _check_number_of_lengths(what: str, features: KeyedJaggedTensor, number: int
     bags = features.stride_per_key() if variable else [features.stride()] * len(keys)
     if len(bags) != len(keys) or number != sum(bags) or min(bags, default=0) < 0:
         raise IdsError(
-            f"{what} has {number} lengths, but {sum(bags)} are needed{_by_feature(keys, bags)}. Give every feature one "
+            f"{call} has {number} lengths, but {sum(bags)} are needed{_by_feature(keys, bags)}. Give every feature one "
             "length for each example, 0 for an empty bag."
         )
     return None

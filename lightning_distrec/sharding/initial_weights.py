@@ -106,8 +106,8 @@ def gather_rows(sources: list[TableShard], first: int, last: int, dtype: torch.d
         top, bottom = max(source.row, first), min(source.row + source.num_rows, last)
         if top >= bottom:
             continue
-        wanted = None if source.tensor is None else source.tensor[top - source.row : bottom - source.row]
-        part = replace(source, row=top, num_rows=bottom - top, tensor=wanted)
+        rows = None if source.tensor is None else source.tensor[top - source.row : bottom - source.row]
+        part = replace(source, row=top, num_rows=bottom - top, tensor=rows)
         for chunk, buffer in _sent(part, device):
             _copy_overlap(buffer, chunk, target)
     assert target.tensor is not None
@@ -183,12 +183,12 @@ def _chunks(shard: TableShard) -> Iterator[TableShard]:
 def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> None:
     if target.tensor is None:
         return
-    top, left = max(source.row, target.row), max(source.column, target.column)
+    top, first_column = max(source.row, target.row), max(source.column, target.column)
     bottom = min(source.row + source.num_rows, target.row + target.num_rows)
     right = min(source.column + source.num_columns, target.column + target.num_columns)
-    if top >= bottom or left >= right:
+    if top >= bottom or first_column >= right:
         return
     with torch.no_grad():
-        target.tensor[top - target.row : bottom - target.row, left - target.column : right - target.column].copy_(
-            values[top - source.row : bottom - source.row, left - source.column : right - source.column]
-        )
+        target.tensor[
+            top - target.row : bottom - target.row, first_column - target.column : right - target.column
+        ].copy_(values[top - source.row : bottom - source.row, first_column - source.column : right - source.column])

@@ -44,29 +44,29 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
         name, spec = table.full_name, table.mapping
         if spec is None:
             continue
-        known = None if earlier is None else earlier.mappings.get(name)
-        if known is not None and known.spec == spec:
-            result.mappings[name] = known
+        mapping_before = None if earlier is None else earlier.mappings.get(name)
+        if mapping_before is not None and mapping_before.spec == spec:
+            result.mappings[name] = mapping_before
         else:
             per_rank = spec.num_buckets // num_ranks
             shard = result.shards[name][0]
-            own, module = (rank * per_rank, per_rank, shard.weight.device), managed_module(table)
-            mapping = MchMapping(spec, *own, module) if isinstance(spec, MchSpec) else IdMapping(spec, *own)
+            buckets, module = (rank * per_rank, per_rank, shard.weight.device), managed_module(table)
+            mapping = MchMapping(spec, *buckets, module) if isinstance(spec, MchSpec) else IdMapping(spec, *buckets)
             assert shard.row == mapping.first_row
             _begin(mapping, table)
             result.mappings[name] = mapping
             mapping.initial_rows = _initial_rows(result, table).to(shard.weight.device)
     for path, proxy in result.proxies.items():
-        of_tables = [table for table in result.tables_of(path) if table.mapping is not None]
+        tables = [table for table in result.tables_of(path) if table.mapping is not None]
         proxy.mappings = {
             table.key.removeprefix(f"{path}.").removesuffix("weight"): result.mappings[table.full_name]
-            for table in of_tables
+            for table in tables
             if table.collisions is None
         }
-        managed = {table.collisions: table for table in of_tables if table.collisions is not None}
+        managed = {table.collisions: table for table in tables if table.collisions is not None}
         for collisions in managed:
             result.collisions[collisions] = ShardedCollisions({
-                f"{MODULES}.{table.name}.": result.mappings[table.full_name] for table in of_tables
+                f"{MODULES}.{table.name}.": result.mappings[table.full_name] for table in tables
             })
 
 
@@ -87,8 +87,8 @@ def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
     for path, original in {table.collection: table.original for table in tables.tables}.items():
         state = {f"m.{key.removeprefix(path)[1:]}": value for key, value in full.items() if key.startswith(f"{path}.")}
         root.m = original
-        for lookup, of_lookup in lookups_with_mappings(root, state):
-            find_rows_by(lookup, of_lookup)
+        for lookup, lookup_state in lookups_with_mappings(root, state):
+            find_rows_by(lookup, lookup_state)
 
 
 def _begin(mapping: AnyMapping, table: Table) -> None:

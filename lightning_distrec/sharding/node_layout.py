@@ -33,22 +33,22 @@ class NodeLayout:
         Where a launcher gives all ranks the same node number, the ranks per node still separate the nodes.
         """
         numbers = list(dict.fromkeys(node for node, _ in reported))
-        by_number = cls(tuple(numbers.index(node) for node, _ in reported))
+        layout = cls(tuple(numbers.index(node) for node, _ in reported))
         if all(
-            by_number.ranks_by_node[node] == here
-            for node, (_, here) in zip(by_number.node_of_rank, reported, strict=True)
+            layout.ranks_by_node[node] == local_size
+            for node, (_, local_size) in zip(layout.node_of_rank, reported, strict=True)
         ):
-            return by_number
+            return layout
         in_blocks: list[int] = []
         while len(in_blocks) < len(reported):
-            here = max(1, min(reported[len(in_blocks)][1], len(reported) - len(in_blocks)))
-            in_blocks += [in_blocks[-1] + 1 if in_blocks else 0] * here
+            local_size = max(1, min(reported[len(in_blocks)][1], len(reported) - len(in_blocks)))
+            in_blocks += [in_blocks[-1] + 1 if in_blocks else 0] * local_size
         return cls(tuple(in_blocks))
 
     def of_group(self, size: int) -> "NodeLayout":
         """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they have unequal ones."""
-        of_groups = [self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)]
-        numbered = {tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in of_groups}
+        groups = [self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)]
+        numbered = {tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in groups}
         if len(numbered) > 1:
             raise ConfigError(
                 f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks of their nodes (the "

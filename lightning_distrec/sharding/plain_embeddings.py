@@ -37,17 +37,17 @@ POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 class Conversion:
     """Which plain embeddings become sharded tables.
 
-    which: "auto" takes those of at least `min_rows` rows that can be taken exactly, "all" those of any size, "none"
+    selected: "auto" takes those of at least `min_rows` rows that can be taken exactly, "all" those of any size, "none"
     none; a list of paths takes those and raises where one cannot be taken.
     """
 
-    which: Convert | list[str] = "auto"
+    selected: Convert | list[str] = "auto"
     min_rows: int = 100_000
 
     def __post_init__(self) -> None:
-        if isinstance(self.which, str) and self.which not in ("auto", "all", "none"):
+        if isinstance(self.selected, str) and self.selected not in ("auto", "all", "none"):
             raise ConfigError(
-                f"convert_embeddings={self.which!r} is not known. Use 'auto', 'all', 'none' or a list of paths."
+                f"convert_embeddings={self.selected!r} is not known. Use 'auto', 'all', 'none' or a list of paths."
             )
         if self.min_rows < 1:
             raise ConfigError(f"min_rows={self.min_rows}: must be above 0.")
@@ -76,32 +76,32 @@ class PlainEmbeddings:
     def take(self, path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCollection | str | None:
         """Return a collection around the embedding's own weight, or why it stays unsharded; None: not requested."""
         self._seen.append(path)
-        which = self._conversion.which
-        if isinstance(plain, ShardedProxy) or which == "none":
+        selected = self._conversion.selected
+        if isinstance(plain, ShardedProxy) or selected == "none":
             return None
-        named = not isinstance(which, str)
-        if named and not self._paths[id(plain)] & set(which):
+        named = not isinstance(selected, str)
+        if named and not self._paths[id(plain)] & set(selected):
             return None
-        if which == "auto" and plain.num_embeddings < self._conversion.min_rows:
+        if selected == "auto" and plain.num_embeddings < self._conversion.min_rows:
             return None
-        reason = self._why_not(plain)
+        reason = self._obstacle(plain)
         if reason and named:
             raise ShardingError(f"convert_embeddings: '{path}' cannot be sharded: {reason}.")
         return reason or _collection(path, plain)
 
     def check_names(self) -> None:
         """Raise ConfigError where a path was given at which there is no embedding."""
-        if isinstance(self._conversion.which, str):
+        if isinstance(self._conversion.selected, str):
             return
-        known = set().union(*self._paths.values()) if self._paths else set()
-        for name in self._conversion.which:
-            if name not in known:
+        paths = set().union(*self._paths.values()) if self._paths else set()
+        for name in self._conversion.selected:
+            if name not in paths:
                 raise ConfigError(
                     f"convert_embeddings: there is no nn.Embedding or nn.EmbeddingBag '{name}'"
-                    f"{did_you_mean(name, known)} The module has {', '.join(sorted(known)) or 'none'}."
+                    f"{did_you_mean(name, paths)} The module has {', '.join(sorted(paths)) or 'none'}."
                 )
 
-    def _why_not(self, plain: Plain) -> str:
+    def _obstacle(self, plain: Plain) -> str:
         if changed := _overridden(type(plain)):
             return f"{type(plain).__name__} is a subclass and may compute something else: it has its own {changed}"
         if not isinstance(plain.weight, nn.Parameter):
@@ -121,9 +121,9 @@ class PlainEmbeddings:
             return f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of 4 columns"
         if plain.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"its weight is {plain.weight.dtype}"
-        others = self._names[id(plain.weight)] - {f"{path}.weight" for path in self._paths[id(plain)]}
-        if others:
-            return f"its weight is also '{min(others)}'"
+        other_names = self._names[id(plain.weight)] - {f"{path}.weight" for path in self._paths[id(plain)]}
+        if other_names:
+            return f"its weight is also '{min(other_names)}'"
         return ""
 
 
@@ -140,8 +140,8 @@ def _overridden(kind: type[Plain]) -> str:
 def _table_name(path: str) -> str:
     """Return a name that torchrec may call a module and a parameter by: without dots, and no attribute of theirs."""
     name = path.replace(".", "/")
-    taken = any(hasattr(kind, name) for kind in (nn.ModuleDict(), nn.ParameterDict()))
-    return f"{name}/rows" if taken else name
+    is_attribute = any(hasattr(kind, name) for kind in (nn.ModuleDict(), nn.ParameterDict()))
+    return f"{name}/rows" if is_attribute else name
 
 
 def _collection(path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCollection:

@@ -76,8 +76,8 @@ class ShardedProxy(HoldsMappings):
         # Not the constructor of its class, which would build a table. Attributes are copied past nn.Module's
         # __setattr__, since the user's own may be anything; nn.Module's registries (parameters, children) are not.
         nn.Module.__init__(self)
-        ours = set(vars(self))
-        self.__dict__.update({name: value for name, value in vars(original).items() if name not in ours})
+        registries = set(vars(self))
+        self.__dict__.update({name: value for name, value in vars(original).items() if name not in registries})
         self.training = original.training
         share_hooks(original, self)
         # Only the bound method of torchrec's module is kept: the module itself would become a child, and its
@@ -125,10 +125,10 @@ class ShardedProxy(HoldsMappings):
         refuse_module("scripted", self.path)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *problems: list[str]
     ) -> None:
         """Load this rank's shards from unsharded tables, or from what `state_dict` returned."""
-        *_unexpected, errors = others
+        *_unexpected, errors = problems
         for key, name in self.keys.items():
             if f"{prefix}{key}" not in state_dict:
                 missing.append(f"{prefix}{key}")
@@ -273,8 +273,8 @@ def make_proxy(
     module.replace(original, path, sharded, keys, load)
     if isinstance(module, _PlainProxy):
         module.weight_dtype = original.weight.dtype  # type: ignore[assignment, union-attr]
-    for key, of_table in shards.items():
-        _register(module, key, tables[key], of_table)
+    for key, weights in shards.items():
+        _register(module, key, tables[key], weights)
     return module
 
 

@@ -23,15 +23,15 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
         return
     gradients = [None if weight.grad is None else _summed(weight.grad) for weight in weights]
     forms = [_NONE if g is None else _FIRST_SPARSE + len(g.values()) if g.is_sparse else _DENSE for g in gradients]
-    of_replicas = _gathered(torch.tensor(forms, device=weights[0].device), group).tolist()
+    per_replica = _gathered(torch.tensor(forms, device=weights[0].device), group).tolist()
     sparse = []
-    for i, found in enumerate(zip(*of_replicas, strict=True)):
-        if _DENSE in found:  # one at a time, and in place: it may be as large as the shard
+    for i, kinds in enumerate(zip(*per_replica, strict=True)):
+        if _DENSE in kinds:  # one at a time, and in place: it may be as large as the shard
             _average_dense(weights[i], gradients[i], group)
-        elif any(found):
+        elif any(kinds):
             sparse.append(i)
     if sparse:
-        counts = [[max(0, of_replica[i] - _FIRST_SPARSE) for i in sparse] for of_replica in of_replicas]
+        counts = [[max(0, replica_forms[i] - _FIRST_SPARSE) for i in sparse] for replica_forms in per_replica]
         _average_sparse([weights[i] for i in sparse], [gradients[i] for i in sparse], counts, group)
 
 
@@ -54,18 +54,18 @@ def _average_sparse(
     weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], counts: list[list[int]], group: Any
 ) -> None:
     """counts: of each replica, and each gradient, the number of its rows."""
-    own = [g for g in gradients if g is not None and len(g.values())]
+    local = [g for g in gradients if g is not None and len(g.values())]
     widths = [weight.shape[1] for weight in weights]
-    sizes = [[count * width for count, width in zip(of_replica, widths, strict=True)] for of_replica in counts]
+    sizes = [[count * width for count, width in zip(row_counts, widths, strict=True)] for row_counts in counts]
     # A shard with 2^31 rows would not fit into any rank's memory.
-    sent_rows = [weights[0].new_empty(0, dtype=torch.int32), *(g.indices()[0].int() for g in own)]
-    sent_values = [weights[0].new_empty(0, dtype=torch.float32), *(g.values().float().flatten() for g in own)]
+    sent_rows = [weights[0].new_empty(0, dtype=torch.int32), *(g.indices()[0].int() for g in local)]
+    sent_values = [weights[0].new_empty(0, dtype=torch.float32), *(g.values().float().flatten() for g in local)]
     rows = _gathered_uneven(torch.cat(sent_rows), counts, group)
     values = _gathered_uneven(torch.cat(sent_values), sizes, group)
     for i, weight in enumerate(weights):
-        indices = torch.cat([of_replica[i] for of_replica in rows]).long().unsqueeze(0)
+        indices = torch.cat([row_counts[i] for row_counts in rows]).long().unsqueeze(0)
         # Added up in float32: sums in half precision would round at every row.
-        added = torch.cat([of_replica[i] for of_replica in values]).view(-1, widths[i]) / len(rows)
+        added = torch.cat([row_counts[i] for row_counts in values]).view(-1, widths[i]) / len(rows)
         mean = torch.sparse_coo_tensor(indices, added, weight.shape, check_invariants=False).coalesce()
         weight.grad = mean if weight.dtype == torch.float32 else _as_type(mean, weight.dtype)
 
@@ -82,15 +82,17 @@ def _gathered_uneven(sent: Tensor, sizes: list[list[int]], group: Any) -> list[t
         return [(sent,) * len(sizes[0])] * len(sizes)
     padded = sent.new_zeros(longest)
     padded[: len(sent)] = sent
-    found = _gathered(padded, group)
-    return [flat[: sum(of_replica)].split(of_replica) for flat, of_replica in zip(found, sizes, strict=True)]
+    gathered = _gathered(padded, group)
+    return [
+        flat[: sum(replica_sizes)].split(replica_sizes) for flat, replica_sizes in zip(gathered, sizes, strict=True)
+    ]
 
 
 def _gathered(tensor: Tensor, group: Any) -> Tensor:
     """Collective. Return every replica's tensor, which have one shape, stacked in their order."""
-    found = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
-    dist.all_gather_into_tensor(found, tensor.contiguous(), group=group)
-    return found.view(-1, *tensor.shape)
+    gathered = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered.view(-1, *tensor.shape)
 
 
 @torch.no_grad()
@@ -101,8 +103,8 @@ def union_of_rows(rows: Tensor, group: Any) -> Tensor:
         return rows
     padded = rows.new_full((count,), -1)
     padded[: len(rows)] = rows
-    found = _gathered(padded, group).flatten().unique()
-    return found[1:] if int(found[0]) < 0 else found
+    rows_of_any = _gathered(padded, group).flatten().unique()
+    return rows_of_any[1:] if int(rows_of_any[0]) < 0 else rows_of_any
 
 
 @torch.no_grad()

@@ -45,9 +45,9 @@ class FeatureEnds:
         step = first_bags[1] if len(first_bags) > 1 else 1
         even = step > 0 and first_bags == list(range(0, len(first_bags) * step, step))
         # A slice, where it can be one: the numbers of others come from the host, and are waited for.
-        chosen = offsets[::step] if even else offsets[torch.tensor(first_bags, device=offsets.device)]
-        self.on_device = chosen
-        self._on_host = gpu.HostCopy(chosen)
+        ends = offsets[::step] if even else offsets[torch.tensor(first_bags, device=offsets.device)]
+        self.on_device = ends
+        self._on_host = gpu.HostCopy(ends)
 
     def read(self) -> list[int]:
         """Return them; waits for the GPU to come to the lookup, not for what comes after it."""
@@ -63,8 +63,8 @@ def first_bags(batch_sizes: list[list[int]] | None, offsets: Tensor, num_feature
         bags = (offsets.numel() - 1) // num_features
         return [feature * bags for feature in range(num_features + 1)]
     first = [0]
-    for of_ranks in batch_sizes:
-        first.append(first[-1] + sum(of_ranks))
+    for bags_per_rank in batch_sizes:
+        first.append(first[-1] + sum(bags_per_rank))
     return first
 
 
@@ -77,15 +77,15 @@ class RowSorter:
     def __init__(self, shard_of_feature: list[int], num_rows: list[int]) -> None:
         self.first_keys = [0, *accumulate(num_rows)]
         self.first_features = [bisect_left(shard_of_feature, shard) for shard in range(len(num_rows) + 1)]
-        self._of_features = torch.tensor([self.first_keys[shard] for shard in shard_of_feature])
+        self._feature_keys = torch.tensor([self.first_keys[shard] for shard in shard_of_feature])
         self._bounds = torch.tensor(self.first_features)
 
     def sort(self, rows: Tensor, ends: FeatureEnds) -> "SortedRows":
         """Return the rows in order. rows: (num_ids,), feature by feature."""
         if self._bounds.device != rows.device:  # once: numbers that come from the host are waited for
             self._bounds = self._bounds.to(rows.device)
-            self._of_features = self._of_features.to(rows.device)
-        return SortedRows(self, self._of_features, self._bounds, rows, ends)
+            self._feature_keys = self._feature_keys.to(rows.device)
+        return SortedRows(self, self._feature_keys, self._bounds, rows, ends)
 
 
 class SortedRows:
@@ -111,9 +111,9 @@ class SortedRows:
         """
         ends, first_feature = self._ends.read(), self._sorter.first_features
         begin, end = ends[first_feature[shard]], ends[first_feature[shard + 1]]
-        before, until = self._before_shards.read()[shard : shard + 2]
-        wanted = torch.arange(before + 1, until + 1, device=values.device)
-        starts = torch.searchsorted(self._numbers[begin:end], wanted)
+        first_number, until = self._before_shards.read()[shard : shard + 2]
+        numbers = torch.arange(first_number + 1, until + 1, device=values.device)
+        starts = torch.searchsorted(self._numbers[begin:end], numbers)
         rows = self._keys[begin:end].index_select(0, starts) - self._sorter.first_keys[shard]
         in_order = values.index_select(0, self._order[begin:end] - begin)
         # unsafe: without checks of the offsets, for which the host would wait.
@@ -179,20 +179,20 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
         batch_sizes = arguments.get("batch_size_per_feature_per_rank")
         ends = FeatureEnds(arguments["offsets"], first_bags(batch_sizes, arguments["offsets"], len(layout.tables)))
         rows = arguments["indices"]
-        by_row = None
+        sorted_rows = None
         if sorter is not None and gpu.is_on_gpu(rows) and any(s.sparse and s.weight.requires_grad for s in shards):
             if not marked:
                 marked.extend(s.weight.register_post_accumulate_grad_hook(partial(_mark_summed, s)) for s in shards)
-            by_row = sorter.sort(rows, ends)
+            sorted_rows = sorter.sort(rows, ends)
         weights = arguments.get("per_sample_weights")
-        ids = _Ids(rows, arguments["offsets"], weights, batch_sizes, ends, by_row)
+        ids = _Ids(rows, arguments["offsets"], weights, batch_sizes, ends, sorted_rows)
         # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,
         # does not run; a leaf that requires a gradient, so that _Lookup's backward does, even where no shard of this
         # rank learns: other ranks' may, and the exchange of gradients needs all ranks.
         leaf = output.detach().requires_grad_()
-        of_shards = [shard.weight for shard in shards]
-        found: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, weights, *of_shards)
-        return found
+        parameters = [shard.weight for shard in shards]
+        rows_or_bags: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, weights, *parameters)
+        return rows_or_bags
 
     kernel.register_forward_hook(looked_up, with_kwargs=True)
 
@@ -228,7 +228,7 @@ class _Ids:
     batch_sizes: list[list[int]] | None
     """Feature -> rank -> bags, where features have unequal batch sizes."""
     ends: FeatureEnds
-    by_row: SortedRows | None
+    sorted_rows: SortedRows | None
     """The rows in order, on a GPU where sparse gradients are wanted."""
 
 
@@ -269,19 +269,21 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     @without_guards
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[6:]
-        of_weights = _weight_gradients(ctx, gradient) if ctx.needs_input_grad[5] else None
-        of_rows: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i, needed in enumerate(wanted) if needed}
+        needs_gradient = ctx.needs_input_grad[6:]
+        weight_gradients = _weight_gradients(ctx, gradient) if ctx.needs_input_grad[5] else None
+        row_gradients: dict[int, list[tuple[Tensor, Tensor]]] = {
+            i: [] for i, needed in enumerate(needs_gradient) if needed
+        }
         for table, rows, values in _row_gradients(ctx.layout, ctx.ids, gradient):
-            if table in of_rows:
-                of_rows[table].append((rows, values))
+            if table in row_gradients:
+                row_gradients[table].append((rows, values))
         shards: list[LocalShard] = ctx.shards
-        unused = _unused(shards, ctx.used, of_rows)
+        unused = _unused(shards, ctx.used, row_gradients)
         gradients = [
-            _gradient(i, shards[i], of_rows[i], ctx.ids.by_row) if needed and i not in unused else None
-            for i, needed in enumerate(wanted)
+            _gradient(i, shards[i], row_gradients[i], ctx.ids.sorted_rows) if needed and i not in unused else None
+            for i, needed in enumerate(needs_gradient)
         ]
-        return None, None, None, None, None, of_weights, *gradients
+        return None, None, None, None, None, weight_gradients, *gradients
 
 
 def _versions(shards: list[LocalShard]) -> list[int]:
@@ -301,22 +303,22 @@ def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
             " were updated. Call backward before the optimizer of the table steps."
         )
     products = [
-        (shards[table].weight.index_select(0, rows) * of_bags).sum(1)
-        for table, rows, of_bags in _row_gradients(layout, replace(ids, weights=None), gradient)
+        (shards[table].weight.index_select(0, rows) * bag_gradients).sum(1)
+        for table, rows, bag_gradients in _row_gradients(layout, replace(ids, weights=None), gradient)
     ]
     return torch.cat(products).to(ids.weights.dtype) if products else torch.zeros_like(ids.weights)
 
 
 def _unused(
-    shards: list[LocalShard], used: set[str] | None, of_rows: dict[int, list[tuple[Tensor, Tensor]]]
+    shards: list[LocalShard], used: set[str] | None, row_gradients: dict[int, list[tuple[Tensor, Tensor]]]
 ) -> set[int]:
     """Return the shards whose rows went into no loss: optimizers must then skip the table, as unsharded.
 
     One backward serves all tables of a kernel, and yields zeros for tables whose rows were not used. `used` is this
     rank's; where another rank's code has used the rows, some gradient is not 0. The host waits for a GPU once for that.
     """
-    suspects = [] if used is None else [i for i in of_rows if shards[i].table not in used]
-    parts = [(i, values) for i in suspects for _, values in of_rows[i]]
+    suspects = [] if used is None else [i for i in row_gradients if shards[i].table not in used]
+    parts = [(i, values) for i in suspects for _, values in row_gradients[i]]
     if not parts:
         return set(suspects)
     are_used = torch.stack([values.any() for _, values in parts]).tolist()
@@ -326,19 +328,19 @@ def _unused(
 def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield feature by feature its table, the rows it looked up (num_ids,) and their gradients (num_ids, dim)."""
     first, ends = ids.ends.first_bags, ids.ends.read()
-    of_bags = _bag_gradients(layout, ids, gradient) if layout.pooled else None
+    bag_gradients = _bag_gradients(layout, ids, gradient) if layout.pooled else None
     for feature, table in enumerate(layout.tables):
         start, end = ends[feature], ends[feature + 1]
         if start == end:
             continue
-        if of_bags is None:
+        if bag_gradients is None:
             yield table, ids.rows[start:end], gradient[start:end]
             continue
         lengths = ids.offsets[first[feature] : first[feature + 1] + 1].diff()
-        of_bag = of_bags[feature]
+        bags = bag_gradients[feature]
         if layout.mean:
-            of_bag = of_bag / lengths.clamp(min=1).unsqueeze(1)
-        values = of_bag.repeat_interleave(lengths, dim=0, output_size=end - start)
+            bags = bags / lengths.clamp(min=1).unsqueeze(1)
+        values = bags.repeat_interleave(lengths, dim=0, output_size=end - start)
         if ids.weights is not None:
             values = values * ids.weights[start:end].unsqueeze(1)
         yield table, ids.rows[start:end], values
@@ -352,25 +354,25 @@ def _bag_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> list[Tensor]
     features = range(len(layout.dims))
     ranks = range(len(ids.batch_sizes[0]))
     blocks = gradient.flatten().split([ids.batch_sizes[f][r] * layout.dims[f] for r in ranks for f in features])
-    by_feature = [[blocks[r * len(features) + f].view(-1, layout.dims[f]) for r in ranks] for f in features]
-    return [torch.cat(of_ranks) for of_ranks in by_feature]
+    per_feature = [[blocks[r * len(features) + f].view(-1, layout.dims[f]) for r in ranks] for f in features]
+    return [torch.cat(per_rank) for per_rank in per_feature]
 
 
 def _gradient(
-    number: int, shard: LocalShard, of_rows: list[tuple[Tensor, Tensor]], by_row: SortedRows | None
+    number: int, shard: LocalShard, row_gradients: list[tuple[Tensor, Tensor]], sorted_rows: SortedRows | None
 ) -> Tensor:
     weight = shard.weight
-    if of_rows:
-        rows = torch.cat([rows for rows, _ in of_rows]).long()
-        values = torch.cat([values for _, values in of_rows])
+    if row_gradients:
+        rows = torch.cat([rows for rows, _ in row_gradients]).long()
+        values = torch.cat([values for _, values in row_gradients])
     else:
         rows = torch.empty(0, dtype=torch.long, device=weight.device)
         values = torch.empty(0, weight.shape[1], device=weight.device)
     if not shard.sparse:
         dense = torch.zeros(weight.shape, dtype=values.dtype, device=weight.device)
         return dense.index_add_(0, rows, values).to(weight.dtype)
-    if by_row is not None and of_rows:
-        rows, values = by_row.sums(number, values)
+    if sorted_rows is not None and row_gradients:
+        rows, values = sorted_rows.sums(number, values)
         shard.num_summed = len(rows) if weight.grad is None else None
     else:
         summed = torch.sparse_coo_tensor(rows.unsqueeze(0), values, weight.shape, check_invariants=False).coalesce()

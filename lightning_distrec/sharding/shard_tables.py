@@ -140,12 +140,12 @@ def _shards_by_table(
     sharded: ShardedModule, tables: list[Table], shards: list[LocalShard]
 ) -> dict[str, list[LocalShard]]:
     """Return this rank's shards of each table of a collection, by full name; `shards` are those in kernels."""
-    by_table: dict[str, list[LocalShard]] = {table.full_name: [] for table in tables}
+    shards_by_table: dict[str, list[LocalShard]] = {table.full_name: [] for table in tables}
     full_names = {table.name: table.full_name for table in tables}
     for shard in shards:
-        by_table[full_names[shard.table]].append(shard)
+        shards_by_table[full_names[shard.table]].append(shard)
     for table in tables:
-        local = by_table[table.full_name]
+        local = shards_by_table[table.full_name]
         weight = sharded.get_parameter(table.local_key)
         if not local and weight.numel():  # data_parallel: torchrec's DDP averages the gradient of this very parameter
             local.append(LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True))
@@ -154,15 +154,15 @@ def _shards_by_table(
             local.append(LocalShard(table.name, nn.Parameter(empty)))
         for shard in local:
             shard.weight.requires_grad_(table.parameter.requires_grad)
-    return by_table
+    return shards_by_table
 
 
 def _set_offsets(local: list[LocalShard], shards: list[TableShard]) -> None:
     """Set the offsets of this rank's shards of a table; `shards` are those of all ranks."""
-    by_memory = {s.tensor.data_ptr(): s for s in shards if s.tensor is not None and s.tensor.numel()}
+    shard_at = {s.tensor.data_ptr(): s for s in shards if s.tensor is not None and s.tensor.numel()}
     for shard in local:
         if shard.weight.numel():
-            place = by_memory[shard.weight.data_ptr()]
+            place = shard_at[shard.weight.data_ptr()]
             shard.row, shard.column = place.row, place.column
 
 

@@ -26,23 +26,23 @@ def sharded_l2(module: nn.Module) -> Tensor:
     shards = {
         id(shard.weight): (shard, tables)
         for tables in all_sharded_tables()
-        for of_table in tables.shards.values()
-        for shard in of_table
+        for table_shards in tables.shards.values()
+        for shard in table_shards
     }
     kinds = (nn.Embedding, nn.EmbeddingBag)
     unsharded = {
         id(p) for child in module.modules() if isinstance(child, kinds) for p in child.parameters(recurse=False)
     }
-    found = [p for p in module.parameters() if id(p) in shards or id(p) in unsharded]
-    if not found:
+    parameters = [p for p in module.parameters() if id(p) in shards or id(p) in unsharded]
+    if not parameters:
         raise ShardingError(f"sharded_l2: {type(module).__name__} has no embedding tables.")
-    own = [shards[id(p)] for p in found if id(p) in shards and not shards[id(p)][0].replicated]
-    own_ids = {id(shard.weight) for shard, _ in own}
+    local_shards = [shards[id(p)] for p in parameters if id(p) in shards and not shards[id(p)][0].replicated]
+    own_ids = {id(shard.weight) for shard, _ in local_shards}
     # DDP, or that of torchrec's data-parallel tables, averages the gradients of weights that every rank has.
-    terms = [p.float().square().sum() for p in found if id(p) not in own_ids]
-    if own:
-        weights = [shard.weight for shard, _ in own]
-        terms.append(_SumOfSquares.apply(own[0][1], *weights))
+    terms = [p.float().square().sum() for p in parameters if id(p) not in own_ids]
+    if local_shards:
+        weights = [shard.weight for shard, _ in local_shards]
+        terms.append(_SumOfSquares.apply(local_shards[0][1], *weights))
     return torch.stack(terms).sum()
 
 

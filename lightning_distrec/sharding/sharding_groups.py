@@ -120,9 +120,9 @@ def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta)
 
     Raises ConfigError on every rank: the ranks cannot be divided so, or have unequal options.
     """
-    of_ranks = ranks.all_gather((options.size, options.sync_interval))
-    if len(set(of_ranks)) > 1:
-        raise ConfigError(f"sharding_groups: ranks have unequal (size, sync_interval): {of_ranks}. Give all the same.")
+    per_rank = ranks.all_gather((options.size, options.sync_interval))
+    if len(set(per_rank)) > 1:
+        raise ConfigError(f"sharding_groups: ranks have unequal (size, sync_interval): {per_rank}. Give all the same.")
     size = checked_size(options, ranks.num_ranks)
     if size == ranks.num_ranks:
         return ShardingGroups(ranks.rank, ranks.num_ranks, size)
@@ -146,5 +146,5 @@ def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, A
 
 def _group_of(members: list[list[int]], rank: int, timeout: timedelta) -> Any:
     """Collective. Make process groups of these ranks; return the one that has `rank`."""
-    made = [dist.new_group(of_group, timeout) for of_group in members]
-    return next(group for group, of_group in zip(made, members, strict=True) if rank in of_group)
+    made = [dist.new_group(group_ranks, timeout) for group_ranks in members]
+    return next(group for group, group_ranks in zip(made, members, strict=True) if rank in group_ranks)

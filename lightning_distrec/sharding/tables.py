@@ -119,7 +119,7 @@ class FoundTables:
     tables: list[Table]
     left_alone: dict[str, str]
     """Path -> reason, for modules that hold tables and are not sharded."""
-    of_odd_dims: list[Table] = field(default_factory=list)
+    odd_tables: list[Table] = field(default_factory=list)
     """The tables of collections in `left_alone` that FBGEMM has no rows for; see `odd_dim`."""
 
 
@@ -134,7 +134,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     kind of collection updates by itself.
     """
     tables: list[Table] = []
-    of_odd_dims: list[Table] = []
+    odd_tables: list[Table] = []
     left_alone: dict[str, str] = {}
     skipped: list[str] = []
     plain = PlainEmbeddings(module, conversion)
@@ -156,19 +156,19 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
             else:
                 tables += managed
         elif isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-            taken = plain.take(path, child)
-            if isinstance(taken, str):
-                left_alone[path] = taken
-            elif taken is not None:
-                tables.append(Table(path, _configs(taken)[0], taken, child))
+            table = plain.take(path, child)
+            if isinstance(table, str):
+                left_alone[path] = table
+            elif table is not None:
+                tables.append(Table(path, _configs(table)[0], table, child))
         elif type(child) in (EmbeddingBagCollection, EmbeddingCollection):
-            of_collection = [Table(path, config, child) for config in _configs(child)]
+            collection_tables = [Table(path, config, child) for config in _configs(child)]
             skipped.append(f"{path}.")
             if odd := odd_dim(_configs(child)):
                 left_alone[path] = odd
-                of_odd_dims += of_collection
+                odd_tables += collection_tables
             else:
-                tables += of_collection
+                tables += collection_tables
         elif type(child).__name__ in FUSED and type(child).__module__.startswith(_OF_TORCHREC):
             raise ShardingError(
                 f"'{path}' is a {type(child).__name__}, which updates its tables inside of backward, on each rank by "
@@ -178,9 +178,9 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
             left_alone[path] = reason
             skipped.append(f"{path}.")
     plain.check_names()
-    _refuse_shared_weights(tables, of_odd_dims)
+    _refuse_shared_weights(tables, odd_tables)
     _check(tables)
-    return FoundTables(tables, left_alone, of_odd_dims)
+    return FoundTables(tables, left_alone, odd_tables)
 
 
 def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
@@ -197,7 +197,10 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
         return odd
     inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
     collisions = collisions_of(managed)
-    return [Table(inner_path, of, inner, mapping=specs[of.name], collisions=collisions) for of in _configs(inner)]
+    return [
+        Table(inner_path, config, inner, mapping=specs[config.name], collisions=collisions)
+        for config in _configs(inner)
+    ]
 
 
 def _why_not_mapped(collection: Collection, specs: dict[str, MappingSpec]) -> str | None:
@@ -210,7 +213,9 @@ def _why_not_mapped(collection: Collection, specs: dict[str, MappingSpec]) -> st
         return None
     if not isinstance(collection, EmbeddingBagCollection):
         return "disable_fallback=True leaves ids out, and the ranks that look sequences up do not know which"
-    if collection.is_weighted() or any(of.pooling == PoolingType.MEAN for of in collection.embedding_bag_configs()):
+    if collection.is_weighted() or any(
+        config.pooling == PoolingType.MEAN for config in collection.embedding_bag_configs()
+    ):
         return "disable_fallback=True leaves ids out, but not their weights, and means would count them"
     return None
 
@@ -255,9 +260,9 @@ def _why_left_alone(module: nn.Module) -> str | None:
     return f"{kind.__name__} does more than look up rows" if holds and kind.__name__ not in CALLERS else None
 
 
-def _refuse_shared_weights(tables: list[Table], of_odd_dims: list[Table]) -> None:
+def _refuse_shared_weights(tables: list[Table], odd_tables: list[Table]) -> None:
     """Refuse a weight that is in a sharded table and in another table, sharded or not."""
-    first_with = {id(table.parameter): table.full_name for table in of_odd_dims}
+    first_with = {id(table.parameter): table.full_name for table in odd_tables}
     for table in tables:
         other = first_with.setdefault(id(table.parameter), table.full_name)
         if other != table.full_name:
@@ -299,12 +304,12 @@ def output_names(tables: Iterable[Table]) -> list[str]:
 
 def smallest_tables(tables: list[Table]) -> dict[str, Table]:
     """Return feature -> the smallest of the tables that it looks up: its ids must be in range of all of them."""
-    found: dict[str, Table] = {}
+    smallest: dict[str, Table] = {}
     for table in tables:
         for feature in table.config.feature_names:
-            if feature not in found or table.num_ids < found[feature].num_ids:
-                found[feature] = table
-    return found
+            if feature not in smallest or table.num_ids < smallest[feature].num_ids:
+                smallest[feature] = table
+    return smallest
 
 
 @contextmanager

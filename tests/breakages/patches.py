@@ -419,7 +419,7 @@ BREAKAGES = (
     Breakage(
         "mean-gradients",
         "lightning_distrec/sharding",
-        r"of_bag = of_bag / lengths\.clamp\(min=1\)\.unsqueeze\(1\)",
+        r"bags = bags / lengths\.clamp\(min=1\)\.unsqueeze\(1\)",
         "pass",
         "Tables with mean pooling learn too fast under Adam.",
         ("multiprocess/strategies/test_parity.py",),
@@ -475,7 +475,7 @@ BREAKAGES = (
     Breakage(
         "evicts-waiting-rows",
         "lightning_distrec/sharding/mapping",
-        r"squeeze\(1\) >= before, ",
+        r"squeeze\(1\) >= limit, ",
         "squeeze(1) < -9, ",
         "Ids of one step take one another's rows, which then get the gradients of both.",
         ("multiprocess/sharding/test_mapped_ids.py", "unit/sharding/test_id_mapping.py"),
@@ -571,8 +571,8 @@ BREAKAGES = (
     Breakage(
         "tied-weights",
         "lightning_distrec/sharding",
-        r"others = self\._names\[id\(plain\.weight\)\] - .*",
-        "others = set()",
+        r"other_names = self\._names\[id\(plain\.weight\)\] - .*",
+        "other_names = set()",
         "An output layer that shares its weight with an embedding is silently untied.",
         ("unit/sharding/test_plain_embeddings.py",),
     ),

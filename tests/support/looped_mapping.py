@@ -16,9 +16,9 @@ class LoopedMapping(IdMapping):
 
     def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
         spec = self.spec
-        self.now += 1
+        self.num_lookups += 1
         hour = id_mapping.current_hour()
-        stamp = hour + spec.ttl_hours if spec.counts_hours else self.now
+        stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
         before = hour if spec.counts_hours else self.protected_from
         state = {name: tensor.flatten().tolist() for name, tensor in self._all()}
         stamps = dict.fromkeys(ids.tolist(), stamp)

@@ -118,13 +118,13 @@ class MappedIds:
         for mapping in self._mappings.values():
             mapping.optimizer_stepped()
 
-    def _rows_of(self, name: str, ids: Tensor, of_features: list[int]) -> Tensor:
+    def _rows_of(self, name: str, ids: Tensor, counts: list[int]) -> Tensor:
         mapping = self._mappings[name]
         if self._learns(name):
             ttl_hours = None
             if mapping.spec.ttl_by_feature:
                 ttl_hours = torch.tensor(mapping.spec.ttl_by_feature, device=ids.device)
-                ttl_hours = ttl_hours.repeat_interleave(torch.tensor(of_features, device=ids.device))
+                ttl_hours = ttl_hours.repeat_interleave(torch.tensor(counts, device=ids.device))
             evicted = mapping.learn(ids) if ttl_hours is None else mapping.learn(ids, ttl_hours)
             if evicted.numel():
                 self._resets[name](evicted, mapping.ids.view(-1)[evicted])

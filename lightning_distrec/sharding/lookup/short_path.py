@@ -42,9 +42,9 @@ class ShortPath:
         self._sent = list(chain.from_iterable(sharding.features)) if blocks is None else local_features
         self._ends = [0, *accumulate(map(len, sharding.features))]
         order = [r * self.num_features + f for f in range(self.num_features) for r in range(self.num_ranks)]
-        self._by_feature = None
+        self._feature_order = None
         if self.num_features > 1:
-            self._by_feature = torch.tensor(order, dtype=torch.int32, device=device)
+            self._feature_order = torch.tensor(order, dtype=torch.int32, device=device)
 
     def prepare(self, features: KeyedJaggedTensor) -> "ShortIds":
         """Return the ids of a lookup, of which nothing has left this rank."""
@@ -80,9 +80,9 @@ class ShortPath:
     def arrange(self, lengths: list[Tensor], ids: list[Tensor], examples: int) -> tuple[Tensor, Tensor]:
         """Return ids and offsets as the kernel takes them, given what every rank has sent."""
         all_lengths, all_ids = torch.cat(lengths), torch.cat(ids)
-        if self._by_feature is not None:
+        if self._feature_order is not None:
             all_lengths, all_ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                self._by_feature, all_lengths.view(-1, examples), all_ids, None, all_ids.numel()
+                self._feature_order, all_lengths.view(-1, examples), all_ids, None, all_ids.numel()
             )
         return all_ids, torch.ops.fbgemm.asynchronous_complete_cumsum(all_lengths.view(-1))
 

@@ -27,9 +27,9 @@ class TouchedRows:
 
     def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
         self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]
-        by_shard = [each for rows in self._kernels for each in rows.by_shard()]
-        self._flags = {id(shard): flags for shard, flags in by_shard}
-        self._resets = [(shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in by_shard]
+        flags_by_shard = [shard_and_flags for rows in self._kernels for shard_and_flags in rows.by_shard()]
+        self._flags = {id(shard): flags for shard, flags in flags_by_shard}
+        self._resets = [(shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in flags_by_shard]
         for shard, note in self._resets:
             shard.on_reset.append(note)
 
@@ -113,7 +113,7 @@ class _KernelRows:
             if batch_sizes is None:
                 ends = offsets[:: max(1, (len(offsets) - 1) // num_features)]
             else:
-                bags = torch.tensor([0, *(sum(of_ranks) for of_ranks in batch_sizes)]).cumsum(0)
+                bags = torch.tensor([0, *(sum(bags_per_rank) for bags_per_rank in batch_sizes)]).cumsum(0)
                 ends = offsets[bags.to(offsets.device, non_blocking=True)]
             if len(ends) == 1:
                 return  # no bags

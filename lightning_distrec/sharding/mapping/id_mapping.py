@@ -65,7 +65,7 @@ class IdMapping(RowsOfIds):
 
     def optimizer_stepped(self) -> None:
         """The rows that were used so far may be evicted from now on."""
-        self.protected_from = self.now + 1
+        self.protected_from = self.num_lookups + 1
 
     def ids_were_set(self) -> None:
         """Others than `learn` have written to `ids`."""
@@ -82,24 +82,24 @@ class IdMapping(RowsOfIds):
         ttl_hours: of each id, where features have their own.
         """
         spec = self.spec
-        self.now += 1
+        self.num_lookups += 1
         hour = current_hour()
-        stamp = hour + spec.ttl_hours if spec.counts_hours else self.now
-        given = ids
+        stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
+        all_ids = ids
         ids, num_sights = torch.unique(ids, return_counts=True)
         num_sights, stamps = num_sights.int(), torch.full_like(num_sights, stamp, dtype=torch.int32)
         if ttl_hours is not None:
-            stamps.scatter_reduce_(0, torch.searchsorted(ids, given), ttl_hours.int() + hour, "amax")
+            stamps.scatter_reduce_(0, torch.searchsorted(ids, all_ids), ttl_hours.int() + hour, "amax")
         rows, new, windows = self._look_for(ids)
-        known = (rows >= 0).nonzero().squeeze(1)
-        self._note_use(rows[known], stamps[known], num_sights[known])
+        present = (rows >= 0).nonzero().squeeze(1)
+        self._note_use(rows[present], stamps[present], num_sights[present])
         self.counts.looked_up += ids.numel()
         if not new.numel():
             return new
         ids, num_sights, stamps = ids[new], num_sights[new], stamps[new]
         if spec.min_sights > 1:
             num_sights, admitted = self._admitted(windows[:, 0], num_sights)
-            ids, windows, num_sights, stamps = (of[admitted] for of in (ids, windows, num_sights, stamps))
+            ids, windows, num_sights, stamps = (values[admitted] for values in (ids, windows, num_sights, stamps))
         rows, evicted = self._take_rows(ids, windows, stamp, hour)
         has_row = (rows >= 0).nonzero().squeeze(1)
         rows = rows[has_row]
@@ -117,9 +117,9 @@ class IdMapping(RowsOfIds):
         rows = self._probe(ids, _PROBED_AT_ONCE, may_share=False)
         far = (rows < 0).nonzero().squeeze(1)
         windows = self._windows(self._probe(ids[far], 1, may_share=True, among_own=True))
-        found, probe = (_read(self.ids, windows) == ids[far].unsqueeze(1)).nonzero().unbind(1)
-        rows[far[found]] = windows[found, probe].long()
-        is_new = torch.ones_like(far, dtype=torch.bool).index_fill_(0, found, False).nonzero().squeeze(1)
+        places, probe = (_read(self.ids, windows) == ids[far].unsqueeze(1)).nonzero().unbind(1)
+        rows[far[places]] = windows[places, probe].long()
+        is_new = torch.ones_like(far, dtype=torch.bool).index_fill_(0, places, False).nonzero().squeeze(1)
         return rows, far[is_new], windows.index_select(0, is_new)
 
     def _probe(self, ids: Tensor, max_probe: int, may_share: bool, among_own: bool = False) -> Tensor:
@@ -179,8 +179,8 @@ class IdMapping(RowsOfIds):
         waiting = (rows < 0).nonzero().squeeze(1)
         if self.spec.policy == "none" or not waiting.numel():
             return rows, rows.new_empty(0)
-        before = hour if self.spec.counts_hours else self.protected_from
-        evicted = self._evict(windows.index_select(0, waiting), stamp, before)
+        limit = hour if self.spec.counts_hours else self.protected_from
+        evicted = self._evict(windows.index_select(0, waiting), stamp, limit)
         rows[waiting] = evicted
         return rows, evicted[evicted >= 0]
 
@@ -189,7 +189,7 @@ class IdMapping(RowsOfIds):
         spec = self.spec
         if self._num_free is None:
             self._num_free = (self.ids.view(-1, spec.bucket_rows)[:, : spec.own_rows] == FREE).sum(1)
-        found = torch.full_like(ids, -1)
+        free = torch.full_like(ids, -1)
         buckets = windows[:, 0] // spec.bucket_rows
         waiting = (self._num_free[buckets] > 0).nonzero().squeeze(1)
         for block in windows.split(_PROBED_AT_ONCE, 1) if waiting.numel() else ():
@@ -200,37 +200,37 @@ class IdMapping(RowsOfIds):
                 rows = window.gather(1, is_free.byte().argmax(1, keepdim=True)).squeeze(1).long()
                 finds = is_free.any(1).nonzero().squeeze(1)
                 trying, rows = trying[finds], rows[finds]
-                first, others = _first_of_each(rows, self.num_rows)
+                first, losers = _first_of_each(rows, self.num_rows)
                 self.ids.view(-1).index_copy_(0, rows[first], ids[trying[first]])
-                found[trying[first]] = rows[first]
-                trying = trying[others]
-            waiting = waiting[found[waiting] < 0]
-        self._num_free.index_add_(0, buckets, -(found >= 0).long())
-        return found
+                free[trying[first]] = rows[first]
+                trying = trying[losers]
+            waiting = waiting[free[waiting] < 0]
+        self._num_free.index_add_(0, buckets, -(free >= 0).long())
+        return free
 
-    def _evict(self, windows: Tensor, stamp: int, before: int) -> Tensor:
+    def _evict(self, windows: Tensor, stamp: int, limit: int) -> Tensor:
         """Return, for each window, a row that was not used since `before`, -1 for none. It counts as used from now on.
 
         Ids that want one row choose again, as often as `_EVICTION_ROUNDS`.
         """
-        found = torch.full((len(windows),), -1, device=windows.device)
+        evicted = torch.full((len(windows),), -1, device=windows.device)
         waiting = torch.arange(len(windows), device=windows.device)
         for _ in range(_EVICTION_ROUNDS):
             used = _read(self.used, windows)
             key = used
             if self.spec.policy not in ("lru", "ttl_lru"):
                 key = _read(self.sights, windows) if self.spec.policy == "lfu" else torch.zeros_like(used)
-                key = key.masked_fill(used >= before, torch.iinfo(key.dtype).max)
+                key = key.masked_fill(used >= limit, torch.iinfo(key.dtype).max)
             best = key.argmin(1, keepdim=True)  # the first of equal ones
             rows = windows.gather(1, best).squeeze(1).long()
-            rows.masked_fill_(used.gather(1, best).squeeze(1) >= before, self.num_rows)
-            first, others = _first_of_each(rows, self.num_rows)
+            rows.masked_fill_(used.gather(1, best).squeeze(1) >= limit, self.num_rows)
+            first, losers = _first_of_each(rows, self.num_rows)
             self.used.view(-1).index_fill_(0, rows[first], stamp)
-            found[waiting[first]] = rows[first]
-            if not others.numel() or not first.numel():
+            evicted[waiting[first]] = rows[first]
+            if not losers.numel() or not first.numel():
                 break
-            waiting, windows = waiting[others], windows.index_select(0, others)
-        return found
+            waiting, windows = waiting[losers], windows.index_select(0, losers)
+        return evicted
 
 
 def _first_of_each(rows: Tensor, none: int) -> tuple[Tensor, Tensor]:
@@ -239,12 +239,12 @@ def _first_of_each(rows: Tensor, none: int) -> tuple[Tensor, Tensor]:
     is_first = in_order < none
     is_first[1:] &= in_order[1:] != in_order[:-1]
     first = order[is_first]
-    others = torch.ones_like(is_first).index_fill_(0, first, False)
-    return first, others.nonzero().squeeze(1)
+    losers = torch.ones_like(is_first).index_fill_(0, first, False)
+    return first, losers.nonzero().squeeze(1)
 
 
-def _read(of_rows: Tensor, rows: Tensor) -> Tensor:
-    return of_rows.view(-1).index_select(0, rows.reshape(-1)).view(rows.shape)
+def _read(values: Tensor, rows: Tensor) -> Tensor:
+    return values.view(-1).index_select(0, rows.reshape(-1)).view(rows.shape)
 
 
 def mixed(ids: Tensor) -> Tensor:

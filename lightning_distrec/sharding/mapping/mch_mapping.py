@@ -44,8 +44,8 @@ class MchMapping(RowsOfIds):
         self._draws, self._hash = settings["filters"], settings["hash_function"]
         self.ids = torch.full((self.num_rows, 1), ANY_ID, device=device)
         """The id that has each row; ANY_ID: none."""
-        kept = [name for name in mch_state(module) if name not in (MCH_IDS, MCH_ROWS)]
-        self._kept = {name: torch.zeros(self.num_rows, dtype=torch.int64, device=device) for name in kept}
+        names = [name for name in mch_state(module) if name not in (MCH_IDS, MCH_ROWS)]
+        self._metadata = {name: torch.zeros(self.num_rows, dtype=torch.int64, device=device) for name in names}
         """What the policy keeps for each row, by its name in the state_dict."""
         self._history: list[tuple[int, Tensor, Tensor]] = []
         """Of each lookup since the last update: its number, the distinct ids, and how often each occurs."""
@@ -95,10 +95,10 @@ class MchMapping(RowsOfIds):
 
         Where rows wait for the optimizer, as in a second lookup of one step, an update is put off to the next lookup.
         """
-        self.now += 1
+        self.num_lookups += 1
         distinct, times = torch.unique(ids, return_counts=True)
-        self._history.append((self.now, distinct, times))
-        self._is_due |= self.now % self._interval == 0
+        self._history.append((self.num_lookups, distinct, times))
+        self._is_due |= self.num_lookups % self._interval == 0
         evicted = ids.new_empty(0)
         if self._is_due and not self._rows_wait:
             evicted = self._update()
@@ -112,11 +112,11 @@ class MchMapping(RowsOfIds):
     def state(self) -> dict[str, ChunkedTensor | Tensor]:
         """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is here by row."""
         rows = torch.arange(self.first_row, self.first_row + self.num_rows)
-        by_row = {MCH_IDS: self.ids.view(-1), MCH_ROWS: rows} | self._kept
+        rows_state = {MCH_IDS: self.ids.view(-1), MCH_ROWS: rows} | self._metadata
         return {
             name: ChunkedTensor((self.spec.num_rows,), value.dtype, [Chunk((self.first_row,), value)])
-            for name, value in by_row.items()
-        } | {MCH_SEGMENTS: self._segments(), MCH_LOOKUPS: torch.tensor([self.now])}
+            for name, value in rows_state.items()
+        } | {MCH_SEGMENTS: self._segments(), MCH_LOOKUPS: torch.tensor([self.num_lookups])}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> str:
@@ -126,14 +126,14 @@ class MchMapping(RowsOfIds):
         """
         if tuple(state[MCH_IDS].shape) != (self.spec.num_rows,):
             return f"the table maps ids to {self.spec.num_rows} rows, but there are {tuple(state[MCH_IDS].shape)}."
-        own = {name: self._own_part(state[name], state[MCH_ROWS]) for name in (MCH_IDS, MCH_ROWS, *self._kept)}
-        if not torch.equal(own.pop(MCH_ROWS), self._rows()):
+        local = {name: self._local_part(state[name], state[MCH_ROWS]) for name in (MCH_IDS, MCH_ROWS, *self._metadata)}
+        if not torch.equal(local.pop(MCH_ROWS), self._rows()):
             return "its ids are in their own order. Load it into an unsharded module, and start from that."
-        self.ids.view(-1).copy_(own.pop(MCH_IDS))
-        for name, value in own.items():
-            self._kept[name].copy_(value)
-        now = state[MCH_LOOKUPS]
-        self.now = int(now if isinstance(now, Tensor) else now.read())
+        self.ids.view(-1).copy_(local.pop(MCH_IDS))
+        for name, value in local.items():
+            self._metadata[name].copy_(value)
+        num_lookups = state[MCH_LOOKUPS]
+        self.num_lookups = int(num_lookups if isinstance(num_lookups, Tensor) else num_lookups.read())
         self._index()
         buckets = self._bucket_of(self._sorted_ids)
         if not torch.equal(buckets, self._rows_of_sorted // self.spec.bucket_rows):
@@ -150,9 +150,9 @@ class MchMapping(RowsOfIds):
 
     def note(self, noted: Mapping[str, Any]) -> None:
         """Continue with what `noted` has returned."""
-        to, self._is_due = self.ids.device, bool(noted["is_due"])
-        of_lookups = zip(noted["lookups"], noted["ids"], noted["times"], strict=True)
-        self._history = [(int(number), ids.to(to), times.to(to)) for number, ids, times in of_lookups]
+        device, self._is_due = self.ids.device, bool(noted["is_due"])
+        noted_lookups = zip(noted["lookups"], noted["ids"], noted["times"], strict=True)
+        self._history = [(int(number), ids.to(device), times.to(device)) for number, ids, times in noted_lookups]
 
     def begin(self) -> str:
         """Take this rank's part of what the unsharded module has learned, and free it; return what is wrong, or ""."""
@@ -160,8 +160,8 @@ class MchMapping(RowsOfIds):
         if learned[MCH_IDS].is_meta or not len(learned[MCH_IDS]):
             return ""
         problem = self.load({**learned, MCH_LOOKUPS: self._module.state_dict()[MCH_LOOKUPS]})
-        nothing = self.ids.new_empty(0)
-        set_mch_state(self._module, dict.fromkeys(learned, nothing), torch.tensor([self.now]))
+        empty = self.ids.new_empty(0)
+        set_mch_state(self._module, dict.fromkeys(learned, empty), torch.tensor([self.num_lookups]))
         return problem
 
     def _rows(self) -> Tensor:
@@ -171,7 +171,7 @@ class MchMapping(RowsOfIds):
         ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
         return torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
 
-    def _own_part(self, value: Any, rows: Any) -> Tensor:
+    def _local_part(self, value: Any, rows: Any) -> Tensor:
         """Return what this rank has of a tensor that is in the order of `rows`; in files it is that of the rows."""
         if isinstance(value, Tensor) and isinstance(rows, Tensor):
             return value[torch.argsort(rows)][self.first_row : self.first_row + self.num_rows]
@@ -208,8 +208,8 @@ class MchMapping(RowsOfIds):
         had_id = self.ids.view(-1) != ANY_ID
         buckets, evicted = self._bucket_of(ids), []
         for bucket in torch.unique(buckets).tolist():
-            mine = buckets == bucket
-            evicted.append(self._update_bucket(bucket, ids[mine], {k: v[mine] for k, v in recorded.items()}))
+            in_bucket = buckets == bucket
+            evicted.append(self._update_bucket(bucket, ids[in_bucket], {k: v[in_bucket] for k, v in recorded.items()}))
         self._index()
         rows = torch.cat(evicted) if evicted else ids
         return rows[had_id[rows]]
@@ -221,18 +221,18 @@ class MchMapping(RowsOfIds):
         first_row = self.first_row + rows.start
         module = self._module.rebuild_with_output_id_range((first_row, first_row + size), [first_row, first_row + size])
         module.to(device)
-        own = {MCH_IDS: self.ids.view(-1), **self._kept}
-        state = {name: value[rows].clone() for name, value in own.items()}
+        tensors = {MCH_IDS: self.ids.view(-1), **self._metadata}
+        state = {name: value[rows].clone() for name, value in tensors.items()}
         numbers = torch.arange(first_row, first_row + size, device=device)
-        set_mch_state(module, {**state, MCH_ROWS: numbers}, torch.tensor([self.now], device=device))
+        set_mch_state(module, {**state, MCH_ROWS: numbers}, torch.tensor([self.num_lookups], device=device))
         # A policy that draws does so alike on any number of ranks, and leaves the draws of the run alone.
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=self._draws):
             if self._draws:
-                torch.manual_seed(zlib.crc32(f"{self.now} {first_row}".encode()))
-            update_mch(module, ids, recorded, self.now)
+                torch.manual_seed(zlib.crc32(f"{self.num_lookups} {first_row}".encode()))
+            update_mch(module, ids, recorded, self.num_lookups)
         learned = mch_state(module)
         order = learned[MCH_ROWS] - self.first_row
-        for name, value in own.items():
+        for name, value in tensors.items():
             value[order] = learned[name]
         changed: Tensor = module.evict()
         return changed - self.first_row

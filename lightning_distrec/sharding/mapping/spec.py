@@ -174,13 +174,13 @@ def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:
     collisions = collisions_of(managed)
     if type(collisions) is not ManagedCollisionCollection:
         return f"{type(collisions).__name__} may map ids in another way"
-    found: dict[str, MappingSpec] = {}
+    specs: dict[str, MappingSpec] = {}
     for name, module in modules_of(collisions).items():
         spec = spec_of(module, name)
         if isinstance(spec, str):
             return f"table '{name}': {spec}"
-        found[name] = spec
-    return found
+        specs[name] = spec
+    return specs
 
 
 @dataclass
@@ -210,7 +210,7 @@ class RowsOfIds(ABC):
         self.counts = MappingCounts()
         self.initial_rows = torch.empty(0, 0)
         """What a row starts from when an id gets another's, alike on all ranks."""
-        self.now = 0
+        self.num_lookups = 0
         """Counts the lookups in training."""
         self._first_bucket = first_bucket
 

@@ -47,7 +47,7 @@ def state_of(mapping: AnyMapping) -> dict[str, ChunkedTensor | Tensor]:
     }
     if spec.managed:
         return state | {BUCKETS: torch.tensor([[spec.num_buckets]])}
-    made_for = torch.tensor([mapping.now, spec.num_buckets, spec.num_reserved])
+    made_for = torch.tensor([mapping.num_lookups, spec.num_buckets, spec.num_reserved])
     return state | {MADE_FOR: made_for, INITIAL: mapping.initial_rows}
 
 
@@ -60,11 +60,14 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     spec = mapping.spec
     if name in (BUCKETS, MADE_FOR):
         numbers = (value if isinstance(value, Tensor) else value.read()).flatten().tolist()
-        found, wanted = numbers[-1 if spec.managed else 1 :], [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
-        if found != wanted:
-            return f"the ids were mapped for {found} buckets and reserved rows of each, and here they are {wanted}."
+        saved, expected = (
+            numbers[-1 if spec.managed else 1 :],
+            [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])],
+        )
+        if saved != expected:
+            return f"the ids were mapped for {saved} buckets and reserved rows of each, and here they are {expected}."
         if not spec.managed:
-            mapping.now = int(numbers[0])
+            mapping.num_lookups = int(numbers[0])
             mapping.optimizer_stepped()
         return ""
     if name == INITIAL:
@@ -73,7 +76,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
             return f"rows start from {tuple(mapping.initial_rows.shape)}, but there are {tuple(initial.shape)} to load."
         mapping.initial_rows.copy_(initial)
         return ""
-    rows = next(rows for own, rows in mapping.tensors.items() if _name(mapping, own) == name)
+    rows = next(rows for tensor_name, rows in mapping.tensors.items() if _name(mapping, tensor_name) == name)
     if tuple(value.shape) != (spec.num_rows, 1):
         return f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} to load."
     if isinstance(value, Tensor):
@@ -96,33 +99,33 @@ class HoldsMappings(nn.Module):
 
     def put_mappings(self, destination: dict[str, Any], prefix: str) -> None:
         """Add the state of the mappings to a state_dict."""
-        for of_table, mapping in self.mappings.items():
-            destination |= {f"{prefix}{of_table}{name}": value for name, value in state_of(mapping).items()}
+        for table, mapping in self.mappings.items():
+            destination |= {f"{prefix}{table}{name}": value for name, value in state_of(mapping).items()}
 
     def load_mappings(self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
         """Load the mappings from a state_dict; note what it lacks, and what does not fit."""
-        for of_table, mapping in self.mappings.items():
-            keys = {name: f"{prefix}{of_table}{name}" for name in state_of(mapping)}
+        for table, mapping in self.mappings.items():
+            keys = {name: f"{prefix}{table}{name}" for name in state_of(mapping)}
             missing += [key for key in keys.values() if key not in state]
-            found = {name: state[key] for name, key in keys.items() if key in state}
+            entries = {name: state[key] for name, key in keys.items() if key in state}
             if not isinstance(mapping, MchMapping):
-                problems = {keys[name]: load_into(mapping, name, value) for name, value in found.items()}
+                problems = {keys[name]: load_into(mapping, name, value) for name, value in entries.items()}
             else:
-                problems = {f"{prefix}{of_table}": mapping.load(found) if len(found) == len(keys) else ""}
+                problems = {f"{prefix}{table}": mapping.load(entries) if len(entries) == len(keys) else ""}
             errors += [f"{key}: {problem}" for key, problem in problems.items() if problem]
 
 
 def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], list[str]]:
     """Load the mappings of all modules below `root` that are in a state_dict. Return their keys, and what is wrong."""
-    found: set[str] = set()
+    loaded: set[str] = set()
     errors: list[str] = []
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, HoldsMappings):
             missing: list[str] = []
             module.load_mappings(state, f"{path}.", missing, errors)
-            keys = {f"{path}.{of_table}{name}" for of_table, of in module.mappings.items() for name in state_of(of)}
-            found |= keys - set(missing)
-    return found, errors
+            keys = {f"{path}.{table}{name}" for table, mapping in module.mappings.items() for name in state_of(mapping)}
+            loaded |= keys - set(missing)
+    return loaded, errors
 
 
 class ShardedCollisions(HoldsMappings):
@@ -150,9 +153,9 @@ class ShardedCollisions(HoldsMappings):
         return destination
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *problems: list[str]
     ) -> None:
-        self.load_mappings(state_dict, prefix, missing, others[-1])
+        self.load_mappings(state_dict, prefix, missing, problems[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCollisions":
         return ShardedCollisions({})
@@ -185,8 +188,8 @@ def mapping_state_of(lookup: nn.Module) -> dict[str, Tensor]:
 def lookups_with_mappings(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     """Yield the lookups below `root` whose mappings are in a state_dict, each with its part of that."""
     for path in [key.removesuffix(f".{MADE_FOR}") for key in state if key.endswith(f".{MADE_FOR}")]:
-        own = {name: state[f"{path}.{name}"] for name in SAVED_NAMES if f"{path}.{name}" in state}
-        yield root.get_submodule(path), own
+        lookup_state = {name: state[f"{path}.{name}"] for name in SAVED_NAMES if f"{path}.{name}" in state}
+        yield root.get_submodule(path), lookup_state
 
 
 def restore_mch(module: Any, state: Mapping[str, Tensor]) -> None:
@@ -214,21 +217,23 @@ def mch_modules_of(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
             yield module, segments
 
 
-def _share(spec: MappingSpec, module: Any, given: tuple[Any, ...], mapped: dict[str, JaggedTensor]) -> Any:
-    ids, found = module.preprocess(given[0]), {}
+def _share(spec: MappingSpec, module: Any, arguments: tuple[Any, ...], mapped: dict[str, JaggedTensor]) -> Any:
+    ids, shared = module.preprocess(arguments[0]), {}
     for name, rows in mapped.items():
         last = (bucket_of(spec, ids[name].values()) + 1) * spec.bucket_rows - 1
-        own = torch.where(rows.values() == spec.num_rows - 1, last, rows.values())
-        found[name] = JaggedTensor(own, lengths=rows.lengths(), offsets=rows.offsets(), weights=rows.weights_or_none())
-    return found
+        rows_or_last = torch.where(rows.values() == spec.num_rows - 1, last, rows.values())
+        shared[name] = JaggedTensor(
+            rows_or_last, lengths=rows.lengths(), offsets=rows.offsets(), weights=rows.weights_or_none()
+        )
+    return shared
 
 
 def _find(
     lookup: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     spec: MappingSpec = getattr(lookup, _ATTRIBUTE)
-    given: Tensor = arguments[0] if arguments else options["input"]
-    ids = mixed(given.flatten().long())
+    input_ids: Tensor = arguments[0] if arguments else options["input"]
+    ids = mixed(input_ids.flatten().long())
     rows, _ = torch.ops.fbgemm.zero_collision_hash(
         input=ids,
         identities=lookup.ids,
@@ -241,5 +246,5 @@ def _find(
         opt_in_prob=100,
         num_reserved_slots=spec.num_reserved,
     )
-    found = rows.view(given.shape)
-    return ((found, *arguments[1:]), options) if arguments else ((), {**options, "input": found})
+    result = rows.view(input_ids.shape)
+    return ((result, *arguments[1:]), options) if arguments else ((), {**options, "input": result})

@@ -96,15 +96,15 @@ class Decisions:
 def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
     """Find the tables to shard in an unsharded module: the one place that looks. Raises ConfigError, ShardingError."""
     candidates = find_tables(module, settings.conversion)
-    refuse_named_odd_dims(candidates.tables, candidates.of_odd_dims, candidates.left_alone, settings.table_options)
+    refuse_named_odd_dims(candidates.tables, candidates.odd_tables, candidates.left_alone, settings.table_options)
     options = options_by_table(
-        [*candidates.tables, *candidates.of_odd_dims], settings.default_options, settings.table_options
+        [*candidates.tables, *candidates.odd_tables], settings.default_options, settings.table_options
     )
     replicated = replicated_collections(candidates.tables, settings.table_options)
     tables = [table for table in candidates.tables if table.collection not in replicated]
     tables = with_dynamic_ids(tables, options)
     read = read_tables(module, tables, options)
-    if isinstance(settings.conversion.which, str):  # not asked for by name
+    if isinstance(settings.conversion.selected, str):  # not asked for by name
         tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]
     table_options = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
     left_alone = candidates.left_alone | {

@@ -104,7 +104,7 @@ def _refuse_to_replicate(inputs: SetUpInputs, selection: SelectedTables, earlier
         if id(table.original) in modules and id(table.original) not in selected:
             raise ShardingError(
                 f"'{table.full_name}' was sharded in an earlier run of this module, and convert_embeddings="
-                f"{inputs.settings.conversion.which!r} or replicated=True would leave it unsharded now. Keep "
+                f"{inputs.settings.conversion.selected!r} or replicated=True would leave it unsharded now. Keep "
                 "convert_embeddings, min_rows and replicated as they were, or load a checkpoint into a new module."
             )
 

@@ -59,7 +59,7 @@ def test_a_collection_with_a_dim_that_is_no_multiple_of_four_is_left_alone_with_
     )
     found = find_tables(root)
     assert [table.full_name for table in found.tables] == ["even.t"]
-    assert [table.full_name for table in found.of_odd_dims] == ["odd.t", "mixed.t16", "mixed.t10"]
+    assert [table.full_name for table in found.odd_tables] == ["odd.t", "mixed.t16", "mixed.t10"]
     said = "table '{}' has embedding_dim=10, but FBGEMM's rows come in multiples of 4 columns, so that only "
     said += "embedding_dim=12 would be sharded"
     assert found.left_alone == {"odd": said.format("t"), "mixed": said.format("t10")}
