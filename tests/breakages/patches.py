@@ -394,7 +394,7 @@ BREAKAGES = (
     Breakage(
         "rows-summed-by-torch",
         "lightning_distrec/sharding/row_gradients.py",
-        r"if by_row is not None and of_rows:",
+        r"if sorted_rows is not None and row_gradients:",
         "if False:",
         "On a GPU the host waits in backward, once for each table with a sparse gradient.",
         ("unit/sharding/test_row_sums.py",),

@@ -45,7 +45,7 @@ class ShardedLookup:
     def __init__(self, setup: LookupSetup) -> None:
         self.setup, self.path = setup, setup.path
         self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
-        """Called when the rows of a lookup have arrived; the sparse pipeline sets it for the time of its run."""
+        """Called when the rows of a lookup have arrived; prefetching sets it for the time of its run."""
         self.update_watch: UpdateWatch | None = None
         """Watches steps of tables that are updated inside of backward, under manual optimization."""
         tables, uses = setup.tables, setup.uses
