@@ -52,13 +52,19 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Let lookups of `module` take ids of any range, where a checkpoint's state has the rows of their ids."""
     if not any(key.endswith((".ids_made_for", "._output_segments_tensor")) for key in state):
         return
-    from lightning_distrec.sharding.mapping import unsharded
+    from lightning_distrec.sharding.mapping.state import (
+        find_rows_by,
+        finds_rows,
+        lookups_with_mappings,
+        mch_modules_of,
+        share_rows_of_buckets,
+    )
 
-    for mch, segments in unsharded.mch_modules_of(module, state):
-        unsharded.share_rows_of_buckets(mch, materialized(segments))
-    for lookup, lookup_state in unsharded.lookups_with_mappings(module, state):
-        if not unsharded.finds_rows(lookup):
-            unsharded.find_rows_by(lookup, {name: materialized(value) for name, value in lookup_state.items()})
+    for mch, segments in mch_modules_of(module, state):
+        share_rows_of_buckets(mch, materialized(segments))
+    for lookup, lookup_state in lookups_with_mappings(module, state):
+        if not finds_rows(lookup):
+            find_rows_by(lookup, {name: materialized(value) for name, value in lookup_state.items()})
 
 
 def _find_rows_too(new: nn.Module, original: nn.Module) -> None:
