@@ -59,10 +59,11 @@ def without_fully_shard(state: dict[str, Any]) -> dict[str, Any]:
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
-    kept = {key: value for key, value in state.items() if key not in (REGISTRY_KEY, STATE_KEY)}
+    attributes = {key: value for key, value in state.items() if key not in (REGISTRY_KEY, STATE_KEY)}
     for name in ("_forward_pre_hooks", "_forward_hooks"):
-        kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _belongs_to_fully_shard(h))
-    return kept
+        hooks = attributes[name]
+        attributes[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _belongs_to_fully_shard(hook))
+    return attributes
 
 
 def drop_state_dict_hooks(module: nn.Module) -> None:
@@ -86,19 +87,19 @@ def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> No
     from torch.distributed._composable_state import _module_state_mapping
 
     drop_state_dict_hooks(module)
-    kept = without_fully_shard(vars(module))
+    state = without_fully_shard(vars(module))
     hooks_of_state = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
     for name in ("_forward_pre_hooks", "_forward_hooks", *hooks_of_state):
-        found = kept[name].items()
-        added = {k for k, h in found if _module_of(h).startswith(package) or _belongs_to_fully_shard(h)}
-        kept[name] = type(kept[name])((k, h) for k, h in found if k not in added)
+        hooks = state[name]
+        added = {k for k, h in hooks.items() if _module_of(h).startswith(package) or _belongs_to_fully_shard(h)}
+        state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in added)
     for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
-        hooks = kept["_forward_pre_hooks" if "pre" in name else "_forward_hooks"]
-        kept[name] = type(kept[name])((key, value) for key, value in kept[name].items() if key in hooks)
+        hooks = state["_forward_pre_hooks" if "pre" in name else "_forward_hooks"]
+        state[name] = type(state[name])((key, value) for key, value in state[name].items() if key in hooks)
     users_class = class_before_fully_shard(module) if hasattr(module, "_orig_cls_mro_index") else type(module)
     vars(module).clear()
     dropped = {*attributes, "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-    vars(module).update({name: value for name, value in kept.items() if name not in dropped})
+    vars(module).update({name: value for name, value in state.items() if name not in dropped})
     module.__class__ = users_class
     _module_state_mapping.pop(module, None)
 
@@ -118,11 +119,11 @@ def draw_dtensors_with(draw: Any) -> Callable[[], None]:
     """
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
-    before = dict(handlers)
+    original_handlers = dict(handlers)
     handlers.update({operator: draw for operator in dispatcher._random_ops if "dropout" not in str(operator)})
 
     def undo() -> None:
         handlers.clear()
-        handlers.update(before)
+        handlers.update(original_handlers)
 
     return undo

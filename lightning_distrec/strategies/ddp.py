@@ -1,7 +1,6 @@
 """`Trainer(strategy="ddp_tuned")`: DistributedDataParallel with settings that suit the module."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
 from lightning_distrec.pipeline.even_batches import UnevenInputs
-from lightning_distrec.strategies.activations.budget import CheckpointedLayers, NothingCheckpointed
+from lightning_distrec.strategies.activations.checkpointed_layers import CheckpointedLayers
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
@@ -43,7 +42,7 @@ class DDPRun(Run):
 
     compression: PowerSGD | None = None
     """Compresses gradients; None: they are sent as they are."""
-    activations: CheckpointedLayers | NothingCheckpointed = field(default_factory=NothingCheckpointed)
+    activations: CheckpointedLayers = field(init=False)
     """The layers that recompute their activations."""
 
 
@@ -140,9 +139,9 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         refuse_sharded(run.module, "ddp_tuned")
         refuse_gradients(run.module, self._exchange.comm_dtype, dist.get_backend())
         trains_with_others = run.is_fitting and self.world_size > 1
-        if run.is_fitting and self._checkpointed:
-            run.activations = CheckpointedLayers(run.module, self._checkpointed, run.session.consensus)
-            run.undo.callback(run.activations.undo)
+        checkpointed = self._checkpointed if run.is_fitting else False
+        run.activations = CheckpointedLayers(run.module, checkpointed, run.session.consensus)
+        run.undo.callback(run.activations.undo)
         if trains_with_others and self._powersgd is not None:
             refuse_powersgd(run.module, str(trainer.precision))
             run.compression = PowerSGD(run.module, self._powersgd)
@@ -178,9 +177,8 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self.before_training_step()
-        step = partial(super().training_step, *args, **kwargs)
-        with spans.span(spans.FORWARD):
-            return run.activations.around(step) if run.activations.measures else step()
+        with spans.span(spans.FORWARD), run.activations.step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -20,7 +20,9 @@ from lightning_distrec._compat.fully_shard import (
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.mixed_groups import uniform_groups
-from lightning_distrec.strategies.activations.budget import NOTHING, CheckpointedLayers, NothingCheckpointed
+from lightning_distrec.strategies.activations.checkpointed_layers import (
+    CheckpointedLayers,
+)
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
 from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
@@ -33,11 +35,10 @@ class FullyShardedModule:
     def __init__(self, module: nn.Module, options: FSDPOptions, consensus: Consensus) -> None:
         self._module = module
         self._fsdp_modules = fsdp_modules(module)
-        self.activations: CheckpointedLayers | NothingCheckpointed = NothingCheckpointed()
-        if options.activation_checkpointing:
-            blocks: dict[str, Any] = {p: block for p, block in module.named_modules() if isinstance(block, FSDPModule)}
-            blocks.pop("", None)
-            self.activations = CheckpointedLayers(module, options.activation_checkpointing, consensus, blocks)
+        blocks: dict[str, Any] = {
+            p: block for p, block in module.named_modules() if p and isinstance(block, FSDPModule)
+        }
+        self.activations = CheckpointedLayers(module, options.activation_checkpointing, consensus, blocks)
         self._replicated = ReplicatedParameters(module)
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
@@ -67,8 +68,7 @@ class FullyShardedModule:
         versions = self._unsharded_versions()
         modules_in_step.add(self._module)
         try:
-            measures = self.activations.measures and torch.is_grad_enabled()
-            with explained_errors(self._module), self.activations.step() if measures else NOTHING:
+            with explained_errors(self._module), self.activations.step():
                 yield
         finally:
             modules_in_step.discard(self._module)

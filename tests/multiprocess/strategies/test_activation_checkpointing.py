@@ -16,7 +16,7 @@ from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFS
 from lightning_distrec.advice.advise import advise
 from lightning_distrec.advice.chosen_options import ChosenOptions
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.activations import budget
+from lightning_distrec.strategies.activations import checkpointed_layers
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
 from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
@@ -68,7 +68,7 @@ def _fit(strategy: Any, kind: type[Deep] = Deep, **settings: Any) -> dict[str, A
     forwards = [vars(layer).get("forward") for layer in model.layers]
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | settings)
     messages: list[str] = []
-    with patch.object(budget, "rank_zero_info", messages.append):
+    with patch.object(checkpointed_layers, "rank_zero_info", messages.append):
         trainer.fit(model, loader(rank, num_ranks, batch_size=8))
     assert [vars(layer).get("forward") for layer in model.layers] == forwards, "layers are as before"
     weights = model.state_dict() if isinstance(strategy, TunedDDPStrategy) else trainer.strategy.full_state_dict()
