@@ -5,15 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_distrec.advice.idle_time import (
-    HOST_SECONDS,
-    Action,
-    StageTimes,
-    actions_of,
-    idle_share,
-    max_kept,
-    times_of_stages,
-)
+from lightning_distrec._compat.pipelining import Action
 from lightning_distrec.errors import DistRecError, UnsupportedError
 from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
 from lightning_distrec.strategies.estimates.job import Job
@@ -22,6 +14,14 @@ from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.stages.chain import Chain, StageLayout, find_chain, split_chain
+from lightning_distrec.strategies.stages.idle_time import (
+    HOST_SECONDS,
+    StageTimes,
+    actions_of_ranks,
+    idle_share,
+    max_kept,
+    times_of_stages,
+)
 from lightning_distrec.strategies.stages.microbatches import num_parts
 from lightning_distrec.strategies.stages.pipeline_mesh import ranks_of_pipeline
 from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
@@ -55,7 +55,7 @@ def estimate_stages(
     num_ranks = layout.num_stages // options.stages_per_rank
     num_replicas = job.num_ranks // num_ranks
     num = _num_parts(profile, options, num_ranks)
-    actions = [actions_of(options.schedule, rank, num_ranks, layout.num_stages, num) for rank in range(num_ranks)]
+    actions = actions_of_ranks(options.schedule, num_ranks, layout.num_stages, num)
     of_ranks = [_memory(layout, of_rank, options, sizes, job, profile) for of_rank in actions]
     memory = max(of_ranks, key=lambda of_rank: sum(of_rank.values()))
     sent = None
@@ -83,8 +83,7 @@ def _idle(
     """Return the share of a step in which ranks idle, and what it was computed from."""
     measured, host = profile.times.of_chain(layout.chain.paths), 0.0
     if measured is None:
-        equal = [1.0] * layout.num_stages
-        times = StageTimes(forward=equal, backward=equal, loss=0.0)
+        times = StageTimes.equal(layout.num_stages)
     else:
         times = times_of_stages(measured, layout.begins, num, options.schedule)
         host = HOST_SECONDS if device_type == "cpu" else 0.0
@@ -112,9 +111,7 @@ def _layout(
     refuse_sharded(module, PIPELINE)
     times = None
     if options.split == "time" and (measured := profile.times.of_chain(find_chain(module, options.chain).paths)):
-        times = [int(1e9 * seconds) for seconds in measured.forward]
-        times[0] += int(1e9 * measured.before)
-        times[-1] += int(1e9 * measured.after)
+        times = measured.forward_nanoseconds
     layout = split_chain(module, options, _num_stages(module, options, job), times)
     try:
         optimizers = configured_optimizers(module)

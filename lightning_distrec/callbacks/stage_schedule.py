@@ -53,6 +53,7 @@ class StageSchedule(Callback):
         self.bubble: float | None = None
         """Share of the ranks' time between the first and the last work of the step in which they idle."""
         self.ideal_bubble: float | None = None
+        """The same where stages take equal times, and exchanges none."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,7 +83,7 @@ class StageSchedule(Callback):
         work = [each for each in self._gathered(trainer.strategy.root_device) if each.rank < ranks.num_ranks]
         microbatches = 1 + max(each.microbatch for each in work)
         self.bubble = bubble_of(work, ranks.num_ranks)
-        self.ideal_bubble = ideal_bubble(ranks.num_ranks, ranks.num_stages, microbatches)
+        self.ideal_bubble = trainer.strategy.ideal_idle_share(microbatches)  # type: ignore[attr-defined]
         if trainer.is_global_zero:
             title = (
                 f"Step {self._step}: {ranks.num_stages} stages on {ranks.num_ranks} ranks, {microbatches} micro-batches"
@@ -136,15 +137,6 @@ def align_clocks(device: torch.device, rounds: int = 5) -> float:
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)
     return float(gathered[0][0]) + float((local - gathered[0]).median())
-
-
-def ideal_bubble(num_ranks: int, num_stages: int, microbatches: int) -> float:
-    """Return the idle share of a schedule whose stages take equal times, and whose exchanges take none.
-
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2: the
-    ratio to useful time is (ranks - 1) / (stages per rank * micro-batches).
-    """
-    return (num_ranks - 1) / (num_stages // num_ranks * microbatches + num_ranks - 1)
 
 
 def bubble_of(work: list[Work], num_ranks: int) -> float:

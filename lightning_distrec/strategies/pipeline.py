@@ -23,13 +23,14 @@ from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_ove
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.stages.block_times import measure_blocks
+from lightning_distrec.strategies.stages.idle_time import StageTimes, idle_share
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks, pipeline_ranks
 from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule
 from lightning_distrec.strategies.stages.placement import (
     chunked_state,
     is_split,
     layout_of,
+    measure_blocks,
     own_parameters,
     split_module,
     state_ranks,
@@ -136,6 +137,11 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         if self._ranks is None:
             raise DistRecError("pipeline_parallel: the ranks have not met yet; setup_environment comes first.")
         return self._ranks
+
+    def ideal_idle_share(self, num_microbatches: int) -> float:
+        """Return the share of a step in which ranks wait for each other where all stages take the same time."""
+        times = StageTimes.equal(self.ranks.num_stages)
+        return idle_share(times, self.ranks.num_ranks, num_microbatches, self._stage_options.schedule)
 
     @property
     @override

@@ -84,7 +84,7 @@ def profile_step(
         if takes_times:
             with autocast, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                times = time_steps(module, lambda: module.training_step(batch, 0))
+                times = time_steps(module, blocks_of(module), lambda: module.training_step(batch, 0))
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         note = f"activations are left out: training_step failed on a batch without a Trainer ({reason})"

@@ -1,15 +1,15 @@
 """How long forward and backward of a module's blocks take, and what a step computes before and after them."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-
-from lightning_distrec.strategies.estimates.block_profile import blocks_of
 
 MAX_ROUNDS, MAX_SECONDS = 4, 20.0
 """The first round warms up; after these seconds no further one begins."""
@@ -42,16 +42,25 @@ class ChainTimes:
     after_backward: float
     """Its backward."""
 
+    @property
+    def forward_nanoseconds(self) -> list[int]:
+        """Of each block: the first with what comes before the chain, the last with what comes after it."""
+        times = [int(1e9 * seconds) for seconds in self.forward]
+        times[0] += int(1e9 * self.before)
+        times[-1] += int(1e9 * self.after)
+        return times
+
 
 class StepTimes:
     """The times of a few steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, learns: bool = True) -> None:
+        self.learns = learns
         self.rounds: list[BlockMoments] = []
 
     def of_chain(self, paths: Sequence[str]) -> ChainTimes | None:
         """Return the lowest times of a chain, by the paths of its blocks; None: they were not measured."""
-        measured = [each for each in (_of_chain(moments, paths) for moments in self.rounds) if each is not None]
+        measured = [times for moments in self.rounds if (times := self._of_chain(moments, paths)) is not None]
         if not measured:
             return None
         lowest = [min(times) for times in zip(*measured, strict=True)]
@@ -64,58 +73,69 @@ class StepTimes:
             after_backward=lowest[-1],
         )
 
+    def _of_chain(self, moments: BlockMoments, paths: Sequence[str]) -> list[float] | None:
+        gradient = moments.gradient if self.learns else dict.fromkeys(paths, moments.end)
+        if any(path not in moments.leave or path not in gradient for path in paths):
+            return None
+        ends = [moments.end, *(gradient[path] for path in paths[:-1])]  # where backward of the block before begins
+        return [
+            *(moments.leave[path] - moments.enter[path] for path in paths),
+            *(end - gradient[path] for path, end in zip(paths, ends, strict=True)),
+            moments.enter[paths[0]] - moments.begin,
+            moments.loss - moments.leave[paths[-1]],
+            gradient[paths[-1]] - moments.loss,
+        ]
 
-def time_steps(module: nn.Module, forward: Callable[[], Any]) -> StepTimes:
-    """Run a training step's forward and backward a few times, and return when its blocks begin and end.
 
-    forward: returns the loss, or a dict with it.
+def time_steps(
+    module: LightningModule, blocks: Mapping[str, nn.Module], forward: Callable[[], Any], learns: bool = True
+) -> StepTimes:
+    """Run a training step a few times, and return when its blocks begin and end; a GPU is waited for each time.
+
+    blocks: by path. forward: returns the loss, or a dict with it. learns: whether there is a backward.
     """
-    times = StepTimes()
-    began = time.perf_counter()
+
+    def now() -> float:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+        return time.perf_counter()
+
+    times = StepTimes(learns)
+    start = time.perf_counter()
     for number in range(MAX_ROUNDS):
-        module.zero_grad(set_to_none=True)
         moments = BlockMoments()
-        with _watched(module, moments):
-            moments.begin = time.perf_counter()
+        if learns:
+            module.zero_grad(set_to_none=True)
+        with _watched(blocks, moments, now):
+            moments.begin = now()
             result = forward()
-            loss = result["loss"] if isinstance(result, dict) else result
-            if not isinstance(loss, Tensor):
-                return times
-            moments.loss = time.perf_counter()
-            loss.backward()
-            moments.end = time.perf_counter()
-        if number or time.perf_counter() - began > MAX_SECONDS:
+            moments.loss = moments.end = now()
+            if learns:
+                loss = result["loss"] if isinstance(result, dict) else result
+                if not isinstance(loss, Tensor):
+                    return times
+                loss.backward()
+                moments.end = now()
+        is_late = time.perf_counter() - start > MAX_SECONDS
+        if number or is_late:
             times.rounds.append(moments)
-        if time.perf_counter() - began > MAX_SECONDS:
+        if is_late:
             break
     return times
 
 
-def _of_chain(moments: BlockMoments, paths: Sequence[str]) -> list[float] | None:
-    if any(path not in moments.leave or path not in moments.gradient for path in paths):
-        return None
-    ends = [moments.gradient[path] for path in paths[:-1]]  # of backward: where that of the block before begins
-    return [
-        *(moments.leave[path] - moments.enter[path] for path in paths),
-        *(end - moments.gradient[path] for path, end in zip(paths, [moments.end, *ends], strict=True)),
-        moments.enter[paths[0]] - moments.begin,
-        moments.loss - moments.leave[paths[-1]],
-        moments.gradient[paths[-1]] - moments.loss,
-    ]
-
-
 @contextmanager
-def _watched(module: nn.Module, moments: BlockMoments) -> Iterator[None]:
-    def now(found: dict[str, float], path: str, *_: Any) -> None:
-        found[path] = time.perf_counter()
+def _watched(blocks: Mapping[str, nn.Module], moments: BlockMoments, now: Callable[[], float]) -> Iterator[None]:
+    def note(times: dict[str, float], path: str, *_: Any) -> None:
+        times[path] = now()
 
     def leave(path: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        now(moments.leave, path)
+        note(moments.leave, path)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(now, moments.gradient, path))
+            output.register_hook(partial(note, moments.gradient, path))
 
     with ExitStack() as hooks:
-        for path, block in blocks_of(module).items():
-            hooks.callback(block.register_forward_pre_hook(partial(now, moments.enter, path)).remove)
+        for path, block in blocks.items():
+            hooks.callback(block.register_forward_pre_hook(partial(note, moments.enter, path)).remove)
             hooks.callback(block.register_forward_hook(partial(leave, path)).remove)
         yield

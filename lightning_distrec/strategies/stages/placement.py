@@ -1,13 +1,15 @@
-"""Which rank has which weights of a module that is split into stages, and how they are put back."""
+"""Where a module is split into stages, which rank has which weights of it, and how they are put back."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -16,9 +18,13 @@ from lightning_distrec.absent_tensors import AbsentTensor, absent_parameter
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.pipeline.peek import unchanged
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
+from lightning_distrec.strategies.estimates.first_batch import first_batch, moved
+from lightning_distrec.strategies.estimates.timed_blocks import time_steps
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
-from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
+from lightning_distrec.strategies.stages.chain import StageLayout, find_chain, split_chain
+from lightning_distrec.strategies.stages.logged_values import LoggedValues
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 from lightning_distrec.units import format_bytes
@@ -81,6 +87,65 @@ def in_words(layout: StageLayout, module: nn.Module, options: StageOptions) -> s
         f"pipeline_parallel: '{layout.chain.path}' in {layout.num_stages} stages, {options.schedule}, "
         f"{options.microbatches} micro-batches: {'; '.join(stages)}."
     )
+
+
+def measure_blocks(
+    trainer: Trainer, module: LightningModule, path: str, device: torch.device, consensus: Consensus
+) -> list[int] | None:
+    """Collective. Return the nanoseconds that each block's forward takes on rank 0; None: the run does not train.
+
+    What training_step does before the chain counts with the first block, and what it does after it with the last one.
+    Raises ConfigError on every rank: there is no batch to look at, or training_step fails here.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        return None
+    with unchanged(include_cuda=device.type == "cuda"):
+        batch, reason = first_batch(trainer)
+
+        def measure() -> list[int]:
+            return _measured(trainer, module, path, batch, reason, device) if consensus.rank == 0 else []
+
+        times = list(consensus.all_gather(consensus.all_or_none("setup", measure))[0])
+    milliseconds = ", ".join(f"{nanoseconds / 1e6:.2g}" for nanoseconds in times)
+    rank_zero_info(f"pipeline_parallel: the forwards of blocks take {milliseconds} ms.")
+    return times
+
+
+def _measured(
+    trainer: Trainer, module: LightningModule, path: str, batch: Any, reason: str, device: torch.device
+) -> list[int]:
+    if reason:
+        raise ConfigError(f"split='time': {reason}, so that no block can be timed. Set split='parameters'.")
+    chain = find_chain(module, path)
+    blocks = dict(zip(chain.paths, chain.blocks, strict=True))
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    log = LoggedValues(module)
+    was_training = module.training
+    try:
+        module.to(device).train()
+        batch = moved(trainer, module, batch, device)
+        with torch.no_grad(), log.recorded(), log.metrics_unchanged():
+            steps = time_steps(module, blocks, lambda: _step(module, batch), learns=False)
+    except Exception as error:  # of the user's step; training meets it again
+        raise ConfigError(
+            f"split='time': training_step cannot run before training ({type(error).__name__}: {error}). Set "
+            "split='parameters'."
+        ) from error
+    finally:
+        module.train(was_training)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+    times = steps.of_chain(chain.paths)
+    if times is None:
+        raise ConfigError(
+            f"split='time': training_step does not call every block of '{chain.path}'. Set split='parameters'."
+        )
+    return times.forward_nanoseconds
+
+
+def _step(module: LightningModule, batch: Any) -> Any:
+    takes_number = len(signature(module.training_step).parameters) > 1
+    return module.training_step(batch, 0) if takes_number else module.training_step(batch)
 
 
 def layout_of(module: nn.Module) -> StageLayout | None:

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from lightning_distrec._compat.pipelining import Action, pipeline_order
 from lightning_distrec.strategies.estimates.timed_blocks import ChainTimes
 from lightning_distrec.strategies.stages.stage_options import Schedule
 
-Action = tuple[Literal["forward", "backward"], int, int]
-"""What is computed, the stage, and the micro-batch."""
 HOST_SECONDS = 0.0003
 """What a rank on a CPU spends between two actions: torch's schedule, and a send and a receive by gloo. Measured by the
 gaps in pictures of StageSchedule, 0.1 to 0.5 ms. A GPU computes on meanwhile."""
@@ -21,8 +19,13 @@ class StageTimes:
     forward: list[float]
     """Of each stage; the last one's with the loss where that is computed for each micro-batch."""
     backward: list[float]
-    loss: float
+    loss: float = 0.0
     """What the last stage computes between the last forward and the first backward."""
+
+    @classmethod
+    def equal(cls, num_stages: int) -> "StageTimes":
+        """Return the times of stages that all take the same."""
+        return cls(forward=[1.0] * num_stages, backward=[1.0] * num_stages)
 
 
 def times_of_stages(times: ChainTimes, begins: Sequence[int], num: int, schedule: Schedule) -> StageTimes:
@@ -30,12 +33,13 @@ def times_of_stages(times: ChainTimes, begins: Sequence[int], num: int, schedule
     ends = (*begins[1:], len(times.forward))
     forward = [sum(times.forward[begin:end]) / num for begin, end in zip(begins, ends, strict=True)]
     backward = [sum(times.backward[begin:end]) / num for begin, end in zip(begins, ends, strict=True)]
-    again = times.before + times.after  # the last stage runs the step from its beginning, with the chain's output in it
+    # The last stage runs the step from its beginning, with the chain's output in it.
+    around = times.before + times.after
     if schedule == "gpipe":
-        return StageTimes(forward=forward, backward=backward, loss=again + times.after_backward)
-    forward[-1] += again / num
+        return StageTimes(forward=forward, backward=backward, loss=around + times.after_backward)
+    forward[-1] += around / num
     backward[-1] += times.after_backward / num
-    return StageTimes(forward=forward, backward=backward, loss=0.0)
+    return StageTimes(forward=forward, backward=backward)
 
 
 def idle_share(times: StageTimes, num_ranks: int, num: int, schedule: Schedule, host_seconds: float = 0.0) -> float:
@@ -44,7 +48,7 @@ def idle_share(times: StageTimes, num_ranks: int, num: int, schedule: Schedule, 
     host_seconds: what passes before each action. Other than that, sends take no time here.
     """
     num_stages = len(times.forward)
-    waiting = [actions_of(schedule, rank, num_ranks, num_stages, num) for rank in range(num_ranks)]
+    waiting = actions_of_ranks(schedule, num_ranks, num_stages, num)
     ended: dict[Action, float] = {}
     free = [0.0] * num_ranks
     while any(waiting):
@@ -68,33 +72,19 @@ def _ready(action: Action, ended: dict[Action, float], num_stages: int, num: int
     return None if end is None else end + loss
 
 
-def actions_of(schedule: Schedule, rank: int, num_ranks: int, num_stages: int, num: int) -> list[Action]:
-    """Return what a rank computes, in order. Source: torch/distributed/pipelining/schedules.py."""
-    per_rank = num_stages // num_ranks
-    if schedule == "interleaved_1f1b":
-        # Rounds of as many micro-batches as there are ranks go through a rank's stages one after the other.
-        of_round = num // max(1, num // num_ranks)
-        ahead = (per_rank - 1) * of_round + 2 * (num_ranks - 1 - rank)
-    else:
-        of_round = num
-        ahead = num if schedule == "gpipe" or num < num_ranks else num_ranks - 1 - rank
-    total = per_rank * num
-    ahead = min(ahead, total)
-    places = [(i // of_round % per_rank, i // (of_round * per_rank) * of_round + i % of_round) for i in range(total)]
-    forwards: list[Action] = [("forward", local * num_ranks + rank, part) for local, part in places]
-    backwards: list[Action] = [("backward", (per_rank - 1 - local) * num_ranks + rank, part) for local, part in places]
-    both = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return [*forwards[:ahead], *both, *backwards[total - ahead :]]
+def actions_of_ranks(schedule: Schedule, num_ranks: int, num_stages: int, num: int) -> list[list[Action]]:
+    """Return what each rank computes, in order, as `StagedChain` does: 1F1B needs a micro-batch for each stage."""
+    return pipeline_order("gpipe" if num < num_stages and schedule == "1f1b" else schedule, num_ranks, num_stages, num)
 
 
-def max_kept(actions: list[Action], of_stage: Mapping[int, float]) -> float:
+def max_kept(actions: list[Action], bytes_by_stage: Mapping[int, float]) -> float:
     """Return the most that a rank keeps at once of what its forwards keep for their backwards.
 
-    of_stage: what a stage's forwards of all micro-batches keep.
+    bytes_by_stage: what a stage's forwards of all micro-batches keep.
     """
     num = 1 + max(part for _, _, part in actions)
-    kept = largest = 0.0
+    held = largest = 0.0
     for kind, stage, _ in actions:
-        kept += of_stage[stage] / num if kind == "forward" else -of_stage[stage] / num
-        largest = max(largest, kept)
+        held += bytes_by_stage[stage] / num if kind == "forward" else -bytes_by_stage[stage] / num
+        largest = max(largest, held)
     return largest
