@@ -6,6 +6,7 @@ of their own, so that they neither queue behind gradients nor make a GPU wait.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -68,8 +69,8 @@ class Consensus:
 
     def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
         """Return each rank's values without the flags that `with_flags` appended; the flags are taken over."""
-        self.flags.receive(*(min(flag) for flag in zip(*(of_rank[-NUM_FLAGS:] for of_rank in gathered), strict=True)))
-        return [of_rank[:-NUM_FLAGS] for of_rank in gathered]
+        self.flags.receive(*(min(flag) for flag in zip(*(values[-NUM_FLAGS:] for values in gathered), strict=True)))
+        return [values[:-NUM_FLAGS] for values in gathered]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order: plain values, tensors and dataclasses of ours.
@@ -124,24 +125,24 @@ def all_gather_plain(value: Any, group: Any = None) -> list[Any]:
         data = b"+" + to_bytes(value)
     except TypeError as error:
         data = b"-" + str(error).encode()
-    mine = len(data).to_bytes(LENGTH_BYTES, "little") + data
+    message = len(data).to_bytes(LENGTH_BYTES, "little") + data
     num_ranks, size = dist.get_world_size(group), FIRST_BYTES
-    messages = _all_gather_bytes(mine[:size], size, num_ranks, group)
-    lengths = [LENGTH_BYTES + int.from_bytes(message[:LENGTH_BYTES], "little") for message in messages]
+    messages = _all_gather_bytes(message[:size], size, num_ranks, group)
+    lengths = [LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little") for first in messages]
     if max(lengths) > size:
-        rest = _all_gather_bytes(mine[size:], max(lengths) - size, num_ranks, group)
-        messages = [first + more for first, more in zip(messages, rest, strict=True)]
-    of_ranks = [message[LENGTH_BYTES:length] for message, length in zip(messages, lengths, strict=True)]
-    for rank, of_rank in enumerate(of_ranks):
-        if not of_rank.startswith(b"+"):
-            raise errors.RankError(f"rank {rank}: {of_rank[1:].decode(errors='replace')}")
-    return [from_bytes(of_rank[1:]) for of_rank in of_ranks]
+        ends = _all_gather_bytes(message[size:], max(lengths) - size, num_ranks, group)
+        messages = [first + end for first, end in zip(messages, ends, strict=True)]
+    contents = [received[LENGTH_BYTES:length] for received, length in zip(messages, lengths, strict=True)]
+    for rank, content in enumerate(contents):
+        if not content.startswith(b"+"):
+            raise errors.RankError(f"rank {rank}: {content[1:].decode(errors='replace')}")
+    return [from_bytes(content[1:]) for content in contents]
 
 
-def _all_gather_bytes(mine: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
+def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
     sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(num_ranks * size, dtype=torch.uint8)
-    if mine:
-        sent[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    if data:
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.all_gather_into_tensor(received, sent, group=group)
     return [received[rank * size : (rank + 1) * size].numpy().tobytes() for rank in range(num_ranks)]
 
@@ -175,9 +176,9 @@ class RankFlags:
         self.num_unseen = 0
         """Messages so far without that."""
 
-    def request(self, what: int) -> None:
+    def request(self, request: int) -> None:
         """Request STOP or REQUEUE. A signal handler may call it, wherever the rank is."""
-        self.requested = min(self.requested, what)
+        self.requested = min(self.requested, request)
 
     def watch(self, look: Callable[[], bool] | None) -> None:
         """Call `look` for each message: whether this rank sees what it watches for."""
@@ -220,12 +221,12 @@ class PendingMin:
         self, values: tuple[int, ...], flags: RankFlags, group: Any, to_ranks: list[list[int]] | None = None
     ) -> None:
         self._flags = flags
-        own = (*values, *flags.to_send())
-        self._num_values = len(own)
+        flagged = (*values, *flags.to_send())
+        self._num_values = len(flagged)
         self._result: list[int] | None = None
         self.received: list[list[int]] = to_ranks or []
         """What each rank has sent to this one by `to_ranks`, after `wait`."""
-        self._values = sent = torch.tensor([(*own, *numbers) for numbers in to_ranks or ((),)])
+        self._values = sent = torch.tensor([(*flagged, *numbers) for numbers in to_ranks or ((),)])
         self._work = None
         if group is not None and to_ranks is None:
             self._work = dist.all_reduce(sent, dist.ReduceOp.MIN, group=group, async_op=True)
@@ -239,10 +240,10 @@ class PendingMin:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            of_ranks = self._values.tolist()
-            smallest = list(map(min, *of_ranks)) if len(of_ranks) > 1 else of_ranks[0]
+            per_rank = self._values.tolist()
+            smallest = list(map(min, *per_rank)) if len(per_rank) > 1 else per_rank[0]
             if self.received:
-                self.received = [of_rank[self._num_values :] for of_rank in of_ranks]
+                self.received = [numbers[self._num_values :] for numbers in per_rank]
                 smallest = smallest[: self._num_values]
             self._result = smallest[:-NUM_FLAGS]
             self._flags.receive(*smallest[-NUM_FLAGS:])
@@ -256,40 +257,34 @@ class PendingMin:
             self._work = None
 
 
-_current: tuple[Any, Consensus, Consensus] | None = None
-_of_checkpoints: tuple[Any, Consensus] | None = None
+@dataclass(frozen=True)
+class JobConsensus:
+    """The consensuses of one default process group. They share their flags; each has a process group of its own."""
+
+    world: Any
+    general: Consensus
+    """For everything that is agreed on now and then."""
+    steps: Consensus
+    """For the one message of every step. A rank whose step fails reports that here while others may be in the middle of
+    a collective of `general`: gloo aborts a process whose messages meet others of another size."""
+    checkpoints: Consensus
+    """For the thread that writes checkpoints, as no group may be used by two threads at once. It sends no flags."""
 
 
-def consensus_of_all_ranks(timeout_seconds: float) -> tuple[Consensus, Consensus]:
-    """Collective. Return two consensuses of the default process group, made on the first call of each group.
+_latest: JobConsensus | None = None
 
-    The second is for the one message of every step. It has a group of its own, because a rank whose step fails reports
-    that there while others may be in the middle of a collective of the first: gloo aborts a process whose messages meet
-    others of another size.
-    """
-    global _current
+
+def job_consensus(timeout_seconds: float) -> JobConsensus:
+    """Collective. Return the consensuses of the default process group, made on the first call for each group."""
+    global _latest
     world = dist.group.WORLD
-    if _current is None or _current[0] is not world:
+    if _latest is None or _latest.world is not world:
         flags = RankFlags()
-        _current = (world, Consensus(timeout_seconds, flags), Consensus(timeout_seconds, flags))
-    return _current[1:]
-
-
-def consensus_of_checkpoints(timeout_seconds: float) -> Consensus:
-    """Collective. Return a consensus of the default process group for the thread that writes checkpoints.
-
-    A group must not be used by two threads at once, so that this one has its own. It shares the flags of
-    `consensus_of_all_ranks`, and `all_gather` and `all_or_none`, which the thread uses, send none.
-    """
-    global _of_checkpoints
-    world = dist.group.WORLD
-    if _of_checkpoints is None or _of_checkpoints[0] is not world:
-        flags = consensus_of_all_ranks(timeout_seconds)[0].flags
-        _of_checkpoints = (world, Consensus(timeout_seconds, flags))
-    return _of_checkpoints[1]
+        _latest = JobConsensus(world, *(Consensus(timeout_seconds, flags) for _ in range(3)))
+    return _latest
 
 
 def forget_consensus() -> None:
     """Drop the consensuses, before their process group is destroyed."""
-    global _current, _of_checkpoints
-    _current = _of_checkpoints = None
+    global _latest
+    _latest = None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.cluster.consensus import consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import job_consensus
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths, measured_bandwidths
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
@@ -125,7 +125,7 @@ def _file(folder: Path, name: str) -> Path:
 
 def _measured(places: NodeLayout) -> ChosenBandwidths:
     """Collective. Return what a fit with bandwidths="measure" then finds remembered."""
-    ranks = consensus_of_all_ranks(60.0)[0]
+    ranks = job_consensus(60.0).general
     asked = asked_bandwidths("measure", {})
     return asked.with_measured(measured_bandwidths(asked.wanted, places, torch.device("cpu"), ranks))
 

@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from lightning_distrec.cluster.consensus import consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import job_consensus
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import measured_bandwidths
 
@@ -19,7 +19,7 @@ def measure(rank: int, places: NodeLayout) -> None:
     """Measure what travels, as one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=places.num_ranks)
-    ranks = consensus_of_all_ranks(60.0)[0]
+    ranks = job_consensus(60.0).general
     found = measured_bandwidths(("intra_node", "cross_node"), places, torch.device("cpu"), ranks)
     print(json.dumps({name: one.bytes_per_second for name, one in found.items()}), flush=True)
     dist.barrier()

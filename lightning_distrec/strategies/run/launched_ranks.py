@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 
 from lightning_distrec._compat.lightning_saving import upload_folders_too
 from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
-from lightning_distrec.cluster.consensus import CONTINUE, consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers
 from lightning_distrec.cluster.interface import GLOO, choose_interface
 from lightning_distrec.cluster.job_key import VARIABLE
@@ -82,7 +82,7 @@ def _prepare_and_launch(
         refuse_other_namespace(value)
 
     def all_stop() -> bool:
-        return dist.is_initialized() and consensus_of_all_ranks(timeout_seconds)[0].flags.agreed != CONTINUE
+        return dist.is_initialized() and job_consensus(timeout_seconds).general.flags.agreed != CONTINUE
 
     with ExitStack() as undo:
         undo.enter_context(upload_folders_too(wait_for_checkpoint))
@@ -158,7 +158,7 @@ def connect_ranks(
         device_id=device if device.type != "cpu" and "nccl" in backend else None,
     )
     if sets_threads:
-        consensus, _ = consensus_of_all_ranks(timeout.total_seconds())
+        consensus = job_consensus(timeout.total_seconds()).general
         cpus_of_ranks = consensus.all_gather(cpus_of_this_process(strategy.node_rank))
         use_threads(num_threads(cpus_of_ranks, rank, os.environ))
     launcher = launched.by if launched else type(environment).__name__.removesuffix("Environment")

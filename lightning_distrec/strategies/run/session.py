@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from lightning.pytorch import LightningModule
 
 from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks, consensus_of_checkpoints
+from lightning_distrec.cluster.consensus import Consensus, job_consensus
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 
 
@@ -16,7 +16,7 @@ class Session:
     consensus: Consensus
     """For everything that is agreed on now and then."""
     step_consensus: Consensus
-    """For what is exchanged once in every step; see `consensus_of_all_ranks` for why it has a group of its own."""
+    """For what is exchanged once in every step; see `JobConsensus` for why it has a group of its own."""
     checkpoints: Checkpointing
 
 
@@ -24,8 +24,8 @@ def start_session(
     module: LightningModule, options: CheckpointOptions, timeout_seconds: float, earlier: Session | None
 ) -> Session:
     """Collective, once the ranks have met. Return the earlier session while its process groups are still there."""
-    consensus, step_consensus = consensus_of_all_ranks(timeout_seconds)
-    if earlier is not None and earlier.consensus is consensus:
+    job = job_consensus(timeout_seconds)
+    if earlier is not None and earlier.consensus is job.general:
         return earlier
-    checkpoints = Checkpointing(options, consensus, consensus_of_checkpoints(timeout_seconds), module)
-    return Session(consensus=consensus, step_consensus=step_consensus, checkpoints=checkpoints)
+    checkpoints = Checkpointing(options, job.general, job.checkpoints, module)
+    return Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_distrec.cluster.consensus import Consensus, consensus_of_all_ranks
+from lightning_distrec.cluster.consensus import Consensus, job_consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import NAMES, measured_bandwidths
@@ -32,7 +32,7 @@ def _meet(cache: Path) -> Consensus:
     if not dist.is_initialized():
         rank, num_ranks = rank_and_num_ranks()
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    return consensus_of_all_ranks(60.0)[0]
+    return job_consensus(60.0).general
 
 
 def _measure(cache: Path, nodes: tuple[int, ...], afresh: bool = False) -> Said:
