@@ -27,7 +27,7 @@ def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_run, NUM_RANKS, kind, str(folder), options)
     deadline = time.monotonic() + FAREWELL_SECONDS
-    while left := processes_with("watchdog/process", str(folder)):
+    while left := processes_with("watchdog.monitor", str(folder)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     assert "was not done" not in str(failed.value)

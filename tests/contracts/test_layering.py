@@ -24,7 +24,7 @@ SHARDING = {
     "sharding/lookup",
     "sharding/planning",
 }
-CLUSTER = {"cluster", "cluster/watchdog", "cluster/watchdog/process"}
+CLUSTER = {"cluster", "cluster/watchdog"}
 CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/incremental"}
 BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PIPELINE | {"optimizers"}
 STRATEGIES = {
@@ -63,8 +63,7 @@ MAY_IMPORT = {
     "checkpoint": GROUND,
     "checkpoint/incremental": GROUND | {"checkpoint"},
     "checkpoint/tools": GROUND | {"checkpoint", "checkpoint/incremental"},
-    "cluster/watchdog/process": set(),  # it runs without the package
-    "cluster/watchdog": GROUND | {"cluster/watchdog/process"},
+    "cluster/watchdog": GROUND,
     "cluster": GROUND | {"cluster/watchdog"},
     "sharding/mapping": GROUND,
     "sharding/weights": GROUND,

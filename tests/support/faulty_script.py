@@ -72,7 +72,7 @@ def hang_at_exit() -> None:
 
 
 def _unwatch() -> None:
-    watchdog._of_this_process._process.kill()  # type: ignore[union-attr]
+    watchdog._watchdog._process.kill()  # type: ignore[union-attr]
 
 
 FAULTS = {

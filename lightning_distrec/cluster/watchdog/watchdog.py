@@ -14,8 +14,8 @@ from types import FrameType
 
 from torch.distributed import DistError
 
-from lightning_distrec.cluster.watchdog import process
-from lightning_distrec.cluster.watchdog.process.messages import Settings
+from lightning_distrec.cluster.watchdog.hub import Settings
+from lightning_distrec.cluster.watchdog.monitor import COMMAND
 from lightning_distrec.errors import RankError
 
 STALL_SECONDS = 60.0
@@ -46,7 +46,7 @@ RULE = (
 
 
 class Watchdog:
-    """Watches over all ranks, by a small process for each of them; see process/monitor.py.
+    """Watches over all ranks, by a small process for each of them; see monitor.py.
 
     All ranks make one. host, port: of rank 0's process. token: what the processes of this job know of each other by.
     listener: where rank 0's process listens, on rank 0. silence_seconds: a rank that is stopped or silent for this time
@@ -80,7 +80,7 @@ class Watchdog:
 
     def _start_process(self) -> "subprocess.Popen[bytes]":
         process_ = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(process.__file__).parent), json.dumps(asdict(self._settings))],
+            [*COMMAND, json.dumps(asdict(self._settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -136,7 +136,7 @@ class Watchdog:
             for line in self._process.stdout:  # type: ignore[union-attr]
                 message = json.loads(line)
                 if "survey" in message:
-                    self._send(survey=message["survey"], location=self._location(), progress=self._progress())
+                    self._send(location=self._location(), progress=self._progress())
                 else:
                     self._answer = message
                     self._has_answer.set()
@@ -153,10 +153,11 @@ class Watchdog:
         if self._state.get("is_closed") or sys.is_finalizing():
             return False
         self._restarts += 1
-        how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+        end = f"by signal {-status}" if status < 0 else f"with exit status {status}"
         is_last = self._restarts > MAX_RESTARTS
-        what = "It is not watched any more" if is_last else "Another one is started"
-        print(f"[rank: {self._settings.rank}] The process that watches over this rank ended {how}. {what}.", flush=True)
+        reaction = "It is not watched any more" if is_last else "Another one is started"
+        rank = self._settings.rank
+        print(f"[rank: {rank}] The process that watches over this rank ended {end}. {reaction}.", flush=True)
         if is_last:
             return False
         with self._sending:
@@ -182,11 +183,11 @@ def is_of_network(failure: BaseException) -> bool:
 def location_of(frame: FrameType) -> str:
     """Return where a thread is: the innermost line of the user's code, and what it has called there."""
     inner = frame.f_code.co_name
-    at: FrameType | None = frame
-    while at is not None and (
-        at.f_code.co_filename.startswith("<") or any(part in at.f_code.co_filename for part in NOT_USER_CODE)
+    caller: FrameType | None = frame
+    while caller is not None and (
+        caller.f_code.co_filename.startswith("<") or any(part in caller.f_code.co_filename for part in NOT_USER_CODE)
     ):
-        at = at.f_back
-    own = frame if at is None else at
-    where = f"{os.path.basename(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}"
-    return where if own is frame else f"{where} ({inner})"
+        caller = caller.f_back
+    user = frame if caller is None else caller
+    line = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno} in {user.f_code.co_name}"
+    return line if user is frame else f"{line} ({inner})"

@@ -12,8 +12,8 @@ from lightning_distrec._compat.torch import collective_counts
 from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
 from lightning_distrec.cluster.watchdog.watchdog import Watchdog
 
-_of_this_process: Watchdog | None = None
-_run: Trainer | None = None
+_watchdog: Watchdog | None = None
+_watched_trainer: Trainer | None = None
 
 
 def start_watchdog(
@@ -24,10 +24,10 @@ def start_watchdog(
     host: of rank 0. port: of rank 0's watchdog, 0 on rank 0. token: known to this job only. limit_seconds: 0 disables.
     one_node: whether all ranks are on one node. Return rank 0's port.
     """
-    global _of_this_process
-    if _of_this_process is not None:
-        _of_this_process.close()
-        _of_this_process = None
+    global _watchdog
+    if _watchdog is not None:
+        _watchdog.close()
+        _watchdog = None
     if not limit_seconds:
         return port
     listener = None
@@ -35,9 +35,9 @@ def start_watchdog(
         listener = listen_at(host, 0, one_node)
         host, port = listener.getsockname()[:2]
         host = LOOPBACK if host in ("0.0.0.0", "::") else host  # all interfaces
-    _of_this_process = Watchdog(rank, host, port, token, listener, limit_seconds, nodes)
-    if _run is not None:
-        _begin(_of_this_process, _run)
+    _watchdog = Watchdog(rank, host, port, token, listener, limit_seconds, nodes)
+    if _watched_trainer is not None:
+        _begin(_watchdog, _watched_trainer)
     return port
 
 
@@ -47,31 +47,31 @@ def watched(trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[
 
     Raises RankError, from what torch has raised: an exchange failed because of another rank, which is named.
     """
-    global _run
-    if _of_this_process is not None and trainer is not None:
-        _begin(_of_this_process, trainer)
-    _run = trainer
+    global _watched_trainer
+    if _watchdog is not None and trainer is not None:
+        _begin(_watchdog, trainer)
+    _watched_trainer = trainer
     try:
         yield
     except BaseException as failure:
-        if _of_this_process is None:
+        if _watchdog is None:
             raise
         if isinstance(failure, SystemExit) and all_leave():
-            _of_this_process.end_run()
+            _watchdog.end_run()
             raise
-        if (why := _of_this_process.explain(failure)) is not None:
-            raise why from failure
+        if (reason := _watchdog.explain(failure)) is not None:
+            raise reason from failure
         raise
     finally:
-        _run = None
-    if _of_this_process is not None:
-        _of_this_process.end_run()
+        _watched_trainer = None
+    if _watchdog is not None:
+        _watchdog.end_run()
 
 
 @contextmanager
 def leaving(has_failed: bool) -> Iterator[None]:
     """Around what may wait for other ranks after a run. has_failed: the run has; the wait is limited then."""
-    watchdog = _of_this_process if has_failed else None
+    watchdog = _watchdog if has_failed else None
     if watchdog is not None:
         watchdog.leave(True)
     try:
@@ -82,8 +82,8 @@ def leaving(has_failed: bool) -> Iterator[None]:
 
 
 def _begin(watchdog: Watchdog, trainer: Trainer) -> None:
-    still_there = weakref.ref(trainer)  # the watchdog stays, and a trainer holds shards
-    watchdog.start_run(lambda: "" if (of := still_there()) is None else progress_of(of))
+    reference = weakref.ref(trainer)  # the watchdog stays, and a trainer holds shards
+    watchdog.start_run(lambda: "" if (running := reference()) is None else progress_of(running))
 
 
 def progress_of(trainer: Trainer) -> str:

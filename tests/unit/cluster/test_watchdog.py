@@ -10,8 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 from torch.distributed import DistNetworkError
 
-from lightning_distrec.cluster.watchdog.process.hub import Hub
-from lightning_distrec.cluster.watchdog.process.messages import TICK_SECONDS, HubMessage, RankState, Settings
+from lightning_distrec.cluster.watchdog.hub import TICK_SECONDS, Hub, HubMessage, RankState, Settings
 from lightning_distrec.cluster.watchdog.watchdog import is_of_network, location_of
 from lightning_distrec.errors import RankError
 

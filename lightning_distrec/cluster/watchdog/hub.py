@@ -1,22 +1,109 @@
-"""Rank 0's process as the hub: it receives the states of all ranks, and decides which rank blocks the others."""
+"""What processes send to rank 0's process, and that one as the hub, which decides which rank blocks the others.
+
+Standard library only: these processes start without site-packages.
+"""
 
 import asyncio
 import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
-from .messages import (
-    ANSWER_SECONDS,
-    MAX_LINE_BYTES,
-    TICK_SECONDS,
-    HubMessage,
-    RankState,
-    Settings,
-    as_line,
-    num_ticks,
-)
+TICK_SECONDS = 0.5
+"""How often each process sends its rank's state, and the hub its verdict."""
+ANSWER_SECONDS = 2.0
+"""How long to wait for a verdict when a rank asks why a collective failed, and for the ranks' locations."""
+MAX_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank starts its process with."""
+
+    rank: int
+    pid: int
+    nodes: list[str]
+    """The node of each rank by name; empty where that is not known."""
+    host: str
+    port: int
+    """Port of the hub."""
+    listener: int | None
+    """File descriptor at which the hub listens; None for the other ranks' processes."""
+    token: str
+    silence_seconds: float
+    """A rank that is stopped or silent for this time is taken for lost."""
+    stall_seconds: float
+    """If no rank makes progress for this time, a line says where each of them is."""
+
+    def name(self, *ranks: int) -> str:
+        """Return one rank by number and node, several by their numbers."""
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} on {self.nodes[ranks[0]]}" if self.nodes else f"rank {ranks[0]}"
+        end = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        return f"ranks {', '.join(map(str, ranks[:8]))}{end}"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a process knows of its rank, and sends to the hub."""
+
+    rank: int
+    started: int = 0
+    """Number of runs (fit, validate ...) that the rank has started."""
+    ended: int = 0
+    """The last run that has ended."""
+    failed: int = 0
+    """The last run that has failed."""
+    failure: str = ""
+    """Why it failed; empty if only because of another rank."""
+    is_gone: bool = False
+    is_closed: bool = False
+    """The rank is not watched any more, and goes on."""
+    is_stopped: bool = False
+    is_leaving: bool = False
+    """The rank's run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
+    killed_for: str = ""
+    """The verdict for which the process has killed its rank."""
+    questions: int = 0
+    """How often the rank has asked why a collective failed."""
+    location: str = ""
+    """The line of code that it was at when the hub asked last, and how far its run was."""
+    progress: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the rank is in a run, where it may wait for others."""
+        return self.started > max(self.ended, self.failed) and not (self.is_gone or self.is_closed)
+
+    @property
+    def lingers(self) -> bool:
+        """Whether the rank is leaving, where it may wait for others too."""
+        return self.is_leaving and not (self.is_gone or self.is_closed)
+
+
+@dataclass(frozen=True)
+class HubMessage:
+    """What the hub sends to all."""
+
+    verdict: str = ""
+    """Which rank the others wait for in a collective that cannot complete, and why; empty if there is none."""
+    verdict_for_leaving: str = ""
+    """The same for ranks that are leaving: which rank is gone that they may wait for."""
+    survey: int = 0
+    """Number of surveys so far: all ranks answer a new one with their locations."""
+    locations: str = ""
+    """Where the ranks are."""
+
+
+def as_line(message: RankState | HubMessage) -> bytes:
+    """Return a message as it is sent."""
+    return json.dumps(asdict(message)).encode() + b"\n"
+
+
+def num_ticks(seconds: float) -> int:
+    """Return the number of ticks in a time, at least one."""
+    return max(1, round(seconds / TICK_SECONDS))
 
 
 class Hub:
@@ -26,16 +113,13 @@ class Hub:
     """
 
     def __init__(self, settings: Settings, log: Callable[[str], None]) -> None:
-        self._settings = settings
-        self._log = log
+        self._settings, self._log = settings, log
         self._states: dict[int, RankState] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._received_at: dict[int, int] = {}
-        self._questions = 0
-        self._survey = 0
-        self._ticks = 0
+        self._questions = self._survey = self._ticks = 0
         self._check_every = self._check_in = num_ticks(settings.stall_seconds)
-        self._before: dict[int, RankState] = {}
+        self._surveyed: set[tuple[int, int, str]] = set()
         self._server: asyncio.Server | None = None
 
     async def open(self, listener: socket.socket) -> None:
@@ -54,9 +138,9 @@ class Hub:
                 async for line in reader:
                     state = RankState(**json.loads(line))
                     rank = state.rank
-                    before, self._states[rank] = self._states.get(rank), state
+                    known, self._states[rank] = self._states.get(rank), state
                     self._writers[rank], self._received_at[rank] = writer, self._ticks
-                    if before is None or _without_location(before) != _without_location(state):
+                    if known is None or replace(known, location=state.location, progress=state.progress) != state:
                         self._send()
         if self._writers.get(rank) is writer:
             del self._writers[rank]
@@ -67,7 +151,7 @@ class Hub:
         self._ticks += 1
         self._check_in -= 1
         if self._check_in == num_ticks(ANSWER_SECONDS):
-            self._before = dict(self._states)
+            self._surveyed = {(state.rank, state.started, state.progress) for state in self._states.values()}
             self._survey += 1
         elif self._check_in <= 0:
             self._check_progress()
@@ -75,13 +159,9 @@ class Hub:
 
     def _check_progress(self) -> None:
         """Log where all ranks are, if none has made progress since the last check and they are at different places."""
-        running = {rank: state for rank, state in self._states.items() if state.is_running}
-        before = [self._before.get(rank) for rank in running]
-        is_stalled = all(
-            then is not None and (then.started, then.progress) == (now.started, now.progress)
-            for then, now in zip(before, running.values(), strict=True)
-        )
-        if is_stalled and len({state.location for state in running.values()}) > 1 and not self._verdict():
+        running = [state for state in self._states.values() if state.is_running]
+        is_stalled = {(state.rank, state.started, state.progress) for state in running} <= self._surveyed
+        if is_stalled and len({state.location for state in running}) > 1 and not self._verdict():
             seconds = self._check_every * TICK_SECONDS
             self._log(f"No rank has made progress for {seconds:.0f} s. Where they are: {self._locations()}.")
             self._check_every *= 2
@@ -93,8 +173,9 @@ class Hub:
         questions = sum(state.questions for state in self._states.values())
         if questions != self._questions:
             self._questions, self._survey = questions, self._survey + 1
-        for_leaving = next(self._verdicts([state for state in self._states.values() if state.lingers]), "")
-        line = as_line(HubMessage(self._verdict(), for_leaving, self._survey, self._locations() if questions else ""))
+        leaving = [state for state in self._states.values() if state.lingers]
+        locations = self._locations() if questions else ""
+        line = as_line(HubMessage(self._verdict(), next(self._verdicts(leaving), ""), self._survey, locations))
         for writer in self._writers.values():
             if not writer.is_closing():
                 writer.write(line)
@@ -131,7 +212,7 @@ class Hub:
 
     def _locations(self) -> str:
         """Return where the ranks are, grouped by location."""
-        at: dict[str, list[int]] = {}
+        ranks_at: dict[str, list[int]] = {}
         for rank, state in sorted(self._states.items()):
             if state.is_gone:
                 location = "its process is gone"
@@ -141,11 +222,6 @@ class Hub:
                 location = "has ended its run"
             else:
                 location = f"{state.progress}, {state.location}" if state.location else "does not answer"
-                if state.failed == state.started:
-                    location = f"has failed at {location}"
-            at.setdefault(location, []).append(rank)
-        return "; ".join(f"{self._settings.names(ranks)}: {location}" for location, ranks in at.items())
-
-
-def _without_location(state: RankState) -> RankState:
-    return replace(state, location="", progress="", survey=0)
+                location = f"has failed at {location}" if state.failed == state.started else location
+            ranks_at.setdefault(location, []).append(rank)
+        return "; ".join(f"{self._settings.name(*ranks)}: {location}" for location, ranks in ranks_at.items())

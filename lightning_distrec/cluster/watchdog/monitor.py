@@ -1,14 +1,16 @@
-"""The process that watches over one rank: it sees it die or stop, and learns of the others from rank 0's process.
+"""The program that watches over one rank: it sees it die or stop, and learns of the others from rank 0's process.
 
-It is a process and not a thread: a thread would stop with its rank, and would wait for the interpreter while a long
-call into C holds that.
+COMMAND runs it without lightning_distrec, the user's paths and site-packages (-I, -S), so that it starts fast. It is a
+process and not a thread: a thread would stop with its rank, and would wait for the interpreter while a long call into C
+holds that.
 
-Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one answers with
-its verdict: which rank the others wait for without end, and why. State and verdict are sent in full each time, so that
-a lost connection is simply opened again. A rank that still waits for a dead one after GRACE_SECONDS is killed, since
-nothing else ends a call that waits for the network; a rank that got an exception ends by itself before that. It may
-hang on its way out, since freeing a GPU's memory and leaving a process group wait for collectives of ranks that are
-gone: a rank that is still leaving `silence_seconds` after another is known to be gone is killed too.
+Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one, the hub,
+answers with its verdict: which rank the others wait for without end, and why. Both are lines of JSON, and are sent in
+full each time, so that a lost connection is simply opened again. A rank that still waits for a dead one after
+GRACE_SECONDS is killed, since nothing else ends a call that waits for the network; a rank that got an exception ends by
+itself before that. It may hang on its way out, since freeing a GPU's memory and leaving a process group wait for
+collectives of ranks that are gone: a rank that is still leaving `silence_seconds` after another is known to be gone is
+killed too.
 """
 
 import asyncio
@@ -17,14 +19,15 @@ import json
 import os
 import signal
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from .hub import Hub
-from .messages import (
+from .hub import (
     ANSWER_SECONDS,
     MAX_LINE_BYTES,
     TICK_SECONDS,
+    Hub,
     HubMessage,
     RankState,
     Settings,
@@ -34,7 +37,13 @@ from .messages import (
 
 GRACE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
-"""How long rank 0's process stays after its rank has ended, so that the others get its verdict."""
+"""How long the hub stays after its rank has ended, so that the others get its verdict."""
+COMMAND = [
+    *(sys.executable, "-I", "-S", "-c"),
+    "import sys; sys.path.append(sys.argv[1]); from watchdog.monitor import main; main(sys.argv[2])",
+    str(Path(__file__).resolve().parents[1]),
+]
+"""Followed by the settings as JSON."""
 
 
 class Monitor:
@@ -47,10 +56,8 @@ class Monitor:
         self._from_hub = HubMessage()
         self._writer: asyncio.StreamWriter | None = None
         self._input = b""
-        self._ticks_since_message = self._ticks_stopped = self._ticks_blocked = 0
-        self._ticks_leaving = 0
-        self._questions = self._answered = 0
-        self._surveys_sent = 0
+        self._ticks_silent = self._ticks_stopped = self._ticks_blocked = self._ticks_leaving = 0
+        self._answered = self._surveys = 0
 
     async def run(self) -> None:
         """Watch until the rank ends."""
@@ -67,11 +74,11 @@ class Monitor:
         while not (self._state.is_gone or self._state.is_closed):
             await asyncio.sleep(TICK_SECONDS)
             self._tick()
-        linger = num_ticks(LINGER_SECONDS)
-        while self._hub is not None and self._hub.is_needed and linger > 0:
+        for _ in range(num_ticks(LINGER_SECONDS)):
+            if self._hub is None or not self._hub.is_needed:
+                break
             await asyncio.sleep(TICK_SECONDS)
             self._hub.tick()
-            linger -= 1
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 await self._writer.drain()
@@ -80,11 +87,12 @@ class Monitor:
         connection.cancel()
 
     def _tick(self) -> None:
-        self._ticks_since_message += 1
+        limit = self._settings.silence_seconds
+        self._ticks_silent += 1
         if os.getppid() != self._settings.pid:
             self._rank_is_gone()
         self._ticks_stopped = self._ticks_stopped + 1 if _is_stopped(self._settings.pid) else 0
-        self._change(is_stopped=self._ticks_stopped * TICK_SECONDS > self._settings.silence_seconds)
+        self._change(is_stopped=self._ticks_stopped * TICK_SECONDS > limit)
         self._send()
         if self._hub is not None:
             self._hub.tick()
@@ -92,14 +100,14 @@ class Monitor:
         self._ticks_blocked = self._ticks_blocked + 1 if self._verdict and self._state.is_running else 0
         if self._ticks_blocked * TICK_SECONDS > GRACE_SECONDS:
             self._kill(self._verdict, "and this rank would wait forever")
-        gone, limit = self._from_hub.verdict_for_leaving or self._silence_of_hub, self._settings.silence_seconds
-        self._ticks_leaving = self._ticks_leaving + 1 if gone and self._state.lingers else 0
+        reason = self._from_hub.verdict_for_leaving or self._silence_of_hub
+        self._ticks_leaving = self._ticks_leaving + 1 if reason and self._state.lingers else 0
         if self._ticks_leaving * TICK_SECONDS > limit:
-            self._kill(gone, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
+            self._kill(reason, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
 
-    def _kill(self, verdict: str, so: str) -> None:
+    def _kill(self, verdict: str, consequence: str) -> None:
         self._change(killed_for=verdict)
-        self._log(f"Terminating this rank: {verdict}, {so}.")
+        self._log(f"Terminating this rank: {verdict}, {consequence}.")
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._settings.pid, signal.SIGKILL)
 
@@ -110,12 +118,12 @@ class Monitor:
     @property
     def _silence_of_hub(self) -> str:
         silence = self._settings.silence_seconds
-        if self._writer is None or self._ticks_since_message * TICK_SECONDS <= silence:
+        if self._writer is None or self._ticks_silent * TICK_SECONDS <= silence:
             return ""
         return f"{self._settings.name(0)} has been silent for {silence:g} s: its machine or the network to it is down"
 
     async def _connect(self, host: str, port: int) -> None:
-        """Keep a connection to rank 0's process, and receive its messages."""
+        """Keep a connection to the hub, and receive its messages."""
         while True:
             with contextlib.suppress(OSError, ValueError):
                 reader, self._writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
@@ -123,7 +131,7 @@ class Monitor:
                 self._send()
                 async for line in reader:
                     self._from_hub = HubMessage(**json.loads(line))
-                    self._ticks_since_message = 0
+                    self._ticks_silent = 0
                     self._react()
             await asyncio.sleep(TICK_SECONDS)
 
@@ -132,8 +140,8 @@ class Monitor:
             self._writer.write(as_line(self._state))
 
     def _change(self, **changes: object) -> None:
-        before, self._state = self._state, replace(self._state, **changes)  # type: ignore[arg-type]
-        if self._state != before:
+        earlier, self._state = self._state, replace(self._state, **changes)  # type: ignore[arg-type]
+        if self._state != earlier:
             self._send()
 
     def _rank_is_gone(self, pidfd: int | None = None) -> None:
@@ -144,26 +152,27 @@ class Monitor:
     def _read(self) -> None:
         """Receive what the rank sends: the fields of its state that have changed."""
         try:
-            read = os.read(0, 1 << 16)
+            received = os.read(0, 1 << 16)
         except BlockingIOError:
             return
-        if not read:
-            asyncio.get_running_loop().remove_reader(0)  # the rank is ending
+        loop = asyncio.get_running_loop()
+        if not received:
+            loop.remove_reader(0)  # the rank is ending
             return
-        *lines, self._input = (self._input + read).split(b"\n")
+        *lines, self._input = (self._input + received).split(b"\n")
         for line in lines:
-            self._change(**json.loads(line))
-        if self._state.questions > self._questions:
-            self._questions = self._state.questions
-            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._answer)
+            changes = json.loads(line)
+            self._change(**changes)
+            if "questions" in changes:
+                loop.call_later(ANSWER_SECONDS, self._answer)
         self._react()
 
     def _react(self) -> None:
         """Pass on to the rank a new survey, and the verdict if the rank has asked for it."""
-        if self._from_hub.survey > self._surveys_sent:
-            self._surveys_sent = self._from_hub.survey
-            _send_to_rank({"survey": self._surveys_sent})
-        if self._verdict and self._state.questions > self._answered:
+        if self._from_hub.survey > self._surveys:
+            self._surveys = self._from_hub.survey
+            _send_to_rank({"survey": self._surveys})
+        if self._verdict:
             self._answer()
 
     def _answer(self) -> None:
