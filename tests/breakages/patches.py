@@ -718,7 +718,7 @@ BREAKAGES = (
     Breakage(
         "sigterm-ignored",
         "lightning_distrec/cluster",
-        r"self\.\w+ = min\(self\.\w+, what\)",
+        r"self\.\w+ = min\(self\.\w+, request\)",
         "pass",
         "SIGTERM to a rank stops nothing; the scheduler kills the job.",
         ("multiprocess/cluster/test_stopping.py",),
