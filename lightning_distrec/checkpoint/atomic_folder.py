@@ -61,10 +61,10 @@ def read_marker(path: Path) -> dict[str, Any]:
     for name, size in marker["files"].items():
         if type(size) is not int:
             raise CheckpointError(f"{path / MARKER} is damaged: it has no size for {name!r}.")
-        found = _size_of(path, name)
-        if found != size:
-            what = "is missing" if found is None else f"has {found:,} bytes"
-            raise CheckpointError(f"{path} is damaged: {name} {what}, and should have {size:,} bytes.")
+        actual_size = _size_of(path, name)
+        if actual_size != size:
+            problem = "is missing" if actual_size is None else f"has {actual_size:,} bytes"
+            raise CheckpointError(f"{path} is damaged: {name} {problem}, and should have {size:,} bytes.")
     return marker
 
 

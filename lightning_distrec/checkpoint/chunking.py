@@ -34,8 +34,8 @@ def split_replicated(tensor: Tensor, rank: int, num_ranks: int, turn: int) -> Ch
     """
     shape = tuple(tensor.shape)
     if not shape or shape[0] < num_ranks or tensor.nbytes < SMALL_BYTES:
-        mine = [Chunk((0,) * len(shape), tensor.detach())] if turn % num_ranks == rank else []
-        return ChunkedTensor(shape, tensor.dtype, mine)
+        chunks = [Chunk((0,) * len(shape), tensor.detach())] if turn % num_ranks == rank else []
+        return ChunkedTensor(shape, tensor.dtype, chunks)
     first, end = shape[0] * rank // num_ranks, shape[0] * (rank + 1) // num_ranks
     return ChunkedTensor(shape, tensor.dtype, [Chunk((first, *[0] * (len(shape) - 1)), tensor.detach()[first:end])])
 

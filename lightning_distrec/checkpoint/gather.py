@@ -21,9 +21,9 @@ def gather_everywhere(state: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
 
     Raises CheckpointError on every rank: a host has not enough free memory for those of all of its ranks.
     """
-    found = {key: chunked for key, value in state.items() if (chunked := as_chunked(value)) is not None}
+    sharded = {key: chunked for key, value in state.items() if (chunked := as_chunked(value)) is not None}
     hosts = ranks.all_gather(platform.node())
-    needed = sum(map(num_bytes, found.values())) * hosts.count(hosts[ranks.rank])
+    needed = sum(map(num_bytes, sharded.values())) * hosts.count(hosts[ranks.rank])
 
     def check() -> None:
         if needed > (free := free_host_bytes()):
@@ -33,10 +33,10 @@ def gather_everywhere(state: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
             )
 
     ranks.all_or_none("gathering the tables", check)
-    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in found.values()])
+    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded.values()])
     full = {
-        key: _send(chunked, [of_rank[i] for of_rank in boxes], ranks, None, to_all=True)
-        for i, (key, chunked) in enumerate(found.items())
+        key: _send(chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, None, to_all=True)
+        for i, (key, chunked) in enumerate(sharded.items())
     }
     return {**state, **full}
 
@@ -49,21 +49,21 @@ def gather_on_rank_0(state: Any, ranks: Ranks, group: Any = None) -> Any:
     group: a gloo group to send them over, for a thread; None: the default group.
     Raises CheckpointError on every rank: rank 0 has not enough free memory for them.
     """
-    found: list[ChunkedTensor] = []
+    sharded: list[ChunkedTensor] = []
 
     def collected(value: Any, path: str) -> Any:
         chunked = as_chunked(value)
         if chunked is None:
             return map_nested(value, path, collected)
-        found.append(chunked)
+        sharded.append(chunked)
         return chunked
 
     state = collected(state, "")
-    ranks.all_or_none("gathering the tables", lambda: _check_memory(found, ranks.rank))
-    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in found])
+    ranks.all_or_none("gathering the tables", lambda: _check_memory(sharded, ranks.rank))
+    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded])
     full = {
-        id(chunked): _send(chunked, [of_rank[i] for of_rank in boxes], ranks, group, to_all=False)
-        for i, chunked in enumerate(found)
+        id(chunked): _send(chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, group, to_all=False)
+        for i, chunked in enumerate(sharded)
     }
 
     def put(value: Any, path: str) -> Any:
@@ -78,13 +78,13 @@ def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: A
     receives = rank == 0 or to_all
     full = torch.empty(chunked.shape if receives else 0, dtype=chunked.dtype)
     zero = (0,) * len(chunked.shape)
-    mine = {chunk.box: chunk.tensor for chunk in chunked.chunks}
+    local_chunks = {chunk.box: chunk.tensor for chunk in chunked.chunks}
     device = torch.device("cpu") if ranks.num_ranks == 1 or group is not None else _device()
-    for source, of_source in enumerate(boxes):
-        for offsets, shape in of_source:
+    for source, source_boxes in enumerate(boxes):
+        for offsets, shape in source_boxes:
             for first, count in row_ranges(shape, chunked.dtype.itemsize):
                 box = (offsets[0] + first, *offsets[1:]), (count, *shape[1:])
-                block = mine[offsets, shape][first : first + count] if source == rank else None
+                block = local_chunks[offsets, shape][first : first + count] if source == rank else None
                 if block is None and not receives:
                     continue
                 # NCCL sends no tensors on the host.

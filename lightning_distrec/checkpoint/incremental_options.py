@@ -39,14 +39,14 @@ class IncrementalOptions:
             )
 
 
-def as_incremental(given: object) -> IncrementalOptions | None:
+def as_incremental(options: object) -> IncrementalOptions | None:
     """Return the options, from a dict of them too. Raises ConfigError: they are something else."""
-    if given is None or isinstance(given, IncrementalOptions):
-        return given
+    if options is None or isinstance(options, IncrementalOptions):
+        return options
     try:
-        return IncrementalOptions(**given)  # type: ignore[arg-type]
+        return IncrementalOptions(**options)  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError(
-            f"checkpoint: incremental={given!r}: {error}. Give it every and full_every, both in steps: "
+            f"checkpoint: incremental={options!r}: {error}. Give it every and full_every, both in steps: "
             "{'every': 200, 'full_every': 2000}."
         ) from None

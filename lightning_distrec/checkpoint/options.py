@@ -55,8 +55,8 @@ class CheckpointOptions:
     @property
     def single_file_bytes(self) -> int:
         """`single_file_below` as a number of bytes."""
-        given = self.single_file_below
-        return 0 if given in (0, "0") else parse_bytes(str(given), f"checkpoint: single_file_below={given!r}")
+        size = self.single_file_below
+        return 0 if size in (0, "0") else parse_bytes(str(size), f"checkpoint: single_file_below={size!r}")
 
     def renamed(self, name: str) -> str:
         """Return the name in the module of what is called `name` in the checkpoint."""

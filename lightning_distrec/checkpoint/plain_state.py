@@ -30,15 +30,15 @@ CHUNKED = "parted"
 
 def large_tensors(value: Any) -> list[tuple[str, tuple[int, ...], str]]:
     """Return path, shape and type of the large, unsharded tensors in nested dicts and lists."""
-    found: list[tuple[str, tuple[int, ...], str]] = []
+    tensors: list[tuple[str, tuple[int, ...], str]] = []
 
     def look(item: Any, path: str) -> Any:
         if _is_large(item):
-            found.append((path, tuple(item.shape), str(item.dtype)))
+            tensors.append((path, tuple(item.shape), str(item.dtype)))
         return map_nested(item, path, look)
 
     look(value, "")
-    return found
+    return tensors
 
 
 def extract_tensors(
@@ -81,12 +81,12 @@ def _is_large(item: Any) -> bool:
     return type(item) in (Tensor, nn.Parameter) and item.layout == torch.strided and item.nbytes > INLINE_BYTES
 
 
-def map_nested(item: Any, path: str, each: Callable[[Any, str], Any]) -> Any:
-    """Return a copy of a dict, list or tuple with `each` of its values, called with their paths; others as they are."""
+def map_nested(item: Any, path: str, function: Callable[[Any, str], Any]) -> Any:
+    """Return a copy of a dict, list or tuple with `function(value, path)` for each value; others as they are."""
     if type(item) in (dict, OrderedDict):
-        return type(item)((key, each(value, f"{path}/{key}" if path else str(key))) for key, value in item.items())
+        return type(item)((key, function(value, f"{path}/{key}" if path else str(key))) for key, value in item.items())
     if type(item) in (list, tuple):
-        return type(item)(each(value, f"{path}/{i}") for i, value in enumerate(item))
+        return type(item)(function(value, f"{path}/{i}") for i, value in enumerate(item))
     return item
 
 
@@ -118,10 +118,10 @@ def with_plain_types(value: Any, path: str = "") -> Any:
 
 def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:
     """Raise CheckpointError where something in `value` would not be loaded again, naming it and its place."""
-    found = find_not_plain(value, path)
-    if found is not None:
+    culprit = find_not_plain(value, path)
+    if culprit is not None:
         raise CheckpointError(
-            f"{found} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts). Checkpoints hold "
+            f"{culprit} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts). Checkpoints hold "
             "nothing that needs code to be run when it is loaded. Return plain types from the state_dict or "
             "on_save_checkpoint that it comes from, or set checkpoint={'pickles': True} in the strategy, which saves "
             "it as Lightning does."
@@ -138,7 +138,7 @@ def find_not_plain(value: Any, path: str = "checkpoint") -> str | None:
         return None
     else:
         return f"{path}, a {type(value).__module__}.{type(value).__qualname__},"
-    return next(filter(None, (find_not_plain(child, where) for where, child in children)), None)
+    return next(filter(None, (find_not_plain(child, place) for place, child in children)), None)
 
 
 def _loads(value: Any) -> bool:
@@ -162,21 +162,21 @@ def read_plain(path: Path, pickles: bool = False) -> Any:
     return _load_plain(path, path, zipfile.is_zipfile(path), pickles)
 
 
-def from_bytes(content: bytes, what: str) -> Any:
-    """Return what `to_bytes` was given. what: what messages call it. Raises CheckpointError: it is something else."""
-    return _load_plain(io.BytesIO(content), what, mmap=False)
+def from_bytes(content: bytes, label: str) -> Any:
+    """Return what `to_bytes` was given. label: what messages call it. Raises CheckpointError: it is something else."""
+    return _load_plain(io.BytesIO(content), label, mmap=False)
 
 
-def _load_plain(file: Any, what: Any, mmap: bool, pickles: bool = False) -> Any:
+def _load_plain(file: Any, label: Any, mmap: bool, pickles: bool = False) -> Any:
     try:
         return torch.load(file, weights_only=not pickles, map_location="cpu", mmap=mmap)
     except FileNotFoundError:
-        raise CheckpointError(f"there is no file {what}.") from None
+        raise CheckpointError(f"there is no file {label}.") from None
     except Exception as error:
         if pickles:
-            raise CheckpointError(f"{what} cannot be read ({type(error).__name__}: {error}).") from error
+            raise CheckpointError(f"{label} cannot be read ({type(error).__name__}: {error}).") from error
         raise CheckpointError(
-            f"{what} cannot be read: it holds something other than tensors and plain types, or is damaged "
+            f"{label} cannot be read: it holds something other than tensors and plain types, or is damaged "
             f"({_reason(error)}). Nothing in it was run."
         ) from None
 
@@ -185,8 +185,8 @@ def _reason(error: Exception) -> str:
     """Return the first line of torch's message, without its advice to read the file unsafely."""
     message = str(error)
     if asked_for := re.search(r"GLOBAL (\S+)", message):
-        how = "it is read with checkpoint: {pickles: true}, or by export --pickles, if you trust it"
-        return f"it asks for {asked_for[1]}; {how}"
+        hint = "it is read with checkpoint: {pickles: true}, or by export --pickles, if you trust it"
+        return f"it asks for {asked_for[1]}; {hint}"
     if not message.strip() or "weights_only" in message:
         return type(error).__name__
     return message.strip().splitlines()[0]
@@ -204,15 +204,15 @@ def plain_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     numbers = {name: number for number, name in enumerate(numbered_names(state))}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    of_parameters = {numbers[name]: values for name, values in state["state"].items()}
-    return {**_marks(state), "state": of_parameters, "param_groups": groups}
+    states = {numbers[name]: values for name, values in state["state"].items()}
+    return {**_marks(state), "state": states, "param_groups": groups}
 
 
 def named_optimizer_state(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """Return an optimizer's state by names again. names: of the parameters, in the order of their numbers."""
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    of_parameters = {names[number]: values for number, values in state["state"].items()}
-    return {**_marks(state), "state": of_parameters, "param_groups": groups}
+    states = {names[number]: values for number, values in state["state"].items()}
+    return {**_marks(state), "state": states, "param_groups": groups}
 
 
 def _marks(state: Mapping[str, Any]) -> dict[str, Any]:

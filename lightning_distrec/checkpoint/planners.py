@@ -95,10 +95,10 @@ class WritePlanner(SavePlanner):
 
 
 class ReadPlanner(LoadPlanner):
-    """Reads into chunks. wanted: name -> the rectangles that this rank wants, with the memory to read them into."""
+    """Reads into chunks. targets: name -> the rectangles that this rank wants, with the memory to read them into."""
 
-    def __init__(self, wanted: Mapping[str, Sequence[Chunk]]) -> None:
-        self._wanted = wanted
+    def __init__(self, targets: Mapping[str, Sequence[Chunk]]) -> None:
+        self._targets = targets
         self._metadata: Metadata | None = None
 
     @override
@@ -109,10 +109,10 @@ class ReadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None
         items = []
-        for name, chunks in self._wanted.items():
+        for name, chunks in self._targets.items():
             entry = self._metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
-            for which, chunk in enumerate(chunks):
+            for number, chunk in enumerate(chunks):
                 for stored in entry.chunks:
                     begin = tuple(stored.offsets)
                     box = overlap(chunk.box, (begin, tuple(stored.sizes)))
@@ -120,7 +120,7 @@ class ReadPlanner(LoadPlanner):
                         items.append(
                             ReadItem(
                                 LoadItemType.TENSOR,
-                                dest_index=MetadataIndex(name, chunk.offsets, which),
+                                dest_index=MetadataIndex(name, chunk.offsets, number),
                                 dest_offsets=_minus(box[0], chunk.offsets),
                                 storage_index=MetadataIndex(name, stored.offsets),
                                 storage_offsets=_minus(box[0], begin),
@@ -144,7 +144,7 @@ class ReadPlanner(LoadPlanner):
     @override
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.index is not None
-        chunk = self._wanted[read_item.dest_index.fqn][read_item.dest_index.index]
+        chunk = self._targets[read_item.dest_index.fqn][read_item.dest_index.index]
         begin = (0,) * chunk.tensor.dim()
         return narrowed(chunk.tensor.detach(), begin, (tuple(read_item.dest_offsets), tuple(read_item.lengths)))
 

@@ -53,7 +53,7 @@ class Copies(Protocol):
     def memory(self, num_bytes: int) -> Tensor:
         """Return memory that the device can copy to while the host goes on."""
 
-    def start(self, source: Tensor, to: Tensor) -> Arrival:
+    def start(self, source: Tensor, target: Tensor) -> Arrival:
         """Start to copy bytes."""
 
 
@@ -64,9 +64,9 @@ class CudaCopies:
         """Return pinned memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def start(self, source: Tensor, to: Tensor) -> Arrival:
+    def start(self, source: Tensor, target: Tensor) -> Arrival:
         """Start to copy bytes."""
-        to.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
         return torch.cuda.current_stream(source.device).record_event()
 
 
@@ -79,12 +79,12 @@ class Ring:
         self._slots = cycle([Slot() for _ in range(num_slots)])
         self._num_slots = num_slots
 
-    def copy(self, source: Tensor, to: Tensor) -> None:
-        """Copy a tensor, which has all arrived after `finish` only. to: on the host, contiguous."""
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy a tensor, which has all arrived after `finish` only. target: on the host, contiguous."""
         if not source.numel():
             return
-        source, to = _bytes(source.contiguous()), _bytes(to)
-        for block, place in zip(source.split(self._slot_bytes), to.split(self._slot_bytes), strict=True):
+        source, target = _bytes(source.contiguous()), _bytes(target)
+        for block, place in zip(source.split(self._slot_bytes), target.split(self._slot_bytes), strict=True):
             slot = next(self._slots)
             slot.empty()
             if slot.memory is None:

@@ -90,8 +90,8 @@ class StoredTensors:
             self._metadata.state_dict_metadata.keys()
             return list(chunk_locations(self._metadata))
         except (AttributeError, TypeError, ValueError) as error:
-            where = self._folder / METADATA_FILE
-            raise CheckpointError(f"{where} is no metadata of a checkpoint: {error!r}.") from error
+            path = self._folder / METADATA_FILE
+            raise CheckpointError(f"{path} is no metadata of a checkpoint: {error!r}.") from error
 
     def records(self, first: int = 0, step: int = 1) -> Iterator[tuple[str, BinaryIO]]:
         """Yield what each `step`-th chunk is called, and its bytes in the file. Raises CheckpointError."""
@@ -121,14 +121,14 @@ class StoredTensors:
             self._checked.add(name)
         return entry
 
-    def read(self, wanted: Mapping[str, Sequence[Chunk]]) -> None:
-        """Read into `wanted`, tensors by name, on this rank alone; what no chunk in the file covers stays as it is."""
-        for name in wanted:
+    def read(self, targets: Mapping[str, Sequence[Chunk]]) -> None:
+        """Read into `targets`, tensors by name, on this rank alone; what no chunk in the file covers stays as it is."""
+        for name in targets:
             self.entry(name)
         reader = _Reader(self._folder, self._metadata)
         try:
             with _without_single_process_warning():
-                dcp.load({}, storage_reader=reader, planner=ReadPlanner(wanted), no_dist=True)
+                dcp.load({}, storage_reader=reader, planner=ReadPlanner(targets), no_dist=True)
         except dcp.CheckpointException as failure:
             reasons = dict.fromkeys(_reason(error) for error, _ in failure.failures.values())  # of this rank alone
             raise CheckpointError(f"{self._folder} cannot be read: {'; '.join(reasons)}.") from None
@@ -217,7 +217,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _failures_in_words(failure: dcp.CheckpointException, what: str) -> str:
+def _failures_in_words(failure: dcp.CheckpointException, activity: str) -> str:
     """Return one line that says what failed, on which rank, and why."""
     reasons = [f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items())]
-    return f"{what} failed on {'; '.join(reasons)}."
+    return f"{activity} failed on {'; '.join(reasons)}."

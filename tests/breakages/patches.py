@@ -160,7 +160,7 @@ BREAKAGES = (
     Breakage(
         "truncated-checkpoint",
         "lightning_distrec/checkpoint",
-        r"if found != size:",
+        r"if actual_size != size:",
         "if False:",
         "A truncated copy of a checkpoint is taken for complete.",
         ("unit/checkpoint/test_checkpoint_attacks.py", "unit/checkpoint/test_describe.py"),
@@ -249,8 +249,8 @@ BREAKAGES = (
     Breakage(
         "restart-not-furthest",
         "lightning_distrec/strategies/checkpoints",
-        r"sorted\(found, reverse=True\)",
-        "sorted(found)",
+        r"sorted\(checkpoints, reverse=True\)",
+        "sorted(checkpoints)",
         "A restarted job resumes from its oldest checkpoint and trains everything since then again.",
         ("multiprocess/checkpoint/test_restarting.py",),
     ),

@@ -98,7 +98,7 @@ def _description_of(path: Path, contents: Loaded, bytes_on_disk: int) -> Descrip
     plan = marker.get("plan", {})
     state = checkpoint.get("state_dict")
     mark = mark_of(path, marker)
-    tables = {key: of_table for name, of_table in plan.items() for key in _keys_of(name)}
+    tables = {key: table_plan for name, table_plan in plan.items() for key in _keys_of(name)}
     tensors = [_tensor(name, lazy, tables.get(name)) for name, lazy in tensors_of(state).items()]
     return Description(
         path=str(path),
@@ -134,8 +134,8 @@ def _keys_of(table: str) -> list[str]:
     return [f"{table}.weight", *(key.removeprefix(".") for key in in_collections)]
 
 
-def _tensor(name: str, lazy: LazyTensor, of_table: Mapping[str, Any] | None) -> Tensor:
-    plan = of_table or {}
+def _tensor(name: str, lazy: LazyTensor, table_plan: Mapping[str, Any] | None) -> Tensor:
+    plan = table_plan or {}
     return Tensor(
         name=name,
         shape=list(lazy.shape),
@@ -156,35 +156,40 @@ def _optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
 # ------------------------------------------------------------------------------------------------------- text
 
 
-def print_description(found: Description, console: Console, show_all: bool) -> None:
+def print_description(description: Description, console: Console, show_all: bool) -> None:
     """Print the description. show_all: list all tensors, not only the largest."""
-    state = "complete" if found.problem is None else "CANNOT BE LOADED"
-    console.print(f"{found.path}: {found.kind}, {state}, {decimal(found.bytes_on_disk)} on disk", soft_wrap=True)
-    if found.problem is not None:
+    state = "complete" if description.problem is None else "CANNOT BE LOADED"
+    console.print(
+        f"{description.path}: {description.kind}, {state}, {decimal(description.bytes_on_disk)} on disk", soft_wrap=True
+    )
+    if description.problem is not None:
         return
     facts = {
-        "epoch": found.epoch,
-        "step": found.step,
-        "written by": None if found.num_ranks is None else quantity(found.num_ranks, "rank"),
-        "with": ", ".join(filter(None, [found.versions, found.lightning and f"lightning {found.lightning}"])) or None,
-        "plan": f"{PLAN_FILE}, for planning={{'plan_file': {found.path!r}}}" if found.plan_file else None,
+        "epoch": description.epoch,
+        "step": description.step,
+        "written by": None if description.num_ranks is None else quantity(description.num_ranks, "rank"),
+        "with": ", ".join(
+            filter(None, [description.versions, description.lightning and f"lightning {description.lightning}"])
+        )
+        or None,
+        "plan": f"{PLAN_FILE}, for planning={{'plan_file': {description.path!r}}}" if description.plan_file else None,
     }
     for name, value in facts.items():
         if value is not None:
             console.print(f"{name:<11}{value}", soft_wrap=True)
-    if found.base is not None:
-        rows = ", ".join(f"{name} {count:,}" for name, count in found.changed_rows.items()) or "none"
-        packed = f", {found.row_bits} bits a number" if found.row_bits != 32 else ""
-        console.print(f"difference to {found.base}, which it needs; changed rows{packed}: {rows}", soft_wrap=True)
-    listed = found.tensors if show_all else found.tensors[:NUM_LISTED]
+    if description.base is not None:
+        rows = ", ".join(f"{name} {count:,}" for name, count in description.changed_rows.items()) or "none"
+        packed = f", {description.row_bits} bits a number" if description.row_bits != 32 else ""
+        console.print(f"difference to {description.base}, which it needs; changed rows{packed}: {rows}", soft_wrap=True)
+    listed = description.tensors if show_all else description.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
-    if rest := found.tensors[len(listed) :]:
-        size = decimal(sum(tensor.num_bytes for tensor in rest))
-        console.print(f"and {quantity(len(rest), 'smaller tensor')}, {size} in all; --all lists them")
-    for number, state_of in enumerate(found.optimizers):
-        of = f", {state_of.optimizer}" if state_of.optimizer else ""
+    if unlisted := description.tensors[len(listed) :]:
+        size = decimal(sum(tensor.num_bytes for tensor in unlisted))
+        console.print(f"and {quantity(len(unlisted), 'smaller tensor')}, {size} in all; --all lists them")
+    for number, state_of in enumerate(description.optimizers):
+        optimizer = f", {state_of.optimizer}" if state_of.optimizer else ""
         tensors = quantity(state_of.num_tensors, "tensor")
-        console.print(f"optimizer {number}{of}: {tensors}, {decimal(state_of.num_bytes)}", soft_wrap=True)
+        console.print(f"optimizer {number}{optimizer}: {tensors}, {decimal(state_of.num_bytes)}", soft_wrap=True)
 
 
 def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:

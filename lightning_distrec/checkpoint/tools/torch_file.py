@@ -62,9 +62,9 @@ def _write_without_bytes(path: Path, value: Any, tensors: dict[str, LazyTensor])
     """
     hole = path.with_name("hole")
 
-    def put(item: Any, where: str) -> Any:
+    def put(item: Any, place: str) -> Any:
         return (
-            map_nested(item, where, put) if as_lazy(item) is None else _placeholder(hole, where, item, tensors[where])
+            map_nested(item, place, put) if as_lazy(item) is None else _placeholder(hole, place, item, tensors[place])
         )
 
     try:
@@ -76,11 +76,11 @@ def _write_without_bytes(path: Path, value: Any, tensors: dict[str, LazyTensor])
         hole.unlink(missing_ok=True)
 
 
-def _placeholder(hole: Path, where: str, item: Any, lazy: LazyTensor) -> Tensor:
+def _placeholder(hole: Path, place: str, item: Any, lazy: LazyTensor) -> Tensor:
     """Return a tensor of the same shape and type whose memory is never touched, so that it takes none."""
     if isinstance(item, Tensor) and (item.layout != torch.strided or item.is_quantized):
         raise CheckpointError(
-            f"'{where}' has the layout {item.layout}, or is quantized, and only dense tensors can be exported. "
+            f"'{place}' has the layout {item.layout}, or is quantized, and only dense tensors can be exported. "
             "Make it dense."
         )
     if not (size := num_bytes(lazy)):
@@ -92,8 +92,8 @@ def _placeholder(hole: Path, where: str, item: Any, lazy: LazyTensor) -> Tensor:
 def _records(path: Path) -> list[tuple[int, int]]:
     """Return offset of the header, and number of bytes, of each tensor that is not empty, in the file's order."""
     with zipfile.ZipFile(path) as archive:
-        found = [(i.header_offset, i.file_size) for i in archive.infolist() if "/data/" in i.filename and i.file_size]
-    return sorted(found)
+        records = [(i.header_offset, i.file_size) for i in archive.infolist() if "/data/" in i.filename and i.file_size]
+    return sorted(records)
 
 
 def _in_order_of_file(path: Path, tensors: dict[str, LazyTensor]) -> list[LazyTensor]:
@@ -117,9 +117,9 @@ def _write_record(file: IO[bytes], header: int, lazy: LazyTensor, on_progress: C
         file.write(content)
         checksum = zlib.crc32(content, checksum)
         on_progress(len(content))
-    where = file.tell()
+    end = file.tell()
     mark, _ = _DESCRIPTOR.unpack(file.read(_DESCRIPTOR.size))
-    file.seek(where)
+    file.seek(end)
     file.write(_DESCRIPTOR.pack(mark, checksum))
     return checksum
 

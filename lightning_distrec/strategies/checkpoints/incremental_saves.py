@@ -63,8 +63,8 @@ class IncrementalSaves:
         self._options, self._ranks, self._tables, self._remove = options, ranks, tables, remove
         self._trainer = trainer
         self._series: str = ranks.all_gather(job or f"fit-{secrets.token_hex(4)}")[0]
-        given = options.dirpath or Path(trainer.default_root_dir, FOLDER, self._series)
-        self._folder = Path(ranks.all_gather(str(given))[0]).absolute()
+        folder = options.dirpath or Path(trainer.default_root_dir, FOLDER, self._series)
+        self._folder = Path(ranks.all_gather(str(folder))[0]).absolute()
         self._changed = ChangedTables(tables, trainer.strategy.precision_plugin)
         self._base: _Base | None = None
         self._next_base: _Base | None = None
@@ -96,12 +96,12 @@ class IncrementalSaves:
 
     def _tables_in_full(self, step: int) -> dict[str, str] | None:
         """Collective. Return the tables that a difference has in full, and why; None: a full checkpoint is due."""
-        of_ranks = self._ranks.all_gather(self._changed.in_full())
-        in_full = {name: why for of_rank in of_ranks for name, why in of_rank.items()}
-        for name, why in in_full.items():
+        per_rank_reasons = self._ranks.all_gather(self._changed.in_full())
+        in_full = {name: reason for reasons in per_rank_reasons for name, reason in reasons.items()}
+        for name, reason in in_full.items():
             if name not in self._reported and self._base is not None:
                 self._reported.add(name)
-                rank_zero_info(f"checkpoint: incremental: table '{name}' is saved in full, because {why}.")
+                rank_zero_info(f"checkpoint: incremental: table '{name}' is saved in full, because {reason}.")
         every = self._options.full_every
         if self._base is None or step // every > self._base.step // every:
             return None
@@ -124,13 +124,13 @@ class IncrementalSaves:
             self._base = None  # should this one fail, there is none, since what changed before is forgotten
             self._changed.begin()
             mark = Mark(id=drawn, series=self._series, changed={})
-            tensors = {each.where for each in tensors_of_tables(checkpoint, self._tables)}
+            tensors = {tensor.path for tensor in tensors_of_tables(checkpoint, self._tables)}
             self._next_base = _Base(mark, self._writing.name, self._trainer.global_step, tensors)
             return {INCREMENTAL: asdict(mark)}
         base = self._base
         assert base is not None
-        of_tables, bits = (self._tables, self._changed, self._in_full, base.tensors), self._options.row_bits
-        rows = as_difference(checkpoint, *of_tables, self._ranks, bits)
+        bits = self._options.row_bits
+        rows = as_difference(checkpoint, self._changed, self._in_full, base.tensors, self._ranks, bits)
         mark = Mark(
             id=drawn,
             series=self._series,
@@ -146,25 +146,25 @@ class IncrementalSaves:
 
         On rank 0.
         """
-        found = []
+        stored = []
         for path in self._folder.glob("[!.]*.ckpt"):
             with suppress(CheckpointError, OSError):  # damaged, or not complete: it is not known to be of this series
                 mark = mark_of(path, read_marker(path))
                 if path != written and mark is not None and mark.series == self._series:
-                    found.append(((path / MARKER).stat().st_mtime_ns, path, mark))
-        for path in no_longer_needed(found, self._options.keep - 1, self._base.name if self._base else ""):
+                    stored.append(((path / MARKER).stat().st_mtime_ns, path, mark))
+        for path in no_longer_needed(stored, self._options.keep - 1, self._base.name if self._base else ""):
             self._remove(path)
 
 
-def no_longer_needed(found: list[tuple[int, Path, Mark]], keep: int, base: str) -> list[Path]:
+def no_longer_needed(stored: list[tuple[int, Path, Mark]], keep: int, base: str) -> list[Path]:
     """Return what to remove of a series, differences before their bases.
 
-    found: time, path and mark of each. keep: how many of the newest to keep. base: a folder's name that is needed too.
+    stored: time, path and mark of each. keep: how many of the newest to keep. base: a folder's name that is needed too.
     """
-    newest = sorted(found, key=lambda each: each[0], reverse=True)
+    newest = sorted(stored, key=lambda entry: entry[0], reverse=True)
     needed = {base} | {path.name for _, path, _ in newest[:keep]} | {mark.base_name for _, _, mark in newest[:keep]}
     old = [(path, mark) for _, path, mark in newest if path.name not in needed]
-    return [path for path, _ in sorted(old, key=lambda each: not each[1].is_difference)]
+    return [path for path, _ in sorted(old, key=lambda entry: not entry[1].is_difference)]
 
 
 def begin_series(

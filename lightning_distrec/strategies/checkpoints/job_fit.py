@@ -24,9 +24,9 @@ def next_fit() -> int:
     return next(_fits)
 
 
-def run_name(of_options: str | None, given: Mapping[str, str] = os.environ) -> str:
+def run_name(option: str | None, variables: Mapping[str, str] = os.environ) -> str:
     """Return the name of the run by the options or the environment; "" for none. Raises ConfigError: it is invalid."""
-    name = of_options if of_options is not None else given.get(RUN_NAME, "")
+    name = option if option is not None else variables.get(RUN_NAME, "")
     if name and not re.fullmatch(r"[\w.-]{1,100}", name):
         raise ConfigError(
             f"run_name={name!r}: it becomes part of a file's name. Use 1 to 100 letters, digits, '_', '-' and '.'."
@@ -81,7 +81,7 @@ class JobFit:
     def note_saving(self, path: str) -> None:
         """Note where a checkpoint will be, before it is written. On every rank; rank 0 writes."""
         if self.has_name:
-            self.record.note_saving(path, self.start, by_name=path == str(self.path))
+            self.record.note_saving(path, self.start, is_alone=path == str(self.path))
 
     def end(self) -> None:
         """Note that the fit has come to its end: another start begins again, and only a restart goes on from there.

@@ -72,11 +72,11 @@ class JobRecord:
         places = self._places
         return not (places.folders or places.files or places.elsewhere)
 
-    def candidates(self, others: list[Path]) -> list[Path]:
-        """Return what may be a checkpoint of the fit. others: more folders to look into."""
-        folders = dict.fromkeys([*map(Path, self._places.folders), *others])
-        found = [path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))]
-        resolved = (path.resolve() for path in [*found, *map(Path, self._places.files)])  # last.ckpt may be a link
+    def candidates(self, more_folders: list[Path]) -> list[Path]:
+        """Return what may be a checkpoint of the fit. more_folders: to look into."""
+        folders = dict.fromkeys([*map(Path, self._places.folders), *more_folders])
+        paths = [path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))]
+        resolved = (path.resolve() for path in [*paths, *map(Path, self._places.files)])  # last.ckpt may be a link
         return list(dict.fromkeys(path for path in resolved if path.exists()))
 
     def folders(self) -> list[Path]:
@@ -85,23 +85,23 @@ class JobRecord:
             dict.fromkeys([*map(Path, self._places.folders), *(Path(file).parent for file in self._places.files)])
         )
 
-    def note_saving(self, path: str, start: str, by_name: bool = False) -> None:
+    def note_saving(self, path: str, start: str, is_alone: bool = False) -> None:
         """Note where a checkpoint will be. On every rank, of which rank 0 writes.
 
-        start: of the fit; those of another start are not looked for any more. by_name: others in its folder are not of
+        start: of the fit; those of another start are not looked for any more. is_alone: others in its folder are not of
         this job.
         """
-        before = asdict(self._places)
+        old_places = asdict(self._places)
         if self._places.start != start:
             self._places = _Places(start)
         places, local = self._places, Path(path).absolute()
         if "://" in path:
             places.elsewhere = [path]
-        elif by_name or local.suffix != CHECKPOINT_SUFFIX:
+        elif is_alone or local.suffix != CHECKPOINT_SUFFIX:
             places.files = list(dict.fromkeys([*places.files, str(local)]))
         else:
             places.folders = list(dict.fromkeys([*places.folders, str(local.parent)]))
-        if asdict(places) != before:
+        if asdict(places) != old_places:
             self._write()
 
     def go_on(self) -> None:

@@ -33,9 +33,9 @@ def load_weights(
         if isinstance(parameter, DTensor)
     }
     done = keys.keys() | mapped
-    rest = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in done}
+    other_state = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in done}
     try:
-        missing, unexpected = module.load_state_dict(rest, strict=False)
+        missing, unexpected = module.load_state_dict(other_state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the module: {error}") from None
     # A table with several shards on this rank has a parameter for each, with a suffix.
@@ -76,15 +76,17 @@ def _load_mappings(module: LightningModule, state: Mapping[str, Any]) -> set[str
     return keys
 
 
-def _load_table(shards: ShardedTables, key: str, name: str, wanted: tuple[int, int], value: Any, grow: bool) -> None:
+def _load_table(shards: ShardedTables, key: str, name: str, shape: tuple[int, int], value: Any, grow: bool) -> None:
     lazy = as_lazy(value)
-    found = tuple(lazy.shape) if lazy is not None else type(value).__name__
-    grows = lazy is not None and len(lazy.shape) == 2 and lazy.shape[1] == wanted[1] and lazy.shape[0] < wanted[0]
-    if found != wanted and not (grows and grow):
+    saved_shape = tuple(lazy.shape) if lazy is not None else type(value).__name__
+    grows = lazy is not None and len(lazy.shape) == 2 and lazy.shape[1] == shape[1] and lazy.shape[0] < shape[0]
+    if saved_shape != shape and not (grows and grow):
         hint = " To load its rows and initialize the others, set checkpoint={'grow_tables': True}." if grows else ""
         raise CheckpointError(
-            f"table '{name}' is {wanted[0]} x {wanted[1]}, but the checkpoint's '{key}' is {found}.{hint}"
+            f"table '{name}' is {shape[0]} x {shape[1]}, but the checkpoint's '{key}' is {saved_shape}.{hint}"
         )
     shards.load(name, lazy if not isinstance(value, Tensor) else value)
-    if found != wanted:
-        rank_zero_info(f"table '{name}' has grown from {found[0]} rows to {wanted[0]}; the added rows are initialized.")
+    if saved_shape != shape:
+        rank_zero_info(
+            f"table '{name}' has grown from {saved_shape[0]} rows to {shape[0]}; the added rows are initialized."
+        )

@@ -101,17 +101,17 @@ class OptimizerStates:
         }
 
     def _of_tables(self, names: list[dict[str, list[nn.Parameter]]], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        mine = [name for name, _ in _items(names) if name in self._tables]
-        if not mine:
+        tables = [name for name, _ in _items(names) if name in self._tables]
+        if not tables:
             return {}
-        state = {name: _of_fused(self._tables[name]) for name in mine if self._tables[name].update.in_backward}
-        kept = [name for name in mine if not self._tables[name].update.in_backward]
+        state = {name: _of_fused(self._tables[name]) for name in tables if self._tables[name].update.in_backward}
+        unfused = [name for name in tables if not self._tables[name].update.in_backward]
         # A rank without rows of a table does not know which tensors its state has.
-        described = self._consensus.all_gather({name: describe(self._tables[name].shards, optimizer) for name in kept})
-        for name in kept:
-            found = next((of_rank[name] for of_rank in described if of_rank[name] is not None), None)
-            if found:
-                state[name] = {key: self._entry(name, key, like, optimizer) for key, like in found.items()}
+        described = self._consensus.all_gather({n: describe(self._tables[n].shards, optimizer) for n in unfused})
+        for name in unfused:
+            description = next((tables[name] for tables in described if tables[name] is not None), None)
+            if description:
+                state[name] = {key: self._entry(name, key, like, optimizer) for key, like in description.items()}
         return state
 
     def _entry(self, name: str, key: str, like: tuple[str, Any], optimizer: Optimizer) -> Any:
@@ -132,23 +132,23 @@ class OptimizerStates:
         self,
         saved: Sequence[Mapping[str, Any]],
         optimizers: Sequence[Optimizer],
-        of_tables: Sequence[Optimizer],
+        table_optimizers: Sequence[Optimizer],
         warn: Callable[[str], None],
         grow: bool,
     ) -> None:
         """Load the optimizers' saved state; each rank reads its own shards.
 
-        of_tables: optimizers of tables alone. warn: called with what cannot be loaded, and starts empty. grow: accept
+        table_optimizers: those of tables alone. warn: called with what cannot be loaded, and starts empty. grow: accept
         tables with more rows than were saved.
         Raises CheckpointError: the optimizers or their groups are not those that were saved.
         """
         saved_of_tables = [state for state in saved if OF_TABLES in state]
         saved = [state for state in saved if OF_TABLES not in state]
-        if len(saved_of_tables) != len(of_tables):
+        if len(saved_of_tables) != len(table_optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved_of_tables)} optimizers by table_optimizer, and this run "
-                f"has {len(of_tables)}. Set table_optimizer, and optimizer in tables, as they were, or start a new run "
-                "from its weights: checkpoint={'start_from': path}."
+                f"has {len(table_optimizers)}. Set table_optimizer, and optimizer in tables, as they were, or start a "
+                "new run from its weights: checkpoint={'start_from': path}."
             )
         if len(saved) != len(optimizers):
             raise CheckpointError(
@@ -158,7 +158,7 @@ class OptimizerStates:
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
             self._load(f"optimizer {number}", state, optimizer, warn, grow)
-        for state, optimizer in zip(saved_of_tables, of_tables, strict=True):
+        for state, optimizer in zip(saved_of_tables, table_optimizers, strict=True):
             self._load("table_optimizer", state, optimizer, warn, grow)
 
     def _load(
@@ -178,24 +178,24 @@ class OptimizerStates:
                 f"{label} has {len(names)} param groups, and the checkpoint's had {len(groups)}. Return the "
                 "groups that were saved, or start a new run from its weights: checkpoint={'start_from': path}."
             )
-        states, known = state_by_name(saved, names, label)
-        own: dict[int, Any] = {}
+        states, saved_names = state_by_name(saved, names, label)
+        states_by_index: dict[int, Any] = {}
         numbered = []
         index = 0
-        for group, now, of_group in zip(groups, optimizer.param_groups, names, strict=True):
+        for group, current_group, named_parameters in zip(groups, optimizer.param_groups, names, strict=True):
             first = index
-            for name, parameters in of_group.items():
+            for name, parameters in named_parameters.items():
                 for parameter in parameters:
-                    found = self._state_of(name, parameter, states.get(name), optimizer, grow, name in known)
-                    own |= {} if found is None else {index: found}
+                    state = self._state_of(name, parameter, states.get(name), optimizer, grow, name in saved_names)
+                    states_by_index |= {} if state is None else {index: state}
                     index += 1
-            kept = {key: now[key] for key in KEPT_IN_GROUPS if key in now}
-            numbered.append({**group, **kept, "params": list(range(first, index))})
-        optimizer.load_state_dict({"state": own, "param_groups": numbered})
-        fresh = [name for of_group in names for name in of_group if name not in known]
+            retained = {key: current_group[key] for key in KEPT_IN_GROUPS if key in current_group}
+            numbered.append({**group, **retained, "params": list(range(first, index))})
+        optimizer.load_state_dict({"state": states_by_index, "param_groups": numbered})
+        fresh = [name for named_parameters in names for name in named_parameters if name not in saved_names]
         if fresh:
-            more = f" and {len(fresh) - 1} more" if fresh[1:] else ""
-            warn(f"{label}: the checkpoint has no state of '{fresh[0]}'{more}; it starts empty.")
+            ending = f" and {len(fresh) - 1} more" if fresh[1:] else ""
+            warn(f"{label}: the checkpoint has no state of '{fresh[0]}'{ending}; it starts empty.")
 
     def _state_of(
         self,
@@ -225,7 +225,7 @@ class OptimizerStates:
         if saved.update.in_backward:
             _load_fused(saved, shard, values, grow)
             return None
-        before = optimizer.state.get(parameter, {})
+        old_state = optimizer.state.get(parameter, {})
         local: dict[str, Any] = {}
         for key, value in values.items():
             lazy = as_lazy(value)
@@ -235,9 +235,11 @@ class OptimizerStates:
             kind = layout_of(name, key, lazy.shape, table, grow)
             rows, columns = shard.weight.shape
             shape = {"elements": (rows, columns), "columns of 1": (rows, 1), "rows": (rows,)}[kind]
-            start = before.get(key)
-            same = isinstance(start, Tensor) and tuple(start.shape) == shape
-            tensor = start.clone() if same else torch.zeros(shape, dtype=lazy.dtype, device=shard.weight.device)
+            start = old_state.get(key)
+            is_same_shape = isinstance(start, Tensor) and tuple(start.shape) == shape
+            tensor = (
+                start.clone() if is_same_shape else torch.zeros(shape, dtype=lazy.dtype, device=shard.weight.device)
+            )
             if tensor.numel():
                 lazy.read_into([Chunk(offsets_in_table(shard, len(shape), kind), tensor)])
             local[key] = tensor

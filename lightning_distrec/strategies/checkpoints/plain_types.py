@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_distrec.checkpoint.plain_state import find_not_plain, refuse_not_plain, with_plain_types
 
 HYPERPARAMETERS = {
-    of.CHECKPOINT_HYPER_PARAMS_KEY: of.CHECKPOINT_HYPER_PARAMS_TYPE for of in (LightningModule, LightningDataModule)
+    owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.CHECKPOINT_HYPER_PARAMS_TYPE
+    for owner in (LightningModule, LightningDataModule)
 }
 """The keys of hyperparameters, and of their type where that is one of OmegaConf's."""
 
@@ -34,12 +35,12 @@ def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
                     "hold plain types only. load_from_checkpoint passes that dict: call OmegaConf.create on it."
                 )
                 warned.add(kind_of_type)
-        given = checkpoint[kind]
-        refused = [name for name, value in given.items() if find_not_plain(value) is not None]
-        checkpoint[kind] = {name: value for name, value in given.items() if name not in refused}
+        values = checkpoint[kind]
+        refused = [name for name, value in values.items() if find_not_plain(value) is not None]
+        checkpoint[kind] = {name: value for name, value in values.items() if name not in refused}
         for name in sorted(set(refused) - warned):
             rank_zero_warn(
-                f"the hyperparameter '{name}' is a {type(given[name]).__name__} and not in checkpoints, which hold "
+                f"the hyperparameter '{name}' is a {type(values[name]).__name__} and not in checkpoints, which hold "
                 "plain types only. Pass it to load_from_checkpoint, leave it out of save_hyperparameters, or set "
                 "checkpoint={'pickles': True} in the strategy."
             )

@@ -23,7 +23,7 @@ class KeptByRank(Protocol):
     def state(self) -> dict[str, Any]:
         """Return this rank's."""
 
-    def restore(self, of_rank: Mapping[str, Any] | None, of_rank_0: Mapping[str, Any] | None) -> None:
+    def restore(self, rank_state: Mapping[str, Any] | None, rank_0_state: Mapping[str, Any] | None) -> None:
         """Set it; None: of another number of ranks, or not in the checkpoint."""
 
 
@@ -43,13 +43,13 @@ class Positions:
 
     def keep(self, loader: Any) -> Any:
         """Return the training loader, with a position that checkpoints hold if it can have one."""
-        kept = resumable(loader, *self.data_ranks, rank_zero_warn)
-        self._loaders.append(kept)
-        return kept
+        positioned = resumable(loader, *self.data_ranks, rank_zero_warn)
+        self._loaders.append(positioned)
+        return positioned
 
-    def keep_by_rank(self, name: str, kept: "KeptByRank") -> None:
+    def keep_by_rank(self, name: str, holder: "KeptByRank") -> None:
         """Save what each rank has of its own under this name."""
-        self._kept_by_rank[name] = kept
+        self._kept_by_rank[name] = holder
 
     @property
     def _are_kept(self) -> bool:
@@ -62,11 +62,11 @@ class Positions:
         Positions that any number of ranks can use stay in the checkpoint, under POSITIONS.
         """
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        mine: list[Any] = state.pop("combined_loader", [])
-        if shared := states_of_all_ranks(self._ranks.all_gather(mine)):
+        loader_states: list[Any] = state.pop("combined_loader", [])
+        if shared := states_of_all_ranks(self._ranks.all_gather(loader_states)):
             state[POSITIONS] = shared
-        kept = {name: kept.state() for name, kept in self._kept_by_rank.items()}
-        return {"loaders": mine, "generators": generator_states(), **kept}
+        states = {name: holder.state() for name, holder in self._kept_by_rank.items()}
+        return {"loaders": loader_states, "generators": generator_states(), **states}
 
     def left_in(self, checkpoint: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint for stock Lightning, which takes rank 0's loaders' states where there is no position."""
@@ -96,8 +96,8 @@ class Positions:
                     "the checkpoint holds a state of the dataloader for each of its ranks, which does not fit another "
                     "number of ranks: an epoch that it was in the middle of starts again."
                 )
-        for name, kept in self._kept_by_rank.items():
-            kept.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))
+        for name, holder in self._kept_by_rank.items():
+            holder.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))
         adapt_progress(fit_loop, self.data_ranks[1])
         epochs = fit_loop["epoch_progress"]["current"]
         is_last = fit_loop["epoch_loop.batch_progress"]["is_last_batch"]
@@ -120,9 +120,9 @@ class Positions:
         With another batch size, or if a position could not be used, these are not those that the checkpoint counted.
         """
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        kept = [loader for loader in self._loaders if isinstance(loader, PositionedLoader)]
-        if not kept or progress.is_last_batch or not trainer.fit_loop.restarting:
+        loaders = [loader for loader in self._loaders if isinstance(loader, PositionedLoader)]
+        if not loaders or progress.is_last_batch or not trainer.fit_loop.restarting:
             return
-        behind = int(max(kept, key=len).state["batches"]) - progress.current.ready
+        behind = int(max(loaders, key=len).state["batches"]) - progress.current.ready
         for counter in COUNTERS:
             setattr(progress.current, counter, getattr(progress.current, counter) + behind)

@@ -21,7 +21,7 @@ OVER = "To start over, set another run_name, or stopping={'resume': 'never'}."
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """A checkpoint from which a fit goes on."""
 
     path: str
@@ -32,37 +32,37 @@ class Found:
 class Resuming:
     """Decides where one fit begins. Made before the fit, when the trainer's callbacks are as the user made them.
 
-    attempt: how often the launcher has started the job again. by: its name. never: whether the user wants no resuming.
-    pickles: whether checkpoints may hold any types, whose code is run.
+    attempt: how often the launcher has started the job again. launcher: its name. never: whether the user wants no
+    resuming. pickles: whether checkpoints may hold any types, whose code is run.
     """
 
     def __init__(
-        self, trainer: Trainer, job: JobFit, attempt: int, by: str, never: bool, pickles: bool = False
+        self, trainer: Trainer, job: JobFit, attempt: int, launcher: str, never: bool, pickles: bool = False
     ) -> None:
         self.job, self._pickles = job, pickles
-        self._attempt, self._by, self._never = attempt, by, never
-        callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        self._without_dirpath = [each for each in callbacks if not each.dirpath]
-        dirpaths = [str(each.dirpath) for each in callbacks if each.dirpath]
+        self._attempt, self._launcher, self._never = attempt, launcher, never
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        self._without_dirpath = [callback for callback in callbacks if not callback.dirpath]
+        dirpaths = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
         self._dirpaths = [Path(dirpath).absolute() for dirpath in dirpaths if "://" not in dirpath]
-        self._found: Found | None = None
+        self._resumed: ResumePoint | None = None
 
-    def find(self, given: Any, ranks: Consensus) -> str | None:
+    def find(self, ckpt_path: Any, ranks: Consensus) -> str | None:
         """Collective. Return the checkpoint from which the fit goes on; None: it begins as the user says.
 
-        given: the user's ckpt_path, None for none; it is for the first start of a job.
+        ckpt_path: the user's, None for none; it is for the first start of a job.
         """
         self.job.take_name(ranks.all_gather(self.job.name)[0])
-        self._found = found = None if self._never else self._furthest(ranks)
-        self.job.begin(ranks.all_gather(found.label if found else new_label())[0])
-        if found is None:
-            self._explain_first_start(given)
+        self._resumed = newest = None if self._never else self._furthest(ranks)
+        self.job.begin(ranks.all_gather(newest.label if newest else new_label())[0])
+        if newest is None:
+            self._explain_first_start(ckpt_path)
             return None
-        self._explain(found, given)
-        self.job.note_saving(found.path)
+        self._explain(newest, ckpt_path)
+        self.job.note_saving(newest.path)
         if ranks.rank == 0:
             self.job.record.go_on()
-        return found.path
+        return newest.path
 
     def keep_folders(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
         """Let each ModelCheckpoint without a dirpath go on in the folder that it had before the restart.
@@ -70,21 +70,21 @@ class Resuming:
         Lightning has given it a new one (lightning_logs/version_1), and would drop what it knows of the checkpoints in
         the old one: which are the best, and which to remove.
         """
-        if self._found is None or str(path) != self._found.path:
+        if self._resumed is None or str(path) != self._resumed.path:
             return
         for callback in self._without_dirpath:
             state = checkpoint.get("callbacks", {}).get(callback.state_key)
             if isinstance(state, Mapping) and state.get("dirpath"):
                 callback.dirpath = state["dirpath"]
 
-    def _furthest(self, ranks: Consensus) -> Found | None:
+    def _furthest(self, ranks: Consensus) -> ResumePoint | None:
         """Collective. Return the furthest checkpoint that all ranks can read."""
         rank_0 = ranks.rank == 0
-        mine = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
-        for path, step, label in ranks.all_gather(mine)[0]:
+        candidates = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
+        for path, step, label in ranks.all_gather(candidates)[0]:
             problems = [problem for problem in ranks.all_gather(self._problem(Path(path), ranks)) if problem]
             if not problems:
-                return Found(path, step, label)
+                return ResumePoint(path, step, label)
             rank_zero_warn(f"A checkpoint of this job is skipped: {problems[0]}")
         return None
 
@@ -107,7 +107,7 @@ class Resuming:
             with suppress(OSError):  # it may not be writable; then it was not this attempt's either
                 for path in clean_up(folder):
                     rank_zero_info(f"A checkpoint is skipped, and removed: {path} was never completed.")
-        found = []
+        checkpoints = []
         for path in record.candidates([*self._dirpaths]):
             try:
                 origin = open_checkpoint(path).origin(self._pickles)
@@ -115,18 +115,18 @@ class Resuming:
                 rank_zero_warn(f"A checkpoint is skipped: {error}")
                 continue
             if job.has_label(origin.job):
-                found.append((origin.step, origin.written, str(path), origin.job))
-        return [(path, step, label) for step, _, path, label in sorted(found, reverse=True)]
+                checkpoints.append((origin.step, origin.written, str(path), origin.job))
+        return [(path, step, label) for step, _, path, label in sorted(checkpoints, reverse=True)]
 
-    def _explain(self, found: Found, given: Any) -> None:
-        how = f"Restarted ({self._by}, attempt {self._attempt})" if self._attempt else "Started again"
+    def _explain(self, newest: ResumePoint, ckpt_path: Any) -> None:
+        beginning = f"Restarted ({self._launcher}, attempt {self._attempt})" if self._attempt else "Started again"
         words = [
-            f"{how}: training resumes from {found.path}, step {found.step}, the furthest complete checkpoint of the "
-            f"job {self.job.name}.",
-            self._trained_again(found.step),
+            f"{beginning}: training resumes from {newest.path}, step {newest.step}, the furthest complete checkpoint "
+            f"of the job {self.job.name}.",
+            self._trained_again(newest.step),
         ]
-        if given:
-            words.append(f"ckpt_path={str(given)!r} was for its first start.")
+        if ckpt_path:
+            words.append(f"ckpt_path={str(ckpt_path)!r} was for its first start.")
         rank_zero_info(" ".join([*words, OVER]))
 
     def _trained_again(self, step: int) -> str:
@@ -136,28 +136,25 @@ class Resuming:
             return "The fit had come to its end."
         if reached is None:
             return "No rank could note how far the job had come, so how many steps are trained again is not known."
-        again = max(0, reached - step)
-        return f"The job had come to step {step + again}: {quantity(again, 'step')} {_is(again)} trained again."
+        num_steps = max(0, reached - step)
+        verb = "is" if num_steps == 1 else "are"
+        return f"The job had come to step {step + num_steps}: {quantity(num_steps, 'step')} {verb} trained again."
 
-    def _explain_first_start(self, given: Any) -> None:
+    def _explain_first_start(self, ckpt_path: Any) -> None:
         record = self.job.record
-        where = f"from {given}" if given else "at step 0"
+        start = f"from {ckpt_path}" if ckpt_path else "at step 0"
         if not self._attempt:
             return
-        how = f"Restarted ({self._by}, attempt {self._attempt})"
+        beginning = f"Restarted ({self._launcher}, attempt {self._attempt})"
         if self._never:
-            rank_zero_info(f"{how}: training starts {where}, because of stopping={{'resume': 'never'}}.")
+            rank_zero_info(f"{beginning}: training starts {start}, because of stopping={{'resume': 'never'}}.")
         elif record.elsewhere:
             rank_zero_warn(
-                f"{how}: training starts {where}. This job has saved {record.elsewhere[-1]}, but checkpoints are "
+                f"{beginning}: training starts {start}. This job has saved {record.elsewhere[-1]}, but checkpoints are "
                 "looked for on file systems only: set ckpt_path to it."
             )
         else:
             rank_zero_info(
-                f"{how}: training starts {where}. The job {self.job.name} has no complete checkpoint. "
+                f"{beginning}: training starts {start}. The job {self.job.name} has no complete checkpoint. "
                 "ModelCheckpoint(every_n_train_steps=...) saves more often."
             )
-
-
-def _is(number: int) -> str:
-    return "is" if number == 1 else "are"

@@ -29,15 +29,17 @@ def partitioned_state(
     parameters: Mapping[str, Tensor], optimizer: Optimizer, rank_of: RankOf, consensus: Consensus
 ) -> dict[str, dict[str, Any]]:
     """Collective. Return state by name: the rank that holds it has the values, the others shapes and types."""
-    mine = {
+    local_states = {
         name: optimizer.state[parameter]
         for name, parameter in parameters.items()
         if rank_of(parameter) == consensus.rank and parameter in optimizer.state
     }
-    gathered = consensus.all_gather({name: {k: _like(v) for k, v in state.items()} for name, state in mine.items()})
-    likes = {name: like for of_rank in gathered for name, like in of_rank.items()}
+    gathered = consensus.all_gather({
+        name: {k: _like(v) for k, v in state.items()} for name, state in local_states.items()
+    })
+    likes = {name: like for rank_likes in gathered for name, like in rank_likes.items()}
     return {
-        name: {key: _entry(like, mine.get(name, {}).get(key)) for key, like in likes[name].items()}
+        name: {key: _entry(like, local_states.get(name, {}).get(key)) for key, like in likes[name].items()}
         for name in parameters
         if name in likes
     }

@@ -37,18 +37,18 @@ class ChangedTables:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
         from lightning_distrec.sharding.weights.shard_access import writes
 
-        self._tables, self._writes = tables, writes
+        self.tables, self._writes = tables, writes
         self._touched = TouchedRows(tables.shards.kernels)
         self._undo: list[Callable[[], None]] = [self._touched.release]
         self._fused_state = tables.shards.fused_state()
         shards = tables.shards.shards
-        self._kept = [n for n, u in tables.updates.items() if not u.in_backward and not shards[n][0].replicated]
+        self._unfused = [n for n, u in tables.updates.items() if not u.in_backward and not shards[n][0].replicated]
         """Tables whose gradients are left to the user's optimizers."""
         self._written = {name: _Writes(partial(self.memory_of, name)) for name in tables.shards.shards}
-        for optimizer in tables.all_optimizers if self._kept else ():
+        for optimizer in tables.all_optimizers if self._unfused else ():
             self._undo.append(optimizer.register_step_pre_hook(self._before_update).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
-        if self._kept:
+        if self._unfused:
             self._undo.append(call_after_closure(plugin, self._before_update).close)
         self.begin()
 
@@ -70,27 +70,27 @@ class ChangedTables:
 
     def in_full(self) -> dict[str, str]:
         """Return full name of a table of which all rows may have changed on this rank -> why."""
-        found = {}
+        reasons = {}
         for name, written in self._written.items():
             if self._shards(name)[0].replicated:
-                found[name] = "every rank has all of it"
-            elif name in self._kept and (why := self._moves_all(name)):
-                found[name] = why
+                reasons[name] = "every rank has all of it"
+            elif name in self._unfused and (reason := self._moves_all(name)):
+                reasons[name] = reason
             elif written.look() or self._writes[name] != self._written_by_user.get(name, 0):
-                found[name] = "something besides its optimizer has written its rows, a callback for example"
-        return found
+                reasons[name] = "something besides its optimizer has written its rows, a callback for example"
+        return reasons
 
     def memory_of(self, name: str) -> list[Tensor]:
         """Return what this rank has of a table: its weights and its optimizer's state."""
         weights = [shard.weight for shard in self._shards(name)]
         states = [state for shard in self._shards(name) for state in self._fused_state.get(id(shard), [])]
-        if name in self._kept:
-            held = [o.state[w] for o in self._tables.all_optimizers for w in weights if w in o.state]
+        if name in self._unfused:
+            held = [o.state[w] for o in self.tables.all_optimizers for w in weights if w in o.state]
             states += [value for state in held for value in state.values() if isinstance(value, Tensor)]
         return [*weights, *states]
 
     def _shards(self, name: str) -> list[LocalShard]:
-        return self._tables.shards.shards[name]
+        return self.tables.shards.shards[name]
 
     def _moves_all(self, name: str) -> str:
         """Return why the user's optimizer may move all rows of a table; "" if it does not."""
@@ -98,19 +98,19 @@ class ChangedTables:
         from lightning_distrec.optimizers.translation import sparse_form
 
         shards = self._shards(name)
-        group = param_group_of(shards[0].weight, self._tables.all_optimizers)
-        if group is None or not self._tables.shards.learns(name):
+        group = param_group_of(shards[0].weight, self.tables.all_optimizers)
+        if group is None or not self.tables.shards.learns(name):
             return "" if all(shard.sparse for shard in shards) else "it was updated densely"
         if all(shard.sparse for shard in shards) and sparse_form(group)[0] is not None:
             return ""
         return f"{type(group.optimizer).__name__} moves all of its rows"
 
     def _before_update(self, *_: Any) -> None:
-        for name in self._kept:
+        for name in self._unfused:
             self._written[name].look()
 
     def _after_update(self, *_: Any) -> None:
-        for name in self._kept:
+        for name in self._unfused:
             self._written[name].forgive()
 
 
@@ -119,26 +119,26 @@ class _Writes:
 
     def __init__(self, memory: Callable[[], list[Tensor]]) -> None:
         self._memory = memory
-        self._known: list[Tensor] = []
+        self._tensors: list[Tensor] = []
         self._versions: list[int] = []
-        self._found = False
+        self._is_written = False
 
     def begin(self) -> None:
         """Forget all writes so far."""
-        self._found = False
+        self._is_written = False
         self.forgive()
 
     def look(self) -> bool:
         """Return whether there was a write since `begin` that was not forgiven."""
         with without_torch_function():
-            if not self._found:
-                now = self._memory()
-                same = len(now) == len(self._known) and all(map(is_, now, self._known))
-                self._found = not same or versions_of(now) != self._versions
-            return self._found
+            if not self._is_written:
+                tensors = self._memory()
+                are_same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+                self._is_written = not are_same or versions_of(tensors) != self._versions
+            return self._is_written
 
     def forgive(self) -> None:
         """Take no notice of writes since the last look: an update has made them."""
         with without_torch_function():
-            self._known = self._memory()
-            self._versions = versions_of(self._known)
+            self._tensors = self._memory()
+            self._versions = versions_of(self._tensors)

@@ -48,7 +48,7 @@ class ShardPlace(NamedTuple):
 class TensorOfTable:
     """A sharded tensor in a checkpoint that lies along a table: the dict that holds it, and its key there."""
 
-    where: str
+    path: str
     table: str
     holder: dict[str, Any]
     key: str
@@ -64,17 +64,16 @@ def tensors_of_tables(checkpoint: Mapping[str, Any], tables: SavedTables) -> lis
     """Return the sharded tensors of a checkpoint that lie along tables, weights and state; the same on every rank."""
     keys = tables.shards.keys_in_tree() | {table.key: table.full_name for table in tables.shards.tables}
     state = checkpoint["state_dict"]
-    found = [TensorOfTable(f"{WEIGHTS}{key}", keys[key], state, key) for key in state if key in keys]
+    tensors = [TensorOfTable(f"{WEIGHTS}{key}", keys[key], state, key) for key in state if key in keys]
     for i, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         for name, values in optimizer.get("state", {}).items():
-            where = f"optimizer_states/{i}/state/{name}"
-            found += [TensorOfTable(f"{where}/{key}", keys[name], values, key) for key in values if name in keys]
-    return [each for each in found if isinstance(each.tensor, ChunkedTensor)]
+            path = f"optimizer_states/{i}/state/{name}"
+            tensors += [TensorOfTable(f"{path}/{key}", keys[name], values, key) for key in values if name in keys]
+    return [tensor for tensor in tensors if isinstance(tensor.tensor, ChunkedTensor)]
 
 
 def as_difference(
     checkpoint: dict[str, Any],
-    tables: SavedTables,
     changed: ChangedTables,
     in_full: Mapping[str, str],
     in_base: set[str],
@@ -86,63 +85,64 @@ def as_difference(
     in_full: tables that stay as they are, the same on every rank. in_base: the tensors of tables that the base has.
     row_bits: 8 packs the rows of float32 tables; their optimizer state stays as it is.
     """
-    wanted = [t for t in tensors_of_tables(checkpoint, tables) if t.where in in_base and t.table not in in_full]
-    shards = {name: [s for s in tables.shards.shards[name] if s.weight.numel()] for name in {t.table for t in wanted}}
-    ids = {name: [changed.ids_of(shard) for shard in of_table] for name, of_table in shards.items()}
-    mine = {name: _places(shards[name], ids[name]) for name in shards}
+    tables = changed.tables
+    tensors = [t for t in tensors_of_tables(checkpoint, tables) if t.path in in_base and t.table not in in_full]
+    names = {tensor.table for tensor in tensors}
+    shards = {name: [s for s in tables.shards.shards[name] if s.weight.numel()] for name in names}
+    ids = {name: [changed.ids_of(shard) for shard in shards[name]] for name in names}
+    local_places = {name: _places(shards[name], ids[name]) for name in names}
     dims = {table.full_name: table.config.embedding_dim for table in tables.shards.tables}
     with without_torch_function():
-        memory = {tensor.data_ptr() for name in shards for tensor in changed.memory_of(name)}
-    chunks = {t.where: _chunks(t.tensor, mine[t.table], dims[t.table], memory) for t in wanted}
-    known = {where: of_tensor is not None for where, of_tensor in chunks.items()}
-    of_ranks = [
-        ({name: [ShardPlace(*place) for place in places] for name, places in of_rank.items()}, known_there)
-        for of_rank, known_there in ranks.all_gather((mine, known))
+        memory = {tensor.data_ptr() for name in names for tensor in changed.memory_of(name)}
+    chunks = {t.path: _chunks(t.tensor, local_places[t.table], dims[t.table], memory) for t in tensors}
+    has_chunks = {path: tensor_chunks is not None for path, tensor_chunks in chunks.items()}
+    per_rank = ranks.all_gather((local_places, has_chunks))
+    per_rank_places = [
+        {name: [ShardPlace(*place) for place in places] for name, places in rank_places.items()}
+        for rank_places, _ in per_rank
     ]
-    sizes = {t.full_name: t.config.num_embeddings for t in tables.shards.tables}
+    sizes = {table.full_name: table.config.num_embeddings for table in tables.shards.tables}
     num_rows = {
-        name: sum(place.num_changed for of_rank, _ in of_ranks for place in of_rank[name] if not place.column)
-        for name in shards
+        name: sum(place.num_changed for places in per_rank_places for place in places[name] if not place.column)
+        for name in names
     }
     num_rows = {name: count for name, count in num_rows.items() if count < WORTH * sizes[name]}
-    numbers: dict[str, ChunkedTensor] = {}
-    by_rows = set()
-    for each in wanted:
-        if each.table not in num_rows or not all(known_there[each.where] for _, known_there in of_ranks):
+    row_ids: dict[str, ChunkedTensor] = {}
+    saved_by_rows = set()
+    for tensor in tensors:
+        if tensor.table not in num_rows or not all(rank_has_chunks[tensor.path] for _, rank_has_chunks in per_rank):
             continue
-        shape, dtype = tuple(each.tensor.shape), each.tensor.dtype
-        places = []
-        for rank, (of_rank, _) in enumerate(of_ranks):
-            for i, place in enumerate(of_rank[each.table]):
+        shape, dtype, id_type = tuple(tensor.tensor.shape), tensor.tensor.dtype, _ids_type(sizes[tensor.table])
+        entries = []
+        for rank, places in enumerate(per_rank_places):
+            for i, place in enumerate(places[tensor.table]):
                 if not place.num_changed:
                     continue
-                is_mine = rank == ranks.rank
-                offsets, box = place.box_in(shape, dims[each.table])
-                name = f"{each.table}@{place.row},{place.column}"
-                count = place.num_changed
-                own_ids = ids[each.table][i] if is_mine else None
-                rows = (chunks[each.where] or [])[i].index_select(0, own_ids) if own_ids is not None else None
-                if name not in numbers:
-                    in_table = None if own_ids is None else (own_ids + place.row).to(_ids_type(sizes[each.table]))
-                    numbers[name] = _alone((count,), _ids_type(sizes[each.table]), in_table)
+                local_ids = ids[tensor.table][i] if rank == ranks.rank else None
+                rows = None if local_ids is None else (chunks[tensor.path] or [])[i].index_select(0, local_ids)
+                name, count = f"{tensor.table}@{place.row},{place.column}", place.num_changed
+                if name not in row_ids:
+                    table_ids = None if local_ids is None else (local_ids + place.row).to(id_type)
+                    row_ids[name] = _on_one_rank((count,), id_type, table_ids)
+                offsets, box = place.box_in(shape, dims[tensor.table])
                 entry: dict[str, Any] = {"offsets": offsets, "sizes": box, "ids": name}
-                if row_bits == 8 and each.where.startswith(WEIGHTS) and dtype == torch.float32 and not box[1] % 4:
+                if row_bits == 8 and tensor.path.startswith(WEIGHTS) and dtype == torch.float32 and not box[1] % 4:
                     packed = None if rows is None else quantized(rows, 8)
-                    entry |= {"rows": _alone((count, packed_width(box[1], 8)), torch.uint8, packed), "bits": 8}
+                    entry |= {"rows": _on_one_rank((count, packed_width(box[1], 8)), torch.uint8, packed), "bits": 8}
                 else:
-                    entry |= {"rows": _alone((count, *box[1:]), dtype, rows)}
-                places.append(entry)
-        each.holder[each.key] = {CHANGED: places, "shape": shape}
-        by_rows.add(each.table)
-    checkpoint[ROW_IDS] = numbers
-    return {name: count for name, count in num_rows.items() if name in by_rows}
+                    entry |= {"rows": _on_one_rank((count, *box[1:]), dtype, rows)}
+                entries.append(entry)
+        tensor.holder[tensor.key] = {CHANGED: entries, "shape": shape}
+        saved_by_rows.add(tensor.table)
+    checkpoint[ROW_IDS] = row_ids
+    return {name: count for name, count in num_rows.items() if name in saved_by_rows}
 
 
 def _ids_type(num_rows: int) -> torch.dtype:
     return torch.int32 if num_rows < 2**31 else torch.int64
 
 
-def _alone(shape: tuple[int, ...], dtype: torch.dtype, tensor: Tensor | None) -> ChunkedTensor:
+def _on_one_rank(shape: tuple[int, ...], dtype: torch.dtype, tensor: Tensor | None) -> ChunkedTensor:
     """Return a tensor that one rank has; None: another one."""
     return ChunkedTensor(shape, dtype, [] if tensor is None else [Chunk((0,) * len(shape), tensor)])
 
@@ -156,7 +156,7 @@ def _places(shards: list[LocalShard], ids: list[Tensor]) -> list[ShardPlace]:
 
 def _chunks(tensor: ChunkedTensor, places: list[ShardPlace], dim: int, memory: set[int]) -> list[Tensor] | None:
     """Return this rank's chunk of each place; None where one is a copy or an average of the table."""
-    by_box = {chunk.box: chunk.tensor for chunk in tensor.chunks}
-    found = [by_box.get(place.box_in(tuple(tensor.shape), dim)) for place in places]
-    chunks = [chunk for chunk in found if chunk is not None and chunk.data_ptr() in memory]
+    tensors = {chunk.box: chunk.tensor for chunk in tensor.chunks}
+    candidates = [tensors.get(place.box_in(tuple(tensor.shape), dim)) for place in places]
+    chunks = [chunk for chunk in candidates if chunk is not None and chunk.data_ptr() in memory]
     return chunks if len(chunks) == len(places) else None
