@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_distrec.checkpoint.plain_state import find_not_plain, refuse_not_plain, with_plain_types
 
 HYPERPARAMETERS = {
-    owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.CHECKPOINT_HYPER_PARAMS_TYPE
-    for owner in (LightningModule, LightningDataModule)
+    kind.CHECKPOINT_HYPER_PARAMS_KEY: kind.CHECKPOINT_HYPER_PARAMS_TYPE
+    for kind in (LightningModule, LightningDataModule)
 }
 """The keys of hyperparameters, and of their type where that is one of OmegaConf's."""
 
