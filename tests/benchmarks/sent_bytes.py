@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_distrec import Communication
 from lightning_distrec.callbacks.sent_bytes import exchanged_bytes, kind_of
-from lightning_distrec.sharding.lookup import sharded_lookup
+from lightning_distrec.sharding.lookup import lookup_setup
 from tests.benchmarks.performance_contenders import ByHand, ByTrainer, Turn, our_strategy
 from tests.benchmarks.performance_model import Batches
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
@@ -54,9 +54,9 @@ def measure() -> dict[str, dict[str, float]]:
     with counting(by_hand):
         contender.turn()
     found = {"torchrec by hand": dict(by_hand)}
-    for name, limit in (("ours, 64-bit ids", 0), ("ours", sharded_lookup.SMALL_ROWS)):
+    for name, limit in (("ours, 64-bit ids", 0), ("ours", lookup_setup.SMALL_ROWS)):
         counts = Communication()
-        with patch.object(sharded_lookup, "SMALL_ROWS", limit):
+        with patch.object(lookup_setup, "SMALL_ROWS", limit):
             ByTrainer(ROWS, batches, TURN, partial(our_strategy, 3)).turn(counts)
         found[name] = {kind: sent for kind, sent in counts.mean_bytes_per_step.items() if sent}
     return found
