@@ -34,8 +34,10 @@ class BatchStatus:
     """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both are this rank's.
     A negative minimum: a rank has sent UNREADY or REFUSED."""
     failure: int = NO_FAILURE
-    learned: int = 1
-    """Which weights that followed their ids in the running step need a gradient; of all ranks: that of each, or 0."""
+    weights: int = 0
+    """A number for which weights that followed their ids in the running step need a gradient."""
+    weights_are_alike: bool = True
+    """Whether that is one number on all ranks, as received."""
     counts: tuple[tuple[int, ...], ...] = ()
     """Lookup -> the number of its ids for each rank; once it is agreed, of those from each rank. Empty: none of the
     tables needs them."""
@@ -45,7 +47,7 @@ class ControlMessage:
     """Collective. One message of all ranks in flight. All ranks send the same number of sizes."""
 
     def __init__(self, ranks: Ranks, own: BatchStatus) -> None:
-        alike = (own.form, -own.form, own.learned, -own.learned)
+        alike = (own.form, -own.form, own.weights, -own.weights)
         flags = (own.state, int(own.ready), int(own.ids_in_range), own.failure, *alike)
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
         mins = [smallest for smallest, _ in own.sizes]
@@ -61,14 +63,25 @@ class ControlMessage:
     def read(self) -> BatchStatus:
         """Return the status over all ranks; waits for them the first time."""
         if self._reduction is not None:
-            state, ready, in_range, failure, form, negated_form, learned, negated, *sizes = self._reduction.wait()
-            learned = learned if learned == -negated else 0
+            state, ready, in_range, failure, form, negated_form, weights, negated_weights, *sizes = (
+                self._reduction.wait()
+            )
             counts = tuple(zip(*self._reduction.received, strict=True))
             self._reduction = None
             half = len(sizes) // 2
             pairs = tuple((smallest, -negated) for smallest, negated in zip(sizes[:half], sizes[half:], strict=True))
             ready = ready and (form == -negated_form or not in_range)
-            self._agreed = BatchStatus(state, bool(ready), bool(in_range), form, pairs, failure, learned, counts)
+            self._agreed = BatchStatus(
+                state=state,
+                ready=bool(ready),
+                ids_in_range=bool(in_range),
+                form=form,
+                sizes=pairs,
+                failure=failure,
+                weights=weights,
+                weights_are_alike=weights == -negated_weights,
+                counts=counts,
+            )
         return self._agreed
 
     def wait_up_to(self, seconds: float) -> None:

@@ -4,15 +4,91 @@ A rank that raised at once would not reach the lookups, or the user's own collec
 The next lookup that is made as it is called carries the failure to all ranks, else the step's control message does.
 """
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from lightning_distrec import gpu
 from lightning_distrec.errors import ProvenanceError, ShardingError
-from lightning_distrec.pipeline.computed.late_comparison import LateComparison
 from lightning_distrec.ranks import Ranks
 
 NOTICE_SECONDS = 30.0
 """How long a rank waits for the others to gather what differs; one may have failed in its step after all."""
+
+
+@dataclass(frozen=True)
+class WeightedCall:
+    """A call of the running step whose weights followed its ids.
+
+    learns: whether these need a gradient. Where ranks differ, those with gradients would wait in backward for others.
+    """
+
+    path: str
+    learns: bool
+
+
+def number_of_weights(calls: list[WeightedCall]) -> int:
+    """Return what is alike on all ranks where these calls are, in 56 bits; 0: there are none."""
+    flags = bytes([call.learns for call in calls])
+    return int.from_bytes(hashlib.blake2b(flags, digest_size=7).digest(), "big") if flags else 0
+
+
+class LateComparison:
+    """Inputs on a GPU, which is where they are compared with what was computed ahead; the host reads the result a step
+    later. On a CPU they are compared at once.
+
+    Not run on a GPU yet.
+    """
+
+    def __init__(self) -> None:
+        self._differ: list[Tensor] = []
+        self._sent: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is compared."""
+        return not self._differ and self._sent is None
+
+    def add(self, argument: Tensor, computed: Tensor) -> bool:
+        """Compare two tensors of one shape on their device; they count as equal until the result is here."""
+        if gpu.is_on_gpu(computed):  # it was computed on the stream of ids
+            computed.record_stream(torch.cuda.current_stream(computed.device))
+        self._differ.append((argument != computed).any())
+        return True
+
+    def end_step(self) -> None:
+        """Send the step's result to the host, without waiting for it."""
+        if not self._differ:
+            return
+        differ, self._differ = torch.stack(self._differ).any(), []
+        if not gpu.is_on_gpu(differ):
+            self._sent = differ
+            return
+        self._sent = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differ, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(differ.device).record_event()
+
+    def check(self, wait: bool = False) -> None:
+        """Raise ProvenanceError where an input of an earlier step differs. wait: for what is not here yet."""
+        if wait:
+            self.end_step()
+        if self._sent is None:
+            return
+        if self._arrived is not None:
+            if not wait and not self._arrived.query():
+                return
+            self._arrived.synchronize()
+        sent, self._sent, self._arrived = self._sent, None, None
+        if bool(sent):
+            raise ProvenanceError(
+                "a table was called with another input than the step's operations computed ahead of it, in an earlier "
+                "step, whose update is wrong: resume from a checkpoint before it. Set prefetch={'computed_ids': False} "
+                "to look up what the step computes as it is called."
+            )
 
 
 class DifferingCalls:
@@ -23,10 +99,6 @@ class DifferingCalls:
         """Inputs that the host has not compared."""
         self.failure: ProvenanceError | None = None
         """What this rank has found, for all ranks to raise."""
-        self.learned = 1
-        """The bits of this step's lookups whose weights followed the ids: 1 where these need a gradient; before, a 1.
-        Where ranks differ, those with gradients would wait in backward for the others. A step begins with 1."""
-        self._paths: list[str] = []
         self._is_reported = False
         self._ranks = ranks
 
@@ -43,29 +115,23 @@ class DifferingCalls:
         except Exception as error:  # it cannot be called with this input in any case
             raise failure from error
 
-    def note_weights(self, path: str, learn: bool) -> None:
-        """Note whether the weights of a lookup of the table at `path`, which followed its ids, need a gradient."""
-        if self.learned == 1:  # the step's first
-            self._paths = []
-        self.learned = self.learned * 2 + learn
-        self._paths.append(path)
-
-    def agree_on_weights(self) -> None:
+    def agree_on_weights(self, calls: list[WeightedCall]) -> None:
         """Collective. Raise ShardingError where ranks differ in which weights need a gradient."""
-        if self.learned > 1:
-            smallest, negated = self._ranks.start_all_reduce_min(self.learned, -self.learned).wait()
+        if calls:
+            number = number_of_weights(calls)
+            smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
             if smallest != -negated:
-                self.raise_of_weights()
+                self.raise_of_weights(calls)
 
-    def raise_of_weights(self) -> None:
+    def raise_of_weights(self, calls: list[WeightedCall]) -> None:
         """Collective. Raise ShardingError: ranks differ in which weights need a gradient."""
-        of_ranks = [f"{learned:b}"[1:] for learned in self._ranks.all_gather(self.learned)]
-        call = next(i for i, bits in enumerate(zip(*of_ranks, strict=True)) if len(set(bits)) > 1)
-        learning = [rank for rank, bits in enumerate(of_ranks) if bits[call] == "1"]
+        gathered = self._ranks.all_gather([call.learns for call in calls])
+        pairs = zip(calls, zip(*gathered, strict=True), strict=True)
+        path, flags = next((call.path, flags) for call, flags in pairs if len(set(flags)) > 1)
+        learning = [rank for rank, learns in enumerate(flags) if learns]
         raise ShardingError(
-            f"'{self._paths[call]}' was called with ids whose weights need a gradient on ranks {learning} of "
-            f"{len(of_ranks)}, and on no others. Freeze feature processors, and layers that compute weights, on all "
-            "ranks alike."
+            f"'{path}' was called with ids whose weights need a gradient on ranks {learning} of {len(flags)}, and on "
+            "no others. Freeze feature processors, and layers that compute weights, on all ranks alike."
         )
 
     def check_late(self, wait: bool = False) -> None:

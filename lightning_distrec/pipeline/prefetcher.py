@@ -18,7 +18,7 @@ from typing import Any
 from lightning_distrec import spans
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
-from lightning_distrec.pipeline.differing_calls import DifferingCalls
+from lightning_distrec.pipeline.differing_calls import DifferingCalls, WeightedCall, number_of_weights
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
 from lightning_distrec.pipeline.learner import Learner, Record
 from lightning_distrec.pipeline.learning import LookupCounts
@@ -28,6 +28,32 @@ from lightning_distrec.ranks import Ranks
 FAILURE_NOTICE_SECONDS = 5.0
 """How long a rank whose step failed waits for the others to read its message."""
 NOT_RECORDED = nullcontext()
+
+
+class Step:
+    """What lasts from the beginning of one step to the end of its backward.
+
+    following: the batches after its batch. counts: of the lookups of its kind of step.
+    """
+
+    def __init__(self, batch: InFlightBatch, following: list[InFlightBatch], counts: LookupCounts) -> None:
+        self.batch = batch
+        self.following = following
+        self.counts = counts
+        self.takes_prefetched = True
+        """Whether user code is in its step, whose calls get what was prefetched."""
+        self.was_sent = False
+        """Whether its ids were sent before it began."""
+        self.message: ControlMessage | None = None
+        self.pending_rows: set[int] = set()
+        """Lookups, by the ids of their requests, whose rows have not arrived."""
+        self.weighted_calls: list[WeightedCall] = []
+
+    def send_following(self) -> None:
+        """Collective. Send the next batch's ids, where that has not been done."""
+        self.pending_rows = set()
+        for batch in self.following[:1]:
+            batch.send_ids()
 
 
 class Prefetcher:
@@ -63,14 +89,9 @@ class Prefetcher:
         self.current: InFlightBatch | None = None
         """The batch of the step that is running, or that has just ended."""
         self._following: list[InFlightBatch] = []
-        self._in_step = False
-        self._takes_prefetched = False
-        self._message: ControlMessage | None = None
+        self._step: Step | None = None
         self._late: set[tuple[str, int]] = set()
         """Calls of a kind of step whose rows change between its beginning and the call."""
-        self._pending_rows: set[int] = set()
-        self._counts = LookupCounts()
-        self._was_sent = False
         self.differing = DifferingCalls(ranks)
         self._has_warned = False
         self.failed = False
@@ -102,7 +123,9 @@ class Prefetcher:
             batch.announce(self._message_about(batch))
         return batch.agreed_status()
 
-    def _message_about(self, batch: InFlightBatch | None, failure: int = NO_FAILURE) -> ControlMessage:
+    def _message_about(
+        self, batch: InFlightBatch | None, failure: int = NO_FAILURE, weights: int = 0
+    ) -> ControlMessage:
         """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
         status = BatchStatus() if batch is None else batch.own_status
         width = max((len(of.calls) for of in self._learner.calls.values()), default=0)
@@ -112,7 +135,7 @@ class Prefetcher:
             none = (0,) * self.ranks.num_ranks
             # A list, not a generator, of which each item is a call.
             counts = (*[of_lookup or none for of_lookup in status.counts], *(none,) * (width - len(status.counts)))
-        status = replace(status, sizes=sizes, counts=counts, failure=failure, learned=self.differing.learned)
+        status = replace(status, sizes=sizes, counts=counts, failure=failure, weights=weights)
         return ControlMessage(self.ranks, status)
 
     def hand_out(self, current: InFlightBatch, following: list[InFlightBatch]) -> None:
@@ -124,14 +147,11 @@ class Prefetcher:
 
     def begin_step(self, batch: Any) -> None:
         """Collective. Begin the step of `batch`. Raises IdsError on every rank: an id on one rank is out of range."""
-        self._in_step = False
+        self._step = None
         current = self.current
         if current is None or batch is not current.batch:
             return
-        self._in_step = self._takes_prefetched = True
-        self._message = None
-        self.differing.learned = 1
-        self._counts = self.counts.setdefault(current.kind, LookupCounts())
+        self._step = step = Step(current, self._following, self.counts.setdefault(current.kind, LookupCounts()))
         if current.is_announced:
             self._learner.report_refused(current)
         self._learner.begin_step(current)
@@ -144,11 +164,11 @@ class Prefetcher:
             self._following[0].start_exchange(self._start_exchange)
         if not current.prefetched:
             return
-        self._was_sent = current.exchange is not None
+        step.was_sent = current.exchange is not None
         current.start_exchange(self._start_exchange)
         assert current.exchange is not None
         current.exchange.wait()
-        self._pending_rows = {id(lookup.request) for lookup in current.prefetched}
+        step.pending_rows = {id(lookup.request) for lookup in current.prefetched}
         for i, lookup in enumerate(current.prefetched):
             # Lookups of one table are made in the order of the calls, in which their gradients are added up.
             in_order = lookup.call.path not in current.by_place and not lookup.waits_for_weights
@@ -157,21 +177,23 @@ class Prefetcher:
 
     def recording(self) -> AbstractContextManager[None]:
         """Return the context in which the user's step runs."""
-        return self._learner.recording() if self._in_step and self._learner.records_operations else NOT_RECORDED
+        is_recorded = self._step is not None and self._learner.records_operations
+        return self._learner.recording() if is_recorded else NOT_RECORDED
 
     def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
         """Collective. Return what was looked up for a call of the module at `path`, or None: it was not prefetched.
 
         Where it was prefetched with other arguments: zeros. All ranks raise ProvenanceError later in the step.
         """
-        with OWN:
-            return self._take(path, arguments)
-
-    def _take(self, path: str, arguments: tuple[Any, ...]) -> Any:
-        current = self.current
-        if not self._takes_prefetched or current is None:
+        step = self._step
+        if step is None or not step.takes_prefetched:
             return None
-        self._counts.lookups += 1
+        with OWN:
+            return self._take(step, path, arguments)
+
+    def _take(self, step: Step, path: str, arguments: tuple[Any, ...]) -> Any:
+        current = step.batch
+        step.counts.lookups += 1
         if self._learner.is_recording:
             self._learner.note_call(path, arguments)
         differing = self.differing
@@ -181,130 +203,120 @@ class Prefetcher:
         if lookup is None:
             return None
         looked_up, was_early = lookup.take(arguments if difference is None else None)
-        self._counts.ahead += self._was_sent
+        step.counts.ahead += step.was_sent
         if lookup.waits_for_weights:
-            differing.note_weights(path, lookup.request.learns)
+            step.weighted_calls.append(WeightedCall(path, lookup.request.learns))
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
         if difference is not None:
             looked_up = differing.note(difference, lambda: lookup.zeros(arguments, looked_up))
         if not current.waiting:
-            if not self._following and not differing.late.is_empty:
+            if not step.following and not differing.late.is_empty:
                 differing.check_late(wait=True)
-            self._send_message()
+            self._send_message(step)
         return looked_up
 
     def rows_arrived(self, request: Any) -> None:
         """Note that the rows of a lookup are here; after the last one, send the next batch's ids over the free link."""
-        if self._pending_rows:
-            self._pending_rows.discard(id(request))
-            if not self._pending_rows and self._own_group:
-                self._send_following()
+        step = self._step
+        if step is not None and step.pending_rows:
+            step.pending_rows.discard(id(request))
+            if not step.pending_rows and self._own_group:
+                step.send_following()
 
     def before_backward(self) -> None:
         """Collective. Read the control message. Raises what `end_step` does, and ShardingError: weights differ."""
-        if not self._in_step:
+        step = self._step
+        if step is None:
             return
-        self._pending_rows = set()
-        self._send_following()
-        if self._message is not None:
-            self._read_message()
+        step.send_following()
+        if step.message is not None:
+            self._read_message(step, step.message)
         else:
-            self.differing.agree_on_weights()
+            self.differing.agree_on_weights(step.weighted_calls)
 
     def end_step(self, has_backward: bool) -> None:
         """Collective. End the user's step, but for a backward that may follow.
 
         Raises ProvenanceError or RankError, where no backward follows: another rank has failed.
         """
-        if not self._in_step:
+        step = self._step
+        if step is None:
             return
         # Calls after the step are those of hooks, or of a backward that recomputes: none was prefetched.
-        self._takes_prefetched = False
+        step.takes_prefetched = False
         if self._learner.is_recording and self._learner.end_step():
-            self._prefetch_following()
+            self._prefetch_following(step)
         self.differing.late.end_step()
-        self._pending_rows = set()
-        self._send_following()
-        if self._message is None:
-            self._send_message()
+        step.send_following()
+        message = step.message or self._send_message(step)
         if not has_backward:
-            self._read_message()
+            self._read_message(step, message)
 
     def abandon(self) -> None:
         """Take part in the lookups that the other ranks still make, and report that the step failed on this rank."""
-        current = self.current
-        if not self._in_step or current is None:
+        step, self._step = self._step, None
+        if step is None:
             return
-        self._in_step = self._takes_prefetched = False
         self.failed = True
-        if not current.is_complete:
+        if not step.batch.is_complete:
             return  # the others are, or will be, in a collective that this rank does not reach
         with suppress(Exception):  # the failure that is being raised is the one to see
-            if self._message is None:
-                for lookup in current.waiting:
+            if step.message is None:
+                for lookup in step.batch.waiting:
                     lookup.take()
-                self._send_following()  # as the others do: another fit may follow
-                self._send_message(self.ranks.rank).wait_up_to(FAILURE_NOTICE_SECONDS)
+                step.send_following()  # as the others do: another fit may follow
+                self._send_message(step, self.ranks.rank).wait_up_to(FAILURE_NOTICE_SECONDS)
             elif self.differing.is_unreported:
-                self._read_message()  # the others, who read it, gather what differs
+                self._read_message(step, step.message)  # the others, who read it, gather what differs
 
-    def _send_message(self, failure: int = NO_FAILURE) -> ControlMessage:
+    def _send_message(self, step: Step, failure: int = NO_FAILURE) -> ControlMessage:
         """Collective. Send the step's control message, with the status of the first batch that was not announced."""
         if failure == NO_FAILURE and self.differing.failure is not None:
             failure = DIFFERING_CALL + self.ranks.rank
-        batch = next((batch for batch in self._following if not batch.is_announced), None)
-        self._message = message = self._message_about(batch, failure)
+        batch = next((batch for batch in step.following if not batch.is_announced), None)
+        step.message = message = self._message_about(batch, failure, number_of_weights(step.weighted_calls))
         if batch is not None:
             batch.announce(message)
         return message
 
-    def _read_message(self) -> None:
-        assert self._message is not None
+    def _read_message(self, step: Step, message: ControlMessage) -> None:
         with spans.span(spans.WAIT_CONTROL_MESSAGE):
-            status = self._message.read()
+            status = message.read()
         try:
-            if (rank := self._message.rank_of_differing_call()) is not None:
+            if (rank := message.rank_of_differing_call()) is not None:
                 self.differing.raise_failure(rank)
-            if not status.learned:
-                self.differing.raise_of_weights()
+            if not status.weights_are_alike:
+                self.differing.raise_of_weights(step.weighted_calls)
         except Exception:
             self.failed = True
             raise
 
     def finish_step(self) -> None:
         """Collective. End the step and its backward. Raises as `end_step`, where the message has not been read."""
-        if self._in_step and self._message is not None:
-            self._read_message()
-        self._in_step = False
-        self._message = None
+        if self._step is not None and self._step.message is not None:
+            self._read_message(self._step, self._step.message)
+        self._step = None
 
-    def _send_following(self) -> None:
-        if self._following:
-            self._following[0].send_ids()
-
-    def _prefetch_following(self) -> None:
+    def _prefetch_following(self, step: Step) -> None:
         """Collective. After the first step of a kind: prepare the batches that were drawn before it."""
-        assert self.current is not None
-        kind = self.current.kind
-        for batch in self._following:
+        kind = step.batch.kind
+        for batch in step.following:
             if batch.kind == kind:
                 if not self._learner.needs_objects(kind):
                     batch.objects = None
                 with self._preparing():
                     batch.prepare(self._learner.calls[kind], self._tables)
-        if self._following:  # only the first: ranks whose batches end have fewer, and announce one at each step
-            self._following[0].announce(self._message_about(self._following[0]))
-            self._following[0].agreed_status()
-            self._following[0].start_exchange(self._start_exchange)
+        for batch in step.following[:1]:  # ranks whose batches end have fewer, and announce one at each step
+            batch.announce(self._message_about(batch))
+            batch.agreed_status()
+            batch.start_exchange(self._start_exchange)
 
     def drop(self, batches: list[InFlightBatch]) -> None:
         """Forget the batch of this step, and `batches`, which will have no step."""
-        if self._message is not None and not self.failed:
-            self._message.read()
+        if self._step is not None and self._step.message is not None and not self.failed:
+            self._step.message.read()
         for batch in [*([self.current] if self.current is not None else []), *batches]:
             batch.drop(wait=not self.failed)
-        self.current, self._following = None, []
-        self._in_step = self._takes_prefetched = False
+        self.current, self._following, self._step = None, [], None
         self._learner.drop()
-        self._message = None

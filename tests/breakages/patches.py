@@ -331,7 +331,7 @@ BREAKAGES = (
         "sizes-waited-for-early",
         "lightning_distrec/pipeline/prefetcher.py",
         r"if not current\.waiting: if not",
-        "if not current.waiting:\n            self._send_following()\n            if not",
+        "if not current.waiting:\n            step.send_following()\n            if not",
         "On NCCL the GPU idles while the host waits for sizes in each forward.",
         ("multiprocess/prefetch/test_emulated_streams.py",),
     ),
