@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_distrec.pipeline.computed.calls import ComputedCall, Variant, parts_of
+from lightning_distrec.pipeline.computed.operations import Guards
 from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.computed.slices import Guards, Slice, guards_of, slice_of
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
-from lightning_distrec.pipeline.provenance.feature_order import FeatureOrder
+from lightning_distrec.pipeline.computed.slices import Slice, slice_of
+from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects, FeatureOrder
 from lightning_distrec.pipeline.provenance.sources import JaggedSource, LookupCall, Source, ViewSource, paths_of
 from lightning_distrec.ranks import Ranks
 
@@ -35,7 +35,7 @@ class RecordedCall:
         """Why it cannot be prefetched; "" if it can."""
         self.needs_trial = False
         """Whether later steps may call with something else: it is computed, or Python has read a value before."""
-        guards, refusal = ({}, "") if recorder is None else guards_of(recorder)
+        guards, refusal = ({}, "") if recorder is None else (recorder.guards(), recorder.read_refusal)
         sources: list[Source] = []
 
         def compute(tensor: Any) -> Any:
@@ -51,7 +51,7 @@ class RecordedCall:
         found = LookupCall(path, tuple(sources))
         self.call: PrefetchedCall | None = None if self.reason else found
         """The call, where all of its arguments were found in the batch."""
-        self.variant = None if self.reason else Variant(found, None)
+        self.variant = None if self.reason else Variant(found)
         if recorder is None or self.reason:
             return
         self.needs_trial = any(isinstance(source, Slice) for source in parts_of(sources))
@@ -68,7 +68,7 @@ class RecordedCall:
     ) -> None:
         """The end of x[:, :n] may depend on the batch: on its width, or on a number that Python has read."""
         views = [source for source in found.arguments if isinstance(source, ViewSource)]
-        if not any(view.form == "narrow" or recorder.reads for view in views):
+        if not any(view.form == "narrow" or recorder.has_read for view in views):
             return
         made = [
             slice_of(recorder, argument, guards) if isinstance(source, ViewSource) else source
@@ -77,7 +77,7 @@ class RecordedCall:
         sources = tuple(source for source in made if not isinstance(source, str))
         if len(sources) == len(made):
             self.needs_trial |= any(isinstance(source, Slice) and source.reads for source in sources)
-            self.variant = Variant(LookupCall(found.path, sources), None)
+            self.variant = Variant(LookupCall(found.path, sources))
             call = ComputedCall(found.path, self.place, found)
             call.learn(self.variant)
             self.call = call

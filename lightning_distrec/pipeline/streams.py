@@ -1,14 +1,16 @@
-"""CUDA streams: batches are copied on one and their ids are exchanged on another, during the computation.
+"""Batches on a GPU: they are copied from pinned memory on one CUDA stream, and their ids are exchanged on another.
 
 Not run on a GPU yet; tests/support/emulated_streams.py emulates the streams on a CPU. Without a GPU there is nothing of
-it: gloo's threads work during the computation by themselves.
+it: gloo threads work during the computation by themselves.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torchrec.streamable import Pipelineable
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.tensors import parts_of
@@ -66,3 +68,33 @@ class Streams:
 
     def _on_device(self, batch: Any) -> list[Tensor]:
         return [part for tensor in tensors_in(batch) if gpu.is_on_gpu(tensor) for part in parts_of(tensor)]
+
+
+@runtime_checkable
+class Pinnable(Protocol):
+    """A tensor, a KeyedJaggedTensor, or what defines pin_memory for DataLoaders."""
+
+    def pin_memory(self) -> Any:
+        """Return a copy in pinned memory."""
+
+
+def pinned(batch: Any) -> Any:
+    """Return the batch with its dense tensors on the host copied to pinned memory, those that are there as they are.
+
+    Dicts, lists, tuples and dataclasses are looked into. Sparse tensors and those on devices cannot be pinned.
+    """
+    return apply_to_collection(batch, Pinnable, _pinned, allow_frozen=True)
+
+
+def _pinned(data: Any) -> Any:
+    tensors = [data] if isinstance(data, Tensor) else tensors_in(data)
+    can_be = all(of.is_cpu and of.layout == torch.strided and not of.is_nested for of in tensors)
+    return data.pin_memory() if can_be else data
+
+
+def moved_jagged(batch: Any, device: torch.device) -> Any:
+    """Return the batch with KeyedJaggedTensors, and what else torchrec can pipeline, copied to the device.
+
+    Lightning copies all but plain tensors by `to(device)`, which waits.
+    """
+    return apply_to_collection(batch, Pipelineable, lambda data: data.to(device, non_blocking=True), allow_frozen=True)

@@ -337,7 +337,7 @@ BREAKAGES = (
     ),
     Breakage(
         "jagged-batches-waited-for",
-        "lightning_distrec/pipeline/pinning.py",
+        "lightning_distrec/pipeline/streams.py",
         r"non_blocking=True",
         "non_blocking=False",
         "The host waits for each batch that holds a KeyedJaggedTensor.",
@@ -409,7 +409,7 @@ BREAKAGES = (
     ),
     Breakage(
         "pinning-of-anything",
-        "lightning_distrec/pipeline/pinning.py",
+        "lightning_distrec/pipeline/streams.py",
         r"return data\.pin_memory\(\) if can_be else data",
         "return data.pin_memory()",
         "Loaders that yield CUDA or sparse tensors end the run.",

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from lightning_distrec.pipeline.computed.operations import NotReadyError
-from lightning_distrec.pipeline.computed.slices import OTHER_OPERATIONS, Guards, Slice, replaying
+from lightning_distrec.pipeline.computed.operations import Guards, NotReadyError
+from lightning_distrec.pipeline.computed.slices import OTHER_OPERATIONS, Slice, replaying
 from lightning_distrec.pipeline.provenance.same_input import is_same_input
 from lightning_distrec.pipeline.provenance.sources import BatchRoots, JaggedSource, LookupCall, Source, paths_of
 from lightning_distrec.ranks import Ranks
@@ -35,25 +35,18 @@ def parts_of(sources: Iterable[Source]) -> Iterator[Any]:
 class Variant:
     """One way: where the arguments come from. condition: the guards that must hold, where nothing is computed."""
 
-    def __init__(self, call: LookupCall, condition: Slice | None) -> None:
+    def __init__(self, call: LookupCall, condition: Slice | None = None) -> None:
         self.call = call
         self.num_recordings = 1
-        self.condition = condition
-
-    @property
-    def slices(self) -> list[Slice]:
-        """What is computed."""
-        return [part for part in (self.condition, *parts_of(self.call.arguments)) if isinstance(part, Slice)]
-
-    @property
-    def guards(self) -> Guards:
+        self.parts = [condition, *parts_of(call.arguments)]
+        self.slices = [part for part in self.parts if isinstance(part, Slice)]
+        self.guards: Guards = self.slices[0].guards if self.slices else {}
         """Of all of its slices."""
-        return self.slices[0].guards if self.slices else {}
 
     def get(self, roots: BatchRoots) -> tuple[Any, ...]:
         """Return the arguments for a batch. Raises NotReadyError, and as `LookupCall.get`."""
-        if self.condition is not None:
-            self.condition.get(roots)
+        if (condition := self.parts[0]) is not None:
+            condition.get(roots)
         return self.call.get(roots)
 
     def is_another_branch(self, other: "Variant") -> bool:
@@ -63,11 +56,9 @@ class Variant:
 
     def narrow(self, other: "Variant") -> str:
         """Learn from another recording. Returns why the two are not the same, or ""."""
-        parts = [*parts_of(self.call.arguments), self.condition]
-        other_parts = [*parts_of(other.call.arguments), other.condition]
-        if list(map(type, parts)) != list(map(type, other_parts)):
+        if list(map(type, self.parts)) != list(map(type, other.parts)):
             return OTHER_PART
-        for part, other_part in zip(parts, other_parts, strict=True):
+        for part, other_part in zip(self.parts, other.parts, strict=True):
             if isinstance(part, Slice):
                 if reason := part.narrow(other_part):
                     return reason

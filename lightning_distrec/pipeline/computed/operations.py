@@ -95,7 +95,9 @@ class Result:
 
 
 Input = BatchTensor | HeldTensor | Constant | Result
-
+Guards = dict[int, "bool | Number"]
+"""Operation whose value Python has read before a call, and may have branched on -> what it was; the number that it has
+been."""
 Origin = tuple[Any, ...]
 """Where a number may come from: ("const", value), ("size", path, dim, plus), ("numel", path), ("item", path) or
 ("read", operation), for one that Python has read."""
@@ -135,20 +137,6 @@ class Operation:
     def parts(self) -> list[Any]:
         """Its arguments, without the lists that they are in."""
         return list(flatten((self.args, self.kwargs)))
-
-
-@dataclass
-class Read:
-    """A value that Python has read from a tensor: bool(), .item()."""
-
-    operation: int | None
-    """None: it cannot be computed ahead."""
-    value: Any
-    origins: frozenset[Origin]
-    reason: str = ""
-    """Why it cannot be computed ahead."""
-    is_used: bool = False
-    """Whether a later operation was given this number."""
 
 
 def flatten(found: Any) -> Iterator[Any]:

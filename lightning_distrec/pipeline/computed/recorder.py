@@ -13,12 +13,12 @@ from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.computed.operations import (
     BatchTensor,
     Constant,
+    Guards,
     HeldTensor,
     Input,
     Number,
     Operation,
     Origin,
-    Read,
     Result,
     held_tensors,
     tensors_of,
@@ -47,7 +47,8 @@ class Recorder:
         self.identity = object()
         """Of the recording, whose slices share results."""
         self.operations: list[Operation] = []
-        self.reads: list[Read] = []
+        self.read_refusal = ""
+        """Why a value that Python has read cannot be computed ahead."""
         self.spoiled: dict[int, str] = {}
         """Storage of the batch, or of what is computed, that was written to -> a reason to refuse what reads it."""
         self.failure = ""
@@ -58,6 +59,9 @@ class Recorder:
         self._storages: dict[int, Input] = {}
         self._refused: Any = WeakIdKeyDictionary()
         """Tensor that cannot be -> why not."""
+        self._reads: Guards = {}
+        self._used: set[int] = set()
+        """Reads whose number an operation was given later."""
         self._num_outside = 0
         self._origins = _origins_in(objects)
         self._random = _random_states()
@@ -77,6 +81,16 @@ class Recorder:
         """Whether Python or numpy has drawn random numbers since this began."""
         (python, numpy), (python_now, numpy_now) = self._random, _random_states()
         return python != python_now or numpy[2] != numpy_now[2] or not np.array_equal(numpy[1], numpy_now[1])
+
+    @property
+    def has_read(self) -> bool:
+        """Whether Python has read a value."""
+        return bool(self._reads or self.read_refusal)
+
+    def guards(self) -> Guards:
+        """Return the guards of a call that is made now."""
+        reads = {index: value for index, value in self._reads.items() if index not in self._used}
+        return {index: Number(value.origins) if isinstance(value, Number) else value for index, value in reads.items()}
 
     def note_rows(self, path: str, output: Any) -> None:
         """Note that these tensors are rows of a table."""
@@ -156,9 +170,12 @@ class Recorder:
             self._add(output, Constant(value.detach().clone()))
 
     def _note_read(self, function: Any, args: Any, kwargs: Any, value: Any, reason: str) -> None:
-        index = None if reason else self._record(function, args, kwargs, tensors_of((args, kwargs)))
-        self.reads.append(Read(index, value, self._origins_of(value), reason))
-        if type(value) is int and index is not None:
+        if reason:
+            self.read_refusal = self.read_refusal or f"Python has read a value before the call: {reason}"
+            return
+        index = self._record(function, args, kwargs, tensors_of((args, kwargs)))
+        self._reads[index] = value if isinstance(value, bool) else Number(self._origins_of(value))
+        if type(value) is int:
             self._origins.setdefault(value, set()).add(("read", index))
 
     def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> int:
@@ -177,8 +194,7 @@ class Recorder:
         if type(value) is not int or value >= LARGEST or "dim" in name:
             return value
         number = Number(self._origins_of(value))
-        for read in self.reads if number.reads else ():
-            read.is_used |= read.operation in number.reads
+        self._used.update(number.reads)
         return number
 
     def _origins_of(self, value: Any) -> frozenset[Origin]:

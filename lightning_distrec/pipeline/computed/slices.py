@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_distrec.pipeline.computed.operations import (
     BatchTensor,
     Constant,
+    Guards,
     HeldTensor,
     Input,
     NotReadyError,
@@ -26,9 +27,6 @@ ENOUGH_SHAPES = 8
 """Recordings of unlike shapes, after which a number that has not changed is a constant."""
 OTHER_OPERATIONS = "the step does not compute it with the operations of its first step"
 Shapes = tuple[tuple[int, ...], ...]
-Guards = dict[int, bool | Number]
-"""Operation whose value Python has read before the call, and may have branched on -> what it was; the number that it
-has been."""
 
 
 @contextmanager
@@ -41,20 +39,6 @@ def replaying() -> Iterator[None]:
                 yield
         else:
             yield
-
-
-def guards_of(recorder: Recorder) -> tuple[Guards, str]:
-    """Return the guards of a call that is made now, and why there are others that cannot be computed ahead, or ""."""
-    guards: Guards = {}
-    refusal = ""
-    for read in recorder.reads:
-        if read.operation is None:
-            refusal = refusal or f"Python has read a value before the call: {read.reason}"
-        elif isinstance(read.value, bool):
-            guards[read.operation] = read.value
-        elif not read.is_used:
-            guards[read.operation] = Number(read.origins)
-    return guards, refusal
 
 
 def slice_of(recorder: Recorder, tensor: Tensor | None, guards: Guards) -> "Slice | str":
@@ -142,20 +126,20 @@ class Slice:
             return "a tensor that the step makes of Python numbers changes"
         self.shapes |= other.shapes
         places = dict(zip(other.operations, self.operations, strict=True))
-        for operation, operation_there in zip(self.operations.values(), other.operations.values(), strict=True):
-            for part, part_there in zip(operation.parts, operation_there.parts, strict=True):
-                if isinstance(part, Number) and not part.narrow(part_there, places):
-                    return (
-                        f"a number that {operation.function} is given changes from step to step, and is no size of "
-                        "the batch"
-                    )
-        for expected, expected_there in zip(self.guards.values(), other.guards.values(), strict=True):
-            if isinstance(expected, Number) and isinstance(expected_there, Number):
-                if not expected.narrow(expected_there, places):
-                    return "Python has read a number of the batch before the call, and what for is not known"
-            elif expected != expected_there:
-                return OTHER_OPERATIONS
-        return ""
+        numbers = zip(self.numbers, other.numbers, strict=True)
+        return next((reason for (number, reason), (found, _) in numbers if not number.narrow(found, places)), "")
+
+    @property
+    def numbers(self) -> list[tuple[Number, str]]:
+        """Its numbers, and for each the reason to refuse it where none of its origins fits."""
+        numbers = [
+            (part, f"a number that {step.function} is given changes from step to step, and is no size of the batch")
+            for step in self.operations.values()
+            for part in step.parts
+            if isinstance(part, Number)
+        ]
+        reason = "Python has read a number of the batch before the call, and what for is not known"
+        return numbers + [(guard, reason) for guard in self.guards.values() if isinstance(guard, Number)]
 
     @property
     def form(self) -> list[Any]:
@@ -172,7 +156,7 @@ class Slice:
         operations = [
             (step.function, form(step.args), form([*step.kwargs.values()])) for step in self.operations.values()
         ]
-        return [operations, form(self.end), [places[index] for index in self.guards]]
+        return [operations, form(self.end), [(places[index], form(guard)) for index, guard in self.guards.items()]]
 
     def _changed(self) -> str:
         """Return which held tensor has changed since the recording, or ""."""

@@ -27,12 +27,11 @@ from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
 from lightning_distrec.pipeline.options import PrefetchOptions
-from lightning_distrec.pipeline.pinning import moved_jagged, pinned
 from lightning_distrec.pipeline.prefetcher import Prefetcher
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
 from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
-from lightning_distrec.pipeline.streams import Streams
+from lightning_distrec.pipeline.streams import Streams, moved_jagged, pinned
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
