@@ -46,19 +46,19 @@ class BatchStatus:
 class ControlMessage:
     """Collective. One message of all ranks in flight. All ranks send the same number of sizes."""
 
-    def __init__(self, ranks: Ranks, own: BatchStatus) -> None:
-        alike = (own.form, -own.form, own.weights, -own.weights)
-        flags = (own.state, int(own.ready), int(own.ids_in_range), own.failure, *alike)
+    def __init__(self, ranks: Ranks, status: BatchStatus) -> None:
+        compared = (status.form, -status.form, status.weights, -status.weights)
+        flags = (status.state, int(status.ready), int(status.ids_in_range), status.failure, *compared)
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
-        mins = [smallest for smallest, _ in own.sizes]
-        negated_maxs = [-largest for _, largest in own.sizes]
+        mins = [smallest for smallest, _ in status.sizes]
+        negated_maxs = [-largest for _, largest in status.sizes]
         self._reduction: MinReduction | None
-        if own.counts:
-            to_ranks = [list(of_rank) for of_rank in zip(*own.counts, strict=True)]
+        if status.counts:
+            to_ranks = [list(counts) for counts in zip(*status.counts, strict=True)]
             self._reduction = ranks.start_min_and_exchange((*flags, *mins, *negated_maxs), to_ranks)
         else:
             self._reduction = ranks.start_all_reduce_min(*flags, *mins, *negated_maxs)
-        self._agreed = own
+        self._agreed = status
 
     def read(self) -> BatchStatus:
         """Return the status over all ranks; waits for them the first time."""

@@ -45,12 +45,12 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
         return SizedEvenLoader(loader, ranks, EndPolicy(ranks, mode, warn), min(sizes))
     if len(set(sizes)) == 1:
         return loader
-    found = f"the ranks have {', '.join(map(str, sizes))} batches of {type(loader).__name__}"
+    text = f"the ranks have {', '.join(map(str, sizes))} batches of {type(loader).__name__}"
     if mode == "error":
-        raise DataError(f"{found}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+        raise DataError(f"{text}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
     if min(sizes) == 0:
-        raise DataError(f"{found}: none that all of them have. Give every rank at least one batch.")
-    warn(f"{found}; all stop after {min(sizes)} (uneven_inputs='stop').")
+        raise DataError(f"{text}: none that all of them have. Give every rank at least one batch.")
+    warn(f"{text}; all stop after {min(sizes)} (uneven_inputs='stop').")
     return ShortenedLoader(loader, min(sizes))
 
 
@@ -67,7 +67,7 @@ def gathered_lengths(loader: Any, ranks: Ranks) -> tuple[list[int | None], bool]
 class Wrapper:
     """A loader around another one, which has all other attributes: sampler, dataset, state for resuming."""
 
-    _own: tuple[str, ...] = ("ranks", "end", "agrees", "length")
+    _attributes: tuple[str, ...] = ("ranks", "end", "agrees", "length")
     """Attributes of the wrappers; all others are the loader's."""
 
     def __init__(self, loader: Any) -> None:
@@ -84,7 +84,7 @@ class Wrapper:
         return getattr(object.__getattribute__(self, "_loader"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
+        if name in self._lookups:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
@@ -130,12 +130,12 @@ class EndPolicy:
         longer = [rank for rank, (other, _) in enumerate(states) if other == HAS_BATCH]
         if not longer:
             return
-        found = f"after {count} batches ranks {longer} have more, the others none"
+        text = f"after {count} batches ranks {longer} have more, the others none"
         if self._mode == "error":
-            raise DataError(f"{found}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+            raise DataError(f"{text}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
         if count == 0:
-            raise DataError(f"{found}: there is no batch that all ranks have. Give every rank at least one batch.")
-        self._warn(f"{found}; all stop here (uneven_inputs='stop').")
+            raise DataError(f"{text}: there is no batch that all ranks have. Give every rank at least one batch.")
+        self._warn(f"{text}; all stop here (uneven_inputs='stop').")
 
 
 class EvenLoader(Wrapper):
@@ -217,7 +217,7 @@ def join_loader(loader: Any, ranks: Ranks) -> Any:
 class JoinedLoader(Wrapper):
     """A loader of unknown length; the ranks agree before each batch on who has one. Iterating over it is collective."""
 
-    _own = ("ranks", "lengths", "own_batches")
+    _attributes = ("ranks", "lengths", "own_batches")
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         super().__init__(loader)
@@ -241,14 +241,14 @@ class JoinedLoader(Wrapper):
                 return
             if count == 0 and ENDED in states:
                 raise _no_batch(f"rank {states.index(ENDED)} has no batch")
-            own_batches.append([of_rank == HAS_BATCH for of_rank in states])
+            own_batches.append([rank_state == HAS_BATCH for rank_state in states])
             count += 1
             yield last
 
     def _states(self, state: int, failure: Exception | None, count: int) -> list[int]:
         """Collective. Return the state of every rank's loader. Raises DataError on every rank: one of them failed."""
-        own = [state if rank == self.ranks.rank else HAS_BATCH for rank in range(self.ranks.num_ranks)]
-        states = list(self.ranks.start_all_reduce_min(*own).wait())
+        sent = [state if rank == self.ranks.rank else HAS_BATCH for rank in range(self.ranks.num_ranks)]
+        states = list(self.ranks.start_all_reduce_min(*sent).wait())
         if FAILED in states:
             EndPolicy(self.ranks, "stop", _no_warning).apply(count, state, failure)
         return states
@@ -274,8 +274,8 @@ class CountedJoinedLoader(SizedJoinedLoader):
         return [HAS_BATCH if count < length else ENDED for length in self.lengths]
 
 
-def _no_batch(found: str) -> DataError:
-    return DataError(f"{found}; uneven_inputs='join' needs a first one of all. Give every rank at least one batch.")
+def _no_batch(text: str) -> DataError:
+    return DataError(f"{text}; uneven_inputs='join' needs a first one of all. Give every rank at least one batch.")
 
 
 def _no_warning(message: str) -> None:

@@ -44,7 +44,7 @@ class PrefetchFetcher(DataFetcher):
         self._queue: deque[InFlightBatch] = deque()
         self._count = 0
         self._num_drawn = 0
-        self._more = True
+        self._has_more = True
         self._agrees_on_draws = False
         self._has_ended = False
         self._loader_states: Any = None
@@ -55,7 +55,7 @@ class PrefetchFetcher(DataFetcher):
         with self._agreeing_here():
             super().__iter__()
         self._count, self._num_drawn, self._has_ended = 0, 0, False
-        self._more = self.length != 0
+        self._has_more = self.length != 0
         self._loader_states = loader_states(self.combined_loader)
         override_loader_states(self.combined_loader, lambda: self._loader_states)
         return self
@@ -124,9 +124,9 @@ class PrefetchFetcher(DataFetcher):
             self._end.apply(self._count, self._queue[0].state, self._queue[0].failure)
 
     def _fill(self, size: int) -> None:
-        while len(self._queue) < size and self._more:
+        while len(self._queue) < size and self._has_more:
             in_flight = self._draw()
-            self._more = self._has_more_after(in_flight)
+            self._has_more = self._has_more_after(in_flight)
             self._queue.append(in_flight)
             self._prefetcher.prepare(in_flight)
 

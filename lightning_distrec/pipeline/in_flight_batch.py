@@ -90,7 +90,7 @@ class PrefetchedLookup:
         self._state: Any = None
         self.waits_for_weights = self.request.late_weights is not None
         """Whether weights that its step computes follow the ids at the call."""
-        self.taken = False
+        self.is_taken = False
 
     def look_up(self) -> None:
         """Collective. Look the rows up before the call."""
@@ -102,8 +102,11 @@ class PrefetchedLookup:
         if len(arguments) != len(self._arguments):
             return False
         compare = compare if isinstance(self.call, ComputedCall) else None
-        same = all(is_same_input(given, ours, compare) for given, ours in zip(arguments, self._arguments, strict=True))
-        return same and are_unwritten(self._versions)
+        is_same = all(
+            is_same_input(argument, prefetched, compare)
+            for argument, prefetched in zip(arguments, self._arguments, strict=True)
+        )
+        return is_same and are_unwritten(self._versions)
 
     def zeros(self, arguments: tuple[Any, ...], looked_up: Any) -> Any:
         """Return zeros in place of what was looked up, in the shapes of a call with these arguments."""
@@ -114,7 +117,7 @@ class PrefetchedLookup:
 
         arguments: those of the call; None: there is none, or it differs.
         """
-        self.taken = True
+        self.is_taken = True
         self._table.note_call(self.request)
         if self.waits_for_weights and arguments is not None:
             self._table.give_weights(self.request, arguments)
@@ -147,15 +150,15 @@ class InFlightBatch:
         """The objects of the batch, until the calls of its kind of step are known."""
         self.prefetched: list[PrefetchedLookup] | None = None
         """None: nothing can be sent ahead, on some rank at least."""
-        self.why_not_prepared = ""
+        self.preparation_failure = ""
         """Why nothing could be prepared on this rank."""
         self.unready: list[ComputedCall] = []
         """Calls whose input cannot be computed ahead of this batch's step on this rank."""
         self.exchange: Exchange | None = None
         self._step: StepCalls | None = None
-        self._own: list[PrefetchedLookup | None] = []
+        self._lookups: list[PrefetchedLookup | None] = []
         """For each call of the step its lookup on this rank, None where it is unready."""
-        self.by_place: frozenset[str] = frozenset()
+        self.placed_paths: frozenset[str] = frozenset()
         """Tables of which some calls are prefetched: a call is distinguished by how many come before it."""
         self._places: dict[str, int] = {}
         self._message: ControlMessage | None = None
@@ -168,11 +171,11 @@ class InFlightBatch:
             if difference := step.order.difference(self.roots):
                 raise ValueError(difference)
             with replaying():
-                self._own = [self._prepared(call, tables[call.path]) for call in step.calls]
-            self.prefetched = [lookup for lookup in self._own if lookup is not None]
+                self._lookups = [self._prepared(call, tables[call.path]) for call in step.calls]
+            self.prefetched = [lookup for lookup in self._lookups if lookup is not None]
         except Exception as error:  # the step itself will raise it, or do without what is missing
             self.prefetched = None
-            self.why_not_prepared = f"{type(error).__name__}: {error}"
+            self.preparation_failure = f"{type(error).__name__}: {error}"
         self.roots.memo.clear()
 
     def _prepared(self, call: PrefetchedCall, table: Prefetchable) -> PrefetchedLookup | None:
@@ -191,12 +194,12 @@ class InFlightBatch:
             return BatchStatus(self.state, ready=False)
         in_range = all(lookup.request.problem is None for lookup in self.prefetched)
         sizes, form = tuple(self._sizes()), self._form()
-        counts = tuple([() if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._own])
+        counts = tuple([() if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._lookups])
         return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts)
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         assert self._step is not None
-        for call, lookup in zip(self._step.calls, self._own, strict=True):
+        for call, lookup in zip(self._step.calls, self._lookups, strict=True):
             if lookup is not None:
                 yield lookup.request.num_examples, lookup.request.num_examples
             else:
@@ -209,7 +212,7 @@ class InFlightBatch:
         """
         assert self._step is not None
         form = 0
-        for i, (call, lookup) in enumerate(zip(self._step.calls, self._own, strict=True)):
+        for i, (call, lookup) in enumerate(zip(self._step.calls, self._lookups, strict=True)):
             if isinstance(call, ComputedCall) and call.is_reported:
                 self._step.forms[i] = 0
             elif lookup is not None:
@@ -240,12 +243,12 @@ class InFlightBatch:
         return status
 
     def _take_sizes(
-        self, step: StepCalls, of_lookups: tuple[tuple[int, int], ...], counts: tuple[tuple[int, ...], ...]
+        self, step: StepCalls, sizes_by_lookup: tuple[tuple[int, int], ...], counts: tuple[tuple[int, ...], ...]
     ) -> None:
         # A negative size: some rank has sent UNREADY or REFUSED.
-        unready = {call.path for call, sizes in zip(step.calls, of_lookups, strict=False) if sizes[0] < 0}
-        self.prefetched, self.by_place = [], step.by_place | unready
-        for call, lookup, sizes, received in zip(step.calls, self._own, of_lookups, counts, strict=False):
+        unready = {call.path for call, sizes in zip(step.calls, sizes_by_lookup, strict=False) if sizes[0] < 0}
+        self.prefetched, self.placed_paths = [], step.placed_paths | unready
+        for call, lookup, sizes, received in zip(step.calls, self._lookups, sizes_by_lookup, counts, strict=False):
             is_ready = sizes[0] >= 0 and (call.path in step.regular or call.path not in unready)
             if lookup is not None and is_ready:
                 lookup.request.sizes, lookup.request.received = sizes, received
@@ -255,7 +258,7 @@ class InFlightBatch:
     def is_complete(self) -> bool:
         """Whether all lookups of its step are prefetched."""
         all_calls = self._step is not None and self._step.is_complete
-        return all_calls and self.prefetched is not None and len(self.prefetched) == len(self._own)
+        return all_calls and self.prefetched is not None and len(self.prefetched) == len(self._lookups)
 
     def refused_calls(self) -> list[ComputedCall]:
         """Return the calls that a rank cannot compute ahead, alike on all ranks, once its status is agreed."""
@@ -269,14 +272,18 @@ class InFlightBatch:
     def why_as_called(self) -> str:
         """Why its lookups are made as its step calls, in words."""
         return (
-            f"{self.kind}: a batch is unlike that of the first step ({self.why_not_prepared}); it is looked up as its "
-            "step calls, without prefetching. Later ones are not reported."
+            f"{self.kind}: a batch is unlike that of the first step ({self.preparation_failure}); it is looked up "
+            "as its step calls, without prefetching. Later ones are not reported."
         )
 
     def raise_problem(self, ranks: Ranks) -> None:
         """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""
-        own = [str(of.request.problem) for of in self._own if of is not None and of.request.problem is not None]
-        raise IdsError([problem for of_rank in ranks.all_gather(own) for problem in of_rank][0])
+        problems = [
+            str(lookup.request.problem)
+            for lookup in self._lookups
+            if lookup is not None and lookup.request.problem is not None
+        ]
+        raise IdsError([problem for rank_problems in ranks.all_gather(problems) for problem in rank_problems][0])
 
     def start_exchange(self, start: Callable[[list[Any]], Exchange]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""
@@ -297,8 +304,8 @@ class InFlightBatch:
 
         The error: it was prefetched with other arguments.
         """
-        waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.taken]
-        if path in self.by_place:  # another call may have the same input by chance, but not on all ranks
+        waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.is_taken]
+        if path in self.placed_paths:  # another call may have the same input by chance, but not on all ranks
             place = self._places.get(path, 0)
             self._places[path] = place + 1
             waiting = [lookup for lookup in waiting if getattr(lookup.call, "place", None) == place]
@@ -312,7 +319,7 @@ class InFlightBatch:
     @property
     def waiting(self) -> list[PrefetchedLookup]:
         """The prefetched lookups that the step has not called yet."""
-        return [lookup for lookup in self.prefetched or [] if not lookup.taken]
+        return [lookup for lookup in self.prefetched or [] if not lookup.is_taken]
 
     def drop(self, wait: bool) -> None:
         """Forget it, and send no more of it. wait: whether to wait for what is in flight."""

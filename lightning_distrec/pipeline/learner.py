@@ -96,9 +96,9 @@ class Learner:
             if trial.is_over:
                 self._learn_trial(batch, trial)
         else:
-            by_path = _by_path(recorded)
+            variants = _by_path(recorded)
             for call in batch.unready:
-                for variant in by_path.get(call.path, [])[call.place : call.place + 1]:
+                for variant in variants.get(call.path, [])[call.place : call.place + 1]:
                     call.learn(variant)
             batch.objects = None
             return False
@@ -116,25 +116,25 @@ class Learner:
 
     def _learn_first(self, batch: InFlightBatch, recorded: list[RecordedCall]) -> None:
         assert batch.objects is not None
-        found = agree_on_calls(recorded, self._ranks)
-        self._report(batch.kind, found.reasons)
+        first = agree_on_calls(recorded, self._ranks)
+        self._report(batch.kind, first.reasons)
         self.calls[batch.kind] = StepCalls(
-            found.calls, batch.objects, is_complete=not found.reasons and not found.trial
+            first.calls, batch.objects, is_complete=not first.reasons and not first.trial
         )
-        if found.trial:
-            trial = Trial(found.trial)
+        if first.trial:
+            trial = Trial(first.trial)
             trial.end_step(_by_path(recorded))
-            self._trials[batch.kind] = trial, found.order
+            self._trials[batch.kind] = trial, first.order
 
     def _learn_trial(self, batch: InFlightBatch, trial: Trial) -> None:
         assert batch.objects is not None
         usable, reasons = trial.agree(self._ranks)
         self._report(batch.kind, reasons)
-        before = self.calls[batch.kind]
-        others = {path for path in self._trials[batch.kind][1] if path not in trial.calls}
-        was_complete = others <= {call.path for call in before.calls}
+        calls = self.calls[batch.kind]
+        untried = {path for path in self._trials[batch.kind][1] if path not in trial.calls}
+        was_complete = untried <= {call.path for call in calls.calls}
         self.calls[batch.kind] = StepCalls(
-            [*before.calls, *usable],
+            [*calls.calls, *usable],
             batch.objects,
             frozenset(reasons),
             frozenset(trial.calls),
@@ -153,8 +153,8 @@ class Learner:
         refused = [call for call in batch.refused_calls() if not call.is_reported]
         if not refused:
             return
-        of_ranks = self._ranks.all_gather([call.refused for call in refused])
-        for call, *reasons in zip(refused, *of_ranks, strict=True):
+        gathered = self._ranks.all_gather([call.refused for call in refused])
+        for call, *reasons in zip(refused, *gathered, strict=True):
             call.is_reported = True
             call.refused = call.refused or next(filter(None, reasons))
             self._report(batch.kind, {call.path: next(filter(None, reasons))})

@@ -48,10 +48,10 @@ class RecordedCall:
                 self.reason = self.reason or source
             else:
                 sources.append(source)
-        found = LookupCall(path, tuple(sources))
-        self.call: PrefetchedCall | None = None if self.reason else found
+        call = LookupCall(path, tuple(sources))
+        self.call: PrefetchedCall | None = None if self.reason else call
         """The call, where all of its arguments were found in the batch."""
-        self.variant = None if self.reason else Variant(found)
+        self.variant = None if self.reason else Variant(call)
         if recorder is None or self.reason:
             return
         self.needs_trial = any(isinstance(source, Slice) for source in parts_of(sources))
@@ -60,25 +60,25 @@ class RecordedCall:
             condition = slice_of(recorder, None, guards)
             if isinstance(condition, Slice) and condition.paths:
                 self.needs_trial = True
-                self.variant = Variant(found, condition)
-            self._look_behind_views(recorder, guards, arguments, found)
+                self.variant = Variant(call, condition)
+            self._look_behind_views(recorder, guards, arguments, call)
 
     def _look_behind_views(
-        self, recorder: Recorder, guards: Guards, arguments: tuple[Any, ...], found: LookupCall
+        self, recorder: Recorder, guards: Guards, arguments: tuple[Any, ...], batch_call: LookupCall
     ) -> None:
         """The end of x[:, :n] may depend on the batch: on its width, or on a number that Python has read."""
-        views = [source for source in found.arguments if isinstance(source, ViewSource)]
+        views = [source for source in batch_call.arguments if isinstance(source, ViewSource)]
         if not any(view.form == "narrow" or recorder.has_read for view in views):
             return
         made = [
             slice_of(recorder, argument, guards) if isinstance(source, ViewSource) else source
-            for argument, source in zip(arguments, found.arguments, strict=True)
+            for argument, source in zip(arguments, batch_call.arguments, strict=True)
         ]
         sources = tuple(source for source in made if not isinstance(source, str))
         if len(sources) == len(made):
             self.needs_trial |= any(isinstance(source, Slice) and source.reads for source in sources)
-            self.variant = Variant(LookupCall(found.path, sources))
-            call = ComputedCall(found.path, self.place, found)
+            self.variant = Variant(LookupCall(batch_call.path, sources))
+            call = ComputedCall(batch_call.path, self.place, batch_call)
             call.learn(self.variant)
             self.call = call
 
@@ -86,7 +86,7 @@ class RecordedCall:
 class StepCalls:
     """The calls of one kind of step that are prefetched, alike on all ranks.
 
-    objects: of the batch of the first step. by_place: tables of which some calls are not prefetched: a call is
+    objects: of the batch of the first step. placed_paths: tables of which some calls are not prefetched: a call is
     distinguished by how many come before it. regular: tables of which each step makes as many calls.
     is_complete: whether the step makes no other calls.
     """
@@ -95,7 +95,7 @@ class StepCalls:
         self,
         calls: list[PrefetchedCall],
         objects: BatchObjects,
-        by_place: frozenset[str] = frozenset(),
+        placed_paths: frozenset[str] = frozenset(),
         regular: frozenset[str] = frozenset(),
         is_complete: bool = False,
     ) -> None:
@@ -103,7 +103,7 @@ class StepCalls:
         self.forms = [0] * len(calls)
         """Of each call the types of its last lookup on this rank."""
         self.regular = regular
-        self.by_place = by_place
+        self.placed_paths = placed_paths
         self.is_complete = is_complete
         sources = [source for call in calls for source in call.arguments]
         names = {name for call in calls for name in call.path.split(".")}
@@ -153,23 +153,23 @@ def agree_on_calls(recorded: list[RecordedCall], ranks: Ranks) -> FirstStep:
 
     A table whose calls are all found in the batch is prefetched in all of them, or in none.
     """
-    own = tuple((call.path, repr(call.call), call.reason, call.needs_trial) for call in recorded)
-    of_ranks: list[_RankCalls] = ranks.all_gather(_RankCalls(own))
-    found = FirstStep(order=[path for path, _, _, _ in of_ranks[0].calls])
-    for path in sorted({path for of_rank in of_ranks for path, _, _, _ in of_rank.calls}):
-        lists = [of_rank.of(path) for of_rank in of_ranks]
+    local_calls = tuple((call.path, repr(call.call), call.reason, call.needs_trial) for call in recorded)
+    gathered: list[_RankCalls] = ranks.all_gather(_RankCalls(local_calls))
+    first = FirstStep(order=[path for path, _, _, _ in gathered[0].calls])
+    for path in sorted({path for rank_calls in gathered for path, _, _, _ in rank_calls.calls}):
+        lists = [rank_calls.of(path) for rank_calls in gathered]
         refused = [reason for calls in lists for _, _, reason, _ in calls if reason]
         if any(needs_trial for calls in lists for _, _, _, needs_trial in calls):
-            found.trial.append(path)
+            first.trial.append(path)
         elif refused:
-            found.reasons[path] = refused[0]
+            first.reasons[path] = refused[0]
         elif any(calls != lists[0] for calls in lists):
-            found.reasons[path] = "the ranks call it with different parts of their batches"
-    left: dict[str, list[PrefetchedCall]] = {}
+            first.reasons[path] = "the ranks call it with different parts of their batches"
+    remaining: dict[str, list[PrefetchedCall]] = {}
     for call in recorded:
         if call.call is not None:
-            left.setdefault(call.path, []).append(call.call)
+            remaining.setdefault(call.path, []).append(call.call)
     # Every rank has as many calls of these paths, in rank 0's order.
-    skipped = {*found.reasons, *found.trial}
-    found.calls = [left[path].pop(0) for path in found.order if path not in skipped]
-    return found
+    skipped = {*first.reasons, *first.trial}
+    first.calls = [remaining[path].pop(0) for path in first.order if path not in skipped]
+    return first

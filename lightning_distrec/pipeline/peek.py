@@ -21,15 +21,15 @@ MAX_CHILDREN, MAX_OBJECTS = 100, 10_000
 """How many children of a container, and objects in total, are searched: they may be a dataset's samples."""
 
 
-def loaders_in(given: Any) -> list[Any]:
+def loaders_in(loaders: Any) -> list[Any]:
     """Return the loaders of what a Trainer takes for dataloaders: one, a CombinedLoader, or containers of them."""
-    if isinstance(given, CombinedLoader):
-        return loaders_in(given.flattened)
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if isinstance(given, (list, tuple)):
-        return [loader for child in given for loader in loaders_in(child)]
-    return [given]
+    if isinstance(loaders, CombinedLoader):
+        return loaders_in(loaders.flattened)
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, (list, tuple)):
+        return [loader for child in loaders for loader in loaders_in(child)]
+    return [loaders]
 
 
 def why_not(loader: Any) -> str:
@@ -63,19 +63,19 @@ def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, N
     Use it inside of `unchanged`.
     """
     fetched: dict[str, Any] = {"collate_fn": loader.collate_fn}
-    known = {id(loader.dataset): loader.dataset}  # a copy of the sampler is for the same dataset
+    memo = {id(loader.dataset): loader.dataset}  # a copy of the sampler is for the same dataset
     if loader.batch_sampler is not None:
-        fetched["batch_sampler"] = copy.deepcopy(loader.batch_sampler, known)
+        fetched["batch_sampler"] = copy.deepcopy(loader.batch_sampler, memo)
     else:
-        fetched |= {"sampler": copy.deepcopy(loader.sampler, known), "batch_size": None}
+        fetched |= {"sampler": copy.deepcopy(loader.sampler, memo), "batch_size": None}
     with _generators_kept(loader.dataset, loader.collate_fn):
         yield from islice(DataLoader(loader.dataset, generator=torch.Generator(), **fetched), count)
 
 
 @contextmanager
 def _generators_kept(*roots: Any) -> Iterator[None]:
-    found = {id(generator): generator for root in roots for generator in _generators(root, 0, set())}
-    states = [(generator, _state(generator)) for generator in found.values()]
+    generators = {id(generator): generator for root in roots for generator in _generators(root, 0, set())}
+    states = [(generator, _state(generator)) for generator in generators.values()]
     try:
         yield
     finally:

@@ -34,8 +34,8 @@ class ResumableSampler:
         self.base = sampler
         self.in_batches = _iterates_as(sampler, BatchSampler)
         self.entries = sampler.sampler if self.in_batches else sampler
-        own = getattr(self.entries, "generator", None)
-        self.generator = own if isinstance(own, torch.Generator) else torch.default_generator
+        generator = getattr(self.entries, "generator", None)
+        self.generator = generator if isinstance(generator, torch.Generator) else torch.default_generator
         distributed = [
             kind for kind in (DistributedSampler, DistributedSamplerWrapper) if _iterates_as(self.entries, kind)
         ]
@@ -73,14 +73,16 @@ class ResumableSampler:
         # Nothing is done before the first entry is drawn: torch makes this iterator twice where there are workers.
         batches = self.base
         if self.start is None:
-            of_epoch = (self.entries.epoch, self.entries.seed, self.entries.shuffle) if self.is_distributed else None
-            self.origin = {"order": self.order, "generator": self.generator.get_state(), "of_epoch": of_epoch}
+            epoch_settings = (
+                (self.entries.epoch, self.entries.seed, self.entries.shuffle) if self.is_distributed else None
+            )
+            self.origin = {"order": self.order, "generator": self.generator.get_state(), "of_epoch": epoch_settings}
         else:
             self.origin = {name: self.start[name] for name in ("order", "generator", "of_epoch")}
-            batches = rest = self._rest(self.start)
+            batches = entries = self._rest(self.start)
             if self.in_batches:
                 batches = copy.copy(self.base)
-                batches.sampler = rest
+                batches.sampler = entries
         yield from batches
 
     def _rest(self, start: State) -> Any:
@@ -88,17 +90,17 @@ class ResumableSampler:
         if start["order"] is None or (start["order"] == self.order and not self.is_distributed):
             with torch.random.fork_rng(devices=[]):
                 self.generator.set_state(start["generator"])  # a generator of its own is not reset
-                own = iter(self.entries)
-                deque(islice(own, start["samples"] // self.num_ranks), maxlen=0)
-            return own
+                entries = iter(self.entries)
+                deque(islice(entries, start["samples"] // self.num_ranks), maxlen=0)
+            return entries
         order = self._full_order(start)
-        rest = order[start["samples"] :]
-        uneven = len(rest) % self.num_ranks
+        remaining = order[start["samples"] :]
+        uneven = len(remaining) % self.num_ranks
         if start["drop_uneven"]:
-            del rest[len(rest) - uneven :]
+            del remaining[len(remaining) - uneven :]
         elif uneven:
-            rest += [order[i % len(order)] for i in range(self.num_ranks - uneven)]  # as DistributedSampler does
-        return rest[self.rank :: self.num_ranks]
+            remaining += [order[i % len(order)] for i in range(self.num_ranks - uneven)]  # as DistributedSampler does
+        return remaining[self.rank :: self.num_ranks]
 
     def _full_order(self, start: State) -> list[Any]:
         """Return the entries of all ranks in the order of `start`, whose sampler may have been another one."""
@@ -106,8 +108,8 @@ class ResumableSampler:
         if start["order"] == "SequentialSampler":
             return list(samples)
         if start["order"].startswith("RandomSampler"):
-            own = torch.Generator().set_state(start["generator"]) if "(generator)" in start["order"] else None
-            sampler: Any = RandomSampler(samples, generator=own)
+            generator = torch.Generator().set_state(start["generator"]) if "(generator)" in start["order"] else None
+            sampler: Any = RandomSampler(samples, generator=generator)
         else:
             is_ours = start["order"] == "DistributedSamplerWrapper"
             sampler = copy.copy(self.entries) if is_ours else DistributedSampler(samples, num_replicas=1, rank=0)
@@ -150,9 +152,9 @@ def resumable(loader: Any, rank: int, num_ranks: int, warn: Callable[[str], None
 
 def num_batches(state: State, num_ranks: int, batch_size: int, trained: int = 0) -> int:
     """Return how many batches each rank has of `state`'s epoch after the first `trained` entries of it."""
-    left = max(0, state["length"] - trained)
-    of_rank = left // num_ranks if state["drop_uneven"] else -(-left // num_ranks)
-    return int(of_rank // batch_size if state["drop_last"] else -(-of_rank // batch_size))
+    remaining = max(0, state["length"] - trained)
+    per_rank = remaining // num_ranks if state["drop_uneven"] else -(-remaining // num_ranks)
+    return int(per_rank // batch_size if state["drop_last"] else -(-per_rank // batch_size))
 
 
 def rescaled(progress: int, state: State, num_ranks: int, batch_size: int) -> int:
@@ -172,17 +174,17 @@ def rescaled(progress: int, state: State, num_ranks: int, batch_size: int) -> in
     return progress - state["batches"] + position
 
 
-def states_of_all_ranks(of_ranks: list[list[State]]) -> list[State]:
-    """Return the states of the loaders, from which any number of ranks can resume; of_ranks: each rank's states.
+def states_of_all_ranks(rank_states: list[list[State]]) -> list[State]:
+    """Return the states of the loaders, from which any number of ranks can resume; rank_states: each rank's states.
 
     Ranks that draw in orders of their own, or batches of unequal size, can resume from their own states only: their
     "order" is None. Nothing is returned where a loader of another kind has a state.
     """
-    loaders = list(zip(*of_ranks, strict=True))
-    if len(of_ranks) == 1 or not all("of_epoch" in states[0] for states in loaders):
-        return of_ranks[0] if len(of_ranks) == 1 else []
-    alike = [len({state["batch_size"] for state in states}) == 1 for states in loaders]
-    orders = [states[0]["order"] if is_alike else None for states, is_alike in zip(loaders, alike, strict=True)]
+    loaders = list(zip(*rank_states, strict=True))
+    if len(rank_states) == 1 or not all("of_epoch" in states[0] for states in loaders):
+        return rank_states[0] if len(rank_states) == 1 else []
+    have_one_size = [len({state["batch_size"] for state in states}) == 1 for states in loaders]
+    orders = [states[0]["order"] if is_alike else None for states, is_alike in zip(loaders, have_one_size, strict=True)]
     return [{**states[0], "order": order, "rank": None} for states, order in zip(loaders, orders, strict=True)]
 
 
@@ -222,7 +224,7 @@ class PositionedLoader(Wrapper):
     a sampler that uses others is another one after resuming.
     """
 
-    _own = ("torch_loader", "sampler_in_use", "warn", "start", "state")
+    _attributes = ("torch_loader", "sampler_in_use", "warn", "start", "state")
 
     def __init__(
         self, loader: Any, torch_loader: Any, sampler_in_use: ResumableSampler, warn: Callable[[str], None]
@@ -248,26 +250,28 @@ class PositionedLoader(Wrapper):
         if reason is not None:
             self._restart(reason)
             return
-        here = self.sampler_in_use.layout()
-        was = {**state, "drop_last": here["drop_last"], "drop_uneven": here["drop_uneven"]}
-        batches = rescaled(state["batches"], was, here["num_ranks"], here["batch_size"])
-        self.start = self.state = {**state, **here, "batches": batches}
+        layout = self.sampler_in_use.layout()
+        was = {**state, "drop_last": layout["drop_last"], "drop_uneven": layout["drop_uneven"]}
+        batches = rescaled(state["batches"], was, layout["num_ranks"], layout["batch_size"])
+        self.start = self.state = {**state, **layout, "batches": batches}
 
     def _refusal(self, state: State) -> str | None:
         """Return why it cannot resume from `state`, None if it can."""
         if not self.state.keys() <= state.keys() or (state["samples"] and state["generator"] is None):
             return "the checkpoint does not hold the position of such a dataloader"
-        order, here = self.sampler_in_use.order, self.sampler_in_use.layout()
+        order, layout = self.sampler_in_use.order, self.sampler_in_use.layout()
         if order is None or state["order"] is None:
-            alike = ("rank", "num_ranks", "length") if here["num_ranks"] == 1 else ("rank", "num_ranks", "batch_size")
-            can_resume = order == state["order"] and all(here[name] == state[name] for name in alike)
+            compared = (
+                ("rank", "num_ranks", "length") if layout["num_ranks"] == 1 else ("rank", "num_ranks", "batch_size")
+            )
+            can_resume = order == state["order"] and all(layout[name] == state[name] for name in compared)
         else:
             wraps = "DistributedSamplerWrapper" in (order, state["order"])
-            can_resume = (order == state["order"] or not wraps) and here["length"] == state["length"]
+            can_resume = (order == state["order"] or not wraps) and layout["length"] == state["length"]
         if can_resume or not state["samples"]:
             return None
         text = "{length} samples on {num_ranks} rank(s) in the order of {order}"
-        return f"the checkpoint is of {text.format(**state)}, and now there are {text.format(**here, order=order)}"
+        return f"the checkpoint is of {text.format(**state)}, and now there are {text.format(**layout, order=order)}"
 
     def _restart(self, reason: str) -> None:
         self.warn(
@@ -311,9 +315,9 @@ def _drawing_from(loader: DataLoader[Any], sampler: ResumableSampler) -> Iterato
     # Past DataLoader's __setattr__, which refuses to replace a sampler: workers may have a copy of it. Here the
     # iterator that starts the workers is made inside of the context.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    own = getattr(loader, name)
+    replaced = getattr(loader, name)
     object.__setattr__(loader, name, sampler)
     try:
         yield
     finally:
-        object.__setattr__(loader, name, own)
+        object.__setattr__(loader, name, replaced)

@@ -110,7 +110,7 @@ class Prefetcher:
         if calls is not None:
             with self._preparing():
                 batch.prepare(calls, self._tables)
-            if batch.why_not_prepared and batch.batch is not None and not self._has_warned:
+            if batch.preparation_failure and batch.batch is not None and not self._has_warned:
                 self._has_warned = True
                 self._warn(batch.why_as_called)
         if self.depth == 2:
@@ -127,13 +127,16 @@ class Prefetcher:
     ) -> ControlMessage:
         """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
         status = BatchStatus() if batch is None else batch.own_status
-        width = max((len(of.calls) for of in self._learner.calls.values()), default=0)
+        width = max((len(step.calls) for step in self._learner.calls.values()), default=0)
         sizes = (*status.sizes, *((0, 0),) * (width - len(status.sizes)))
         counts: tuple[tuple[int, ...], ...] = ()
         if self._exchanges_counts:
             none = (0,) * self.ranks.num_ranks
             # A list, not a generator, of which each item is a call.
-            counts = (*[of_lookup or none for of_lookup in status.counts], *(none,) * (width - len(status.counts)))
+            counts = (
+                *[lookup_counts or none for lookup_counts in status.counts],
+                *(none,) * (width - len(status.counts)),
+            )
         status = replace(status, sizes=sizes, counts=counts, failure=failure, weights=weights)
         return ControlMessage(self.ranks, status)
 
@@ -170,7 +173,7 @@ class Prefetcher:
         step.pending_rows = {id(lookup.request) for lookup in current.prefetched}
         for i, lookup in enumerate(current.prefetched):
             # Lookups of one table are made in the order of the calls, in which their gradients are added up.
-            in_order = lookup.call.path not in current.by_place and not lookup.waits_for_weights
+            in_order = lookup.call.path not in current.placed_paths and not lookup.waits_for_weights
             if in_order and self._tables[lookup.call.path].early and (current.kind, i) not in self._late:
                 lookup.look_up()
 

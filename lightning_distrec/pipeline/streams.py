@@ -61,10 +61,10 @@ class Streams:
         """Let the stream of the step use the batch from now on."""
         if copied is None:
             return
-        now = torch.cuda.current_stream(self._device)
-        now.wait_event(copied)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
         for tensor in self._on_device(batch):
-            tensor.record_stream(now)
+            tensor.record_stream(stream)
 
     def _on_device(self, batch: Any) -> list[Tensor]:
         return [part for tensor in tensors_in(batch) if gpu.is_on_gpu(tensor) for part in parts_of(tensor)]
@@ -88,7 +88,7 @@ def pinned(batch: Any) -> Any:
 
 def _pinned(data: Any) -> Any:
     tensors = [data] if isinstance(data, Tensor) else tensors_in(data)
-    can_be = all(of.is_cpu and of.layout == torch.strided and not of.is_nested for of in tensors)
+    can_be = all(tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested for tensor in tensors)
     return data.pin_memory() if can_be else data
 
 

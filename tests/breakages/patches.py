@@ -257,8 +257,8 @@ BREAKAGES = (
     Breakage(
         "resumed-epoch",
         "lightning_distrec/pipeline",
-        r'rest = order\[start\["samples"\] :\]',
-        "rest = order",
+        r'remaining = order\[start\["samples"\] :\]',
+        "remaining = order",
         "A resumed epoch trains samples again that it has trained.",
         ("unit/prefetch/test_position.py",),
     ),
@@ -273,8 +273,8 @@ BREAKAGES = (
     Breakage(
         "written-inputs",
         "lightning_distrec/pipeline",
-        r"return same and are_unwritten\(.*\)",
-        "return same",
+        r"return is_same and are_unwritten\(.*\)",
+        "return is_same",
         "A step that changes its ids in place trains the rows of the ids before the change.",
         ("multiprocess/prefetch/test_recognised_inputs.py",),
     ),
@@ -362,7 +362,7 @@ BREAKAGES = (
     Breakage(
         "batch-not-awaited",
         "lightning_distrec/pipeline/streams.py",
-        r"now\.wait_event\(copied\)",
+        r"stream\.wait_event\(copied\)",
         "pass",
         "On a GPU a step reads its batch before it is copied.",
         ("multiprocess/prefetch/test_emulated_streams.py",),
@@ -515,8 +515,8 @@ BREAKAGES = (
     Breakage(
         "compares-widths-of-ranks",
         "lightning_distrec/pipeline/computed",
-        r"\[paths_of\(source\) for source in found\]",
-        "[*found]",
+        r"\[paths_of\(source\) for source in arguments\]",
+        "[*arguments]",
         "Views of batches that are padded to other widths on the ranks are never prefetched.",
         ("multiprocess/prefetch/test_computed_ids.py",),
     ),

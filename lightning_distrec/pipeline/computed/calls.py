@@ -52,7 +52,10 @@ class Variant:
     def is_another_branch(self, other: "Variant") -> bool:
         """Whether Python has branched otherwise, in a way that is seen before the call."""
         pairs = zip(self.guards.values(), other.guards.values(), strict=False)
-        return any(isinstance(one, bool) and isinstance(two, bool) and one != two for one, two in pairs)
+        return any(
+            isinstance(expected, bool) and isinstance(recorded, bool) and expected != recorded
+            for expected, recorded in pairs
+        )
 
     def narrow(self, other: "Variant") -> str:
         """Learn from another recording. Returns why the two are not the same, or ""."""
@@ -75,7 +78,7 @@ class ComputedCall:
     the first step, which is looked at first; None: they were not found.
     """
 
-    def __init__(self, path: str, place: int, found: LookupCall | None = None) -> None:
+    def __init__(self, path: str, place: int, batch_call: LookupCall | None = None) -> None:
         self.path = path
         self.place = place
         self.refused = ""
@@ -84,12 +87,12 @@ class ComputedCall:
         """Whether all ranks know that one refuses."""
         self._variants: list[Variant] = []
         self._num_recordings = 0
-        self._found = found
+        self._batch_call = batch_call
 
     def __repr__(self) -> str:
         # Ranks compare it. What they compute differs where they have branched otherwise, or where batches are wider.
-        found = () if self._found is None else self._found.arguments
-        return f"{self.path} {self.place} {[paths_of(source) for source in found]}"
+        arguments = () if self._batch_call is None else self._batch_call.arguments
+        return f"{self.path} {self.place} {[paths_of(source) for source in arguments]}"
 
     def __str__(self) -> str:
         return ", ".join(sorted({part.last_operation for variant in self._variants for part in variant.slices}))
@@ -97,8 +100,8 @@ class ComputedCall:
     @property
     def arguments(self) -> tuple[Source, ...]:
         """Where the arguments come from, in all variants."""
-        if self._found is not None:
-            return self._found.arguments
+        if self._batch_call is not None:
+            return self._batch_call.arguments
         return tuple(source for variant in self._variants for source in variant.call.arguments)
 
     def learn(self, recorded: Variant | str) -> None:
@@ -132,7 +135,7 @@ class ComputedCall:
 
     def get(self, roots: BatchRoots, confirmed: int = CONFIRMED) -> tuple[Any, ...]:
         """Return the arguments for a batch. Raises NotReadyError, or why the last variant cannot be computed."""
-        ways: list[LookupCall | Variant] = [] if self._found is None else [self._found]
+        ways: list[LookupCall | Variant] = [] if self._batch_call is None else [self._batch_call]
         if not self.refused:
             ways += [variant for variant in self._variants if variant.num_recordings >= confirmed]
         failure: Exception = NotReadyError(self.refused or "it was not recorded often enough")
@@ -200,10 +203,10 @@ class Trial:
         usable: list[ComputedCall] = []
         reasons: dict[str, str] = {}
         for path, calls in self.calls.items():
-            by_rank = [on_rank[path] for on_rank in gathered]
-            if len({len(on_rank) for on_rank in by_rank}) > 1:
-                by_rank = [[IRREGULAR] * len(calls)]
-            for call, *refused in zip(calls, *by_rank, strict=True):
+            rank_reasons = [on_rank[path] for on_rank in gathered]
+            if len({len(on_rank) for on_rank in rank_reasons}) > 1:
+                rank_reasons = [[IRREGULAR] * len(calls)]
+            for call, *refused in zip(calls, *rank_reasons, strict=True):
                 if reason := next(filter(None, refused), ""):
                     reasons.setdefault(path, reason)
                     call.refused = call.refused or reason

@@ -119,7 +119,7 @@ class Number:
 
         places: operation of the other recording -> that of this one.
         """
-        self.origins &= {("read", places.get(at[1])) if at[0] == "read" else at for at in other.origins}
+        self.origins &= {("read", places.get(origin[1])) if origin[0] == "read" else origin for origin in other.origins}
         return bool(self.origins)
 
 
@@ -139,23 +139,23 @@ class Operation:
         return list(flatten((self.args, self.kwargs)))
 
 
-def flatten(found: Any) -> Iterator[Any]:
+def flatten(value: Any) -> Iterator[Any]:
     """Yield what is in lists, tuples and dicts."""
-    if isinstance(found, (list, tuple, dict)):
-        for child in found.values() if isinstance(found, dict) else found:
+    if isinstance(value, (list, tuple, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
             yield from flatten(child)
     else:
-        yield found
+        yield value
 
 
-def tensors_of(found: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in lists, tuples and dicts."""
-    return [child for child in flatten(found) if isinstance(child, Tensor)]
+    return [child for child in flatten(value) if isinstance(child, Tensor)]
 
 
-def are_equal(one: Tensor, other: Tensor) -> bool:
+def are_equal(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values, of one type, on one device."""
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    return tensor.dtype == other.dtype and tensor.device == other.device and torch.equal(tensor, other)
 
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[Tensor, HeldTensor]]:
@@ -168,9 +168,9 @@ def held_tensors(module: nn.Module) -> Iterator[tuple[Tensor, HeldTensor]]:
                 if not value.requires_grad:
                     yield value, HeldTensor(f"{name}.{key}", partial(getattr, child, key))
             elif type(value) in (list, tuple, dict) and not key.startswith("_"):
-                for at, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                for entry_key, entry in value.items() if isinstance(value, dict) else enumerate(value):
                     if isinstance(entry, Tensor) and not entry.requires_grad:
-                        yield entry, HeldTensor(f"{name}.{key}[{at!r}]", partial(_entry, child, key, at))
+                        yield entry, HeldTensor(f"{name}.{key}[{entry_key!r}]", partial(_entry, child, key, entry_key))
 
 
 def _entry(module: nn.Module, name: str, key: Any) -> Any:

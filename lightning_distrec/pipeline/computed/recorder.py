@@ -143,7 +143,7 @@ class Recorder:
             # Values of held tensors are compared: a broadcast of buffers writes to them.
             if source is not None and not isinstance(source, HeldTensor):
                 self.spoiled[storage_key(tensor)] = f"{source} is changed in place"
-        made = [(i, tensor) for i, tensor in enumerate(outputs) if not any(tensor is one for one in inputs)]
+        made = [(i, tensor) for i, tensor in enumerate(outputs) if not any(tensor is argument for argument in inputs)]
         if made and not reason:
             index = self._record(function, args, kwargs, [*inputs, *outputs])
         for i, tensor in made:

@@ -127,7 +127,9 @@ class Slice:
         self.shapes |= other.shapes
         places = dict(zip(other.operations, self.operations, strict=True))
         numbers = zip(self.numbers, other.numbers, strict=True)
-        return next((reason for (number, reason), (found, _) in numbers if not number.narrow(found, places)), "")
+        return next(
+            (reason for (number, reason), (other_number, _) in numbers if not number.narrow(other_number, places)), ""
+        )
 
     @property
     def numbers(self) -> list[tuple[Number, str]]:

@@ -52,31 +52,31 @@ class BatchObjects:
         self._aliases: dict[int, tuple[Path, ...]] = {}
         self._tensors: dict[int, list[tuple[Tensor, Path]]] = {}
         self._walk(roots, ())
-        self._versions = {key: versions(found) for key, (found, _) in self._objects.items()}
+        self._versions = {key: versions(child) for key, (child, _) in self._objects.items()}
 
-    def _walk(self, found: Any, path: Path) -> None:
-        if found is None or isinstance(found, (*SCALARS, bytes)) or len(path) > MAX_DEPTH:
+    def _walk(self, value: Any, path: Path) -> None:
+        if value is None or isinstance(value, (*SCALARS, bytes)) or len(path) > MAX_DEPTH:
             return
-        if id(found) in self._objects:
-            self._aliases[id(found)] = (*self._aliases.get(id(found), ()), path)
+        if id(value) in self._objects:
+            self._aliases[id(value)] = (*self._aliases.get(id(value), ()), path)
             return
-        self._objects[id(found)] = (found, path)
-        if isinstance(found, Tensor):
-            if found.layout == torch.strided:
-                self._tensors.setdefault(found.untyped_storage().data_ptr(), []).append((found, path))
+        self._objects[id(value)] = (value, path)
+        if isinstance(value, Tensor):
+            if value.layout == torch.strided:
+                self._tensors.setdefault(value.untyped_storage().data_ptr(), []).append((value, path))
             return
-        for step, child in _children(found):
+        for step, child in _children(value):
             self._walk(child, (*path, step))
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those of them that are tensors."""
-        return [found for found, _ in self._objects.values() if isinstance(found, Tensor)]
+        return [child for child, _ in self._objects.values() if isinstance(child, Tensor)]
 
     @property
     def tensors_with_paths(self) -> list[tuple[Tensor, Path]]:
         """The same, and where they are."""
-        return [(found, path) for found, path in self._objects.values() if isinstance(found, Tensor)]
+        return [(child, path) for child, path in self._objects.values() if isinstance(child, Tensor)]
 
     @property
     def integers(self) -> Iterator[tuple[int, Path]]:
@@ -91,7 +91,7 @@ class BatchObjects:
     @property
     def containers(self) -> list[tuple[Any, Path]]:
         """Those of them that are not tensors, and where they are."""
-        return [(found, path) for found, path in self._objects.values() if not isinstance(found, Tensor)]
+        return [(child, path) for child, path in self._objects.values() if not isinstance(child, Tensor)]
 
     def source_of(self, argument: Any, ids: Any = None, compute: Compute | None = None) -> Source | str:
         """Return where an argument comes from, or why that is not known.
@@ -124,8 +124,8 @@ class BatchObjects:
         is_weights = ids is not None and tensor.is_floating_point()
         return LateSource() if is_weights and isinstance(source, str) else source
 
-    def _path_source(self, found: Any, path: Path) -> PathSource:
-        return PathSource(path, self._aliases.get(id(found), ()))
+    def _path_source(self, value: Any, path: Path) -> PathSource:
+        return PathSource(path, self._aliases.get(id(value), ()))
 
     def _view_source(self, tensor: Tensor) -> PathSource | ViewSource | None:
         for base, path in self._tensors.get(tensor.untyped_storage().data_ptr(), []):
@@ -138,38 +138,38 @@ class BatchObjects:
     def _jagged_source(self, argument: KeyedJaggedTensor, compute: Compute | None) -> JaggedSource | str:
         if argument.variable_stride_per_key() or argument.inverse_indices_or_none() is not None:
             return "a KeyedJaggedTensor with unequal batch sizes per key is made inside of the step"
-        given = jagged_fields(argument)
-        values = self.source_of(given["values"], None, compute)
+        jagged = jagged_fields(argument)
+        values = self.source_of(jagged["values"], None, compute)
         if isinstance(values, str):
             return values
         fields: list[tuple[str, Source]] = [("values", values)]
-        names = [name for name in ("lengths", "offsets") if given[name] is not None]
-        found = {name: self.source_of(given[name], given["values"], compute) for name in names}
-        known = [(name, source) for name, source in found.items() if not isinstance(source, str)]
-        if not known:
-            reason = f": {next(iter(found.values()))}" if compute is not None else ""
+        names = [name for name in ("lengths", "offsets") if jagged[name] is not None]
+        candidates = {name: self.source_of(jagged[name], jagged["values"], compute) for name in names}
+        recognized = [(name, source) for name, source in candidates.items() if not isinstance(source, str)]
+        if not recognized:
+            reason = f": {next(iter(candidates.values()))}" if compute is not None else ""
             return f"the lengths of a KeyedJaggedTensor are computed inside of the step{reason}"
         # An object of the batch is better evidence than a tensor that happens to be uniform in the first batch.
-        fields.append(min(known, key=lambda pair: (isinstance(pair[1], UniformSource), not paths_of(pair[1]))))
-        if given["weights"] is not None:
-            weights = self.source_of(given["weights"], given["values"], compute)
+        fields.append(min(recognized, key=lambda pair: (isinstance(pair[1], UniformSource), not paths_of(pair[1]))))
+        if jagged["weights"] is not None:
+            weights = self.source_of(jagged["weights"], jagged["values"], compute)
             if isinstance(weights, str):
                 return weights
             fields.append(("weights", weights))
         return JaggedSource(tuple(argument.keys()), tuple(fields))
 
 
-def _children(found: Any) -> Iterator[tuple[PathStep, Any]]:
-    if isinstance(found, KeyedJaggedTensor):
-        yield from ((("attr", name), getattr(found, name)) for name in JAGGED_TENSOR_FIELDS)
-    elif isinstance(found, dict):
-        yield from ((("item", key), value) for key, value in found.items())
-    elif isinstance(found, (list, tuple)):
-        yield from ((("item", i), value) for i, value in enumerate(found))
-    elif dataclasses.is_dataclass(found):
-        yield from ((("attr", field.name), getattr(found, field.name, None)) for field in dataclasses.fields(found))
-    elif hasattr(found, "__dict__"):
-        yield from ((("attr", name), value) for name, value in vars(found).items())
+def _children(parent: Any) -> Iterator[tuple[PathStep, Any]]:
+    if isinstance(parent, KeyedJaggedTensor):
+        yield from ((("attr", name), getattr(parent, name)) for name in JAGGED_TENSOR_FIELDS)
+    elif isinstance(parent, dict):
+        yield from ((("item", key), value) for key, value in parent.items())
+    elif isinstance(parent, (list, tuple)):
+        yield from ((("item", i), value) for i, value in enumerate(parent))
+    elif dataclasses.is_dataclass(parent):
+        yield from ((("attr", field.name), getattr(parent, field.name, None)) for field in dataclasses.fields(parent))
+    elif hasattr(parent, "__dict__"):
+        yield from ((("attr", name), value) for name, value in vars(parent).items())
 
 
 def _view_of(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource | ViewSource | None:
@@ -200,10 +200,10 @@ def tensors_in(roots: Any) -> list[Tensor]:
 
 
 def _computed(argument: Any) -> str:
-    what = f"a {type(argument).__name__}"
+    text = f"a {type(argument).__name__}"
     if isinstance(argument, Tensor):
-        what = f"a tensor of shape {tuple(argument.shape)}"
-    return f"{what} that is no part of the batch, but computed inside of the step"
+        text = f"a tensor of shape {tuple(argument.shape)}"
+    return f"{text} that is no part of the batch, but computed inside of the step"
 
 
 class FeatureOrder:
@@ -213,7 +213,11 @@ class FeatureOrder:
     """
 
     def __init__(self, objects: BatchObjects, paths: Iterable[Path], names: set[str]) -> None:
-        used = {path[:i]: {of[i][1] for of in paths if of[:i] == path[:i]} for path in paths for i in range(len(path))}
+        used = {
+            path[:i]: {used_path[i][1] for used_path in paths if used_path[:i] == path[:i]}
+            for path in paths
+            for i in range(len(path))
+        }
         self._orders: list[tuple[Path, set[Any], list[Any]]] = []
         """Path of a dict or KeyedJaggedTensor, which of its keys count, and these in their order."""
         self._names: list[tuple[Path, str]] = []
@@ -226,9 +230,9 @@ class FeatureOrder:
 
     def difference(self, roots: BatchRoots) -> str:
         """Return in what a batch differs from the first one, or "". Raises as `object_at` does."""
-        for path, counting, before in self._orders:
-            if (now := _order(object_at(roots, path), counting)) != before:
-                return f"{path_text(path)} has the features {now}, and had {before}"
+        for path, counting, order in self._orders:
+            if (new_order := _order(object_at(roots, path), counting)) != order:
+                return f"{path_text(path)} has the features {new_order}, and had {order}"
         for path, name in self._names:
             if (text := object_at(roots, path)) != name:
                 return f"{path_text(path)} is {text!r}, and was {name!r}"

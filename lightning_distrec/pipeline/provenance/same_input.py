@@ -16,47 +16,49 @@ Compare = Callable[[Tensor, Tensor], bool]
 SCALARS = (bool, int, float, str)
 
 
-def is_same_input(given: Any, prefetched: Any, compare: Compare | None = None) -> bool:
+def is_same_input(argument: Any, prefetched: Any, compare: Compare | None = None) -> bool:
     """Whether the argument of a call is the prefetched one: the same memory, or on a CPU the same numbers.
 
     compare: compares the numbers of two tensors of one shape on another device; None: they are not the same.
     """
-    if given is prefetched:
+    if argument is prefetched:
         return True
     if isinstance(prefetched, LateWeights):
-        return isinstance(given, Tensor) and given.shape == prefetched.shape and given.is_floating_point()
-    if isinstance(given, Tensor) and isinstance(prefetched, Tensor):
-        return same_memory(given, prefetched) or _are_equal(given, prefetched, compare)
-    if isinstance(given, KeyedJaggedTensor) and isinstance(prefetched, KeyedJaggedTensor):
-        return _is_same_jagged(given, prefetched, compare)
-    return type(given) is type(prefetched) and isinstance(given, SCALARS) and given == prefetched
+        return isinstance(argument, Tensor) and argument.shape == prefetched.shape and argument.is_floating_point()
+    if isinstance(argument, Tensor) and isinstance(prefetched, Tensor):
+        return same_memory(argument, prefetched) or _are_equal(argument, prefetched, compare)
+    if isinstance(argument, KeyedJaggedTensor) and isinstance(prefetched, KeyedJaggedTensor):
+        return _is_same_jagged(argument, prefetched, compare)
+    return type(argument) is type(prefetched) and isinstance(argument, SCALARS) and argument == prefetched
 
 
-def _is_same_jagged(given: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, compare: Compare | None) -> bool:
-    if given.keys() != prefetched.keys() or given.variable_stride_per_key():
+def _is_same_jagged(argument: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, compare: Compare | None) -> bool:
+    if argument.keys() != prefetched.keys() or argument.variable_stride_per_key():
         return False
-    ours, theirs = jagged_fields(prefetched), jagged_fields(given)
-    if not all(is_same_input(theirs[name], ours[name], compare) for name in ("values", "weights")):
+    prefetched_fields, fields = jagged_fields(prefetched), jagged_fields(argument)
+    if not all(is_same_input(fields[name], prefetched_fields[name], compare) for name in ("values", "weights")):
         return False
-    names = [name for name in ("lengths", "offsets") if ours[name] is not None and theirs[name] is not None]
-    return any(is_same_input(theirs[name], ours[name], compare) for name in names)
+    names = [
+        name for name in ("lengths", "offsets") if prefetched_fields[name] is not None and fields[name] is not None
+    ]
+    return any(is_same_input(fields[name], prefetched_fields[name], compare) for name in names)
 
 
-def _are_equal(one: Tensor, other: Tensor, compare: Compare | None) -> bool:
-    if one.dtype != other.dtype or one.device != other.device:
+def _are_equal(tensor: Tensor, other: Tensor, compare: Compare | None) -> bool:
+    if tensor.dtype != other.dtype or tensor.device != other.device:
         return False
-    if not gpu.is_on_gpu(one):
-        return torch.equal(one, other)
-    return compare is not None and one.shape == other.shape and compare(one, other)
+    if not gpu.is_on_gpu(tensor):
+        return torch.equal(tensor, other)
+    return compare is not None and tensor.shape == other.shape and compare(tensor, other)
 
 
-def same_memory(one: Tensor, other: Tensor) -> bool:
+def same_memory(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same elements in the same order."""
     return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.device == other.device
-        and same_geometry(list(one.shape), list(one.stride()), other)
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.dtype == other.dtype
+        and tensor.device == other.device
+        and same_geometry(list(tensor.shape), list(tensor.stride()), other)
     )
 
 
@@ -83,18 +85,18 @@ def are_unwritten(versioned: list[tuple[Tensor, int | None]]) -> bool:
     return all(version is not None and version_of(tensor) == version for tensor, version in versioned)
 
 
-def has_same_leaves(given: Any, batch: Any) -> bool:
+def has_same_leaves(argument: Any, batch: Any) -> bool:
     """Whether this is the batch, or dicts, lists and tuples around the very same objects.
 
     DistributedDataParallel with device_ids and FSDP2's root rebuild the containers of what they are called with.
     """
-    if given is batch:
+    if argument is batch:
         return True
     if isinstance(batch, dict):
-        same_keys = isinstance(given, dict) and given.keys() == batch.keys()
-        return same_keys and all(has_same_leaves(given[key], value) for key, value in batch.items())
+        same_keys = isinstance(argument, dict) and argument.keys() == batch.keys()
+        return same_keys and all(has_same_leaves(argument[key], value) for key, value in batch.items())
     if isinstance(batch, (list, tuple)):
-        same_length = isinstance(given, (list, tuple)) and len(given) == len(batch)
-        return same_length and all(map(has_same_leaves, given, batch))
+        same_length = isinstance(argument, (list, tuple)) and len(argument) == len(batch)
+        return same_length and all(map(has_same_leaves, argument, batch))
     # Numbers and texts have no identity that counts.
-    return isinstance(batch, SCALARS) and type(given) is type(batch) and bool(given == batch)
+    return isinstance(batch, SCALARS) and type(argument) is type(batch) and bool(argument == batch)

@@ -39,8 +39,8 @@ def object_at(roots: Any, path: Path) -> Any:
 
 def path_text(path: Path) -> str:
     """Return how user code writes the path: batch['user'].ids."""
-    (_, root), *rest = path
-    steps = (f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in rest)
+    (_, root), *steps_below = path
+    steps = (f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in steps_below)
     return "".join((root if root == "batch" else "sparse_inputs(batch)", *steps))
 
 
@@ -69,10 +69,10 @@ class PathSource:
         Raises KeyError, IndexError, AttributeError or TypeError: this batch has none there; ValueError: it has
         different objects at paths where the first batch had one.
         """
-        found = object_at(roots, self.path)
-        if any(object_at(roots, path) is not found for path in self.aliases):
+        value = object_at(roots, self.path)
+        if any(object_at(roots, path) is not value for path in self.aliases):
             raise ValueError(f"{path_text(self.path)} was the same as {path_text(self.aliases[0])}, and is not")
-        return found
+        return value
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class ViewSource:
     def get(self, roots: Any) -> Tensor:
         """Return it. Raises ValueError: this batch's tensor is wider or narrower."""
         tensor: Tensor = self.base.get(roots)
-        now = tensor.shape[1:] if self.form == "reshape" else tensor.shape[self.numbers[0] : self.numbers[0] + 1]
-        if tuple(now) != self.size:
-            raise ValueError(f"{tuple(now)} in place of {self.size}")
+        size = tensor.shape[1:] if self.form == "reshape" else tensor.shape[self.numbers[0] : self.numbers[0] + 1]
+        if tuple(size) != self.size:
+            raise ValueError(f"{tuple(size)} in place of {self.size}")
         if self.form == "select":
             return tensor.select(*self.numbers)
         if self.form == "narrow":
@@ -113,8 +113,8 @@ class UniformSource:
 
     def get_for(self, ids: Tensor) -> Tensor:
         """Return those of `ids`, (num_ids,). Raises ValueError: their number is no multiple of the bag size."""
-        num_bags, rest = divmod(ids.numel(), self.bag_size)
-        if rest:
+        num_bags, remainder = divmod(ids.numel(), self.bag_size)
+        if remainder:
             raise ValueError(f"{ids.numel()} ids are no bags of {self.bag_size}")
         if self.form == "lengths":
             return torch.full((num_bags,), self.bag_size, dtype=self.dtype, device=ids.device)
@@ -186,14 +186,14 @@ class LookupCall:
 
     def get(self, roots: Any) -> tuple[Any, ...]:
         """Return the arguments that this batch's step will call with."""
-        found: list[Any] = []
+        arguments: list[Any] = []
         for source in self.arguments:
             # Offsets, lengths and weights come after the ids that they belong to.
             if isinstance(source, (UniformSource, LateSource)):
-                found.append(source.get_for(found[0]))
+                arguments.append(source.get_for(arguments[0]))
             else:
-                found.append(source.get(roots))
-        return tuple(found)
+                arguments.append(source.get(roots))
+        return tuple(arguments)
 
 
 def uniform_source_of(tensor: Tensor, ids: Tensor | None) -> UniformSource | None:

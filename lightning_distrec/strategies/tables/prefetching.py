@@ -147,8 +147,8 @@ class Prefetching:
         self._changes = RowChanges()
         self._device = device
         self._streams = Streams(device)
-        movers = (of for of in (module, trainer.datamodule) if of is not None)  # type: ignore[attr-defined]
-        self._moves_itself = any(is_overridden("transfer_batch_to_device", of) for of in movers)
+        movers = (mover for mover in (module, trainer.datamodule) if mover is not None)  # type: ignore[attr-defined]
+        self._moves_itself = any(is_overridden("transfer_batch_to_device", mover) for mover in movers)
         self._fetchers: dict[str, PrefetchFetcher] = {}
         lookups = {lookup.path: lookup for lookup in tables.lookups}
         self._tables = {
@@ -196,13 +196,13 @@ class Prefetching:
         # method, so that the call returns the very objects whose ids were sent when the batch was fetched.
         # It is written past nn.Module's __setattr__, which refuses it where sparse_inputs is a submodule.
         attributes = self._module.__dict__
-        before = attributes.get("sparse_inputs")
+        hidden = attributes.get("sparse_inputs")
         attributes["sparse_inputs"] = prefetched_or_called
 
         def undo() -> None:
             del attributes["sparse_inputs"]
-            if before is not None:
-                attributes["sparse_inputs"] = before
+            if hidden is not None:
+                attributes["sparse_inputs"] = hidden
 
         return undo
 
@@ -249,9 +249,9 @@ class Prefetching:
                 yield
         except Exception as failure:
             self.prefetcher.abandon()
-            found = self.prefetcher.differing.failure
-            if found not in (None, failure):  # the step went on with zeros
-                raise found from failure
+            difference = self.prefetcher.differing.failure
+            if difference not in (None, failure):  # the step went on with zeros
+                raise difference from failure
             raise
         self.prefetcher.end_step(has_backward)
 
@@ -266,12 +266,12 @@ class Prefetching:
         self.prefetcher.failed |= failed
         for fetcher in self._fetchers.values():
             fetcher.drop()
-        for proxy, before in self._proxies:
-            proxy.prefetched = before
+        for proxy, previous in self._proxies:
+            proxy.prefetched = previous
         for lookup in self._lookups:
             lookup.on_rows_arrived = None
         while self._undo:
             self._undo.pop()()
-        of_training = self.prefetcher.counts.get("training 0")
-        if of_training is not None and not self.prefetcher.failed:
-            rank_zero_info(f"torchrec_sharded: prefetched the ids of {of_training} in training steps.")
+        training = self.prefetcher.counts.get("training 0")
+        if training is not None and not self.prefetcher.failed:
+            rank_zero_info(f"torchrec_sharded: prefetched the ids of {training} in training steps.")
