@@ -84,7 +84,7 @@ class Wrapper:
         return getattr(object.__getattribute__(self, "_loader"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._lookups:
+        if name in self._attributes:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)

@@ -123,17 +123,6 @@ class LookupCounts:
         return f"{self.ahead:,} of {self.lookups:,} lookups"
 
 
-@dataclass(frozen=True)
-class _RankCalls:
-    """What one rank has recorded in the first step."""
-
-    calls: tuple[tuple[str, str, str, bool], ...]
-    """Path, description of the call, reason, whether it needs a trial; in the order of the calls."""
-
-    def of(self, path: str) -> list[tuple[str, str, str, bool]]:
-        return [call for call in self.calls if call[0] == path]
-
-
 @dataclass
 class FirstStep:
     """What all ranks have learned from the first step of a kind."""
@@ -153,11 +142,11 @@ def agree_on_calls(recorded: list[RecordedCall], ranks: Ranks) -> FirstStep:
 
     A table whose calls are all found in the batch is prefetched in all of them, or in none.
     """
-    local_calls = tuple((call.path, repr(call.call), call.reason, call.needs_trial) for call in recorded)
-    gathered: list[_RankCalls] = ranks.all_gather(_RankCalls(local_calls))
-    first = FirstStep(order=[path for path, _, _, _ in gathered[0].calls])
-    for path in sorted({path for rank_calls in gathered for path, _, _, _ in rank_calls.calls}):
-        lists = [rank_calls.of(path) for rank_calls in gathered]
+    # For each rank: path, description of the call, reason, whether it needs a trial; in the order of its calls.
+    gathered = ranks.all_gather([(call.path, repr(call.call), call.reason, call.needs_trial) for call in recorded])
+    first = FirstStep(order=[call[0] for call in gathered[0]])
+    for path in sorted({call[0] for calls in gathered for call in calls}):
+        lists = [[call for call in calls if call[0] == path] for calls in gathered]
         refused = [reason for calls in lists for _, _, reason, _ in calls if reason]
         if any(needs_trial for calls in lists for _, _, _, needs_trial in calls):
             first.trial.append(path)

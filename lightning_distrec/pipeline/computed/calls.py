@@ -74,8 +74,8 @@ class Variant:
 class ComputedCall:
     """One call of a table that is not found in the batch, or not in the same place in every step.
 
-    place: how many calls of this table come before it in a step. found: where its arguments were found in the batch of
-    the first step, which is looked at first; None: they were not found.
+    place: how many calls of this table come before it in a step. batch_call: where its arguments were found in the
+    batch of the first step, which is looked at first; None: they were not found.
     """
 
     def __init__(self, path: str, place: int, batch_call: LookupCall | None = None) -> None:
