@@ -53,36 +53,41 @@ def slice_of(recorder: Recorder, tensor: Tensor | None, guards: Guards) -> "Slic
     end: Input | str | None = None if tensor is None else recorder.source_of(tensor)
     if isinstance(end, str):
         return end
-    inputs: list[Any] = [] if end is None else [end]
-    pending = [*guards, *(source.operation for source in inputs if isinstance(source, Result))]
-    needed: dict[int, Operation] = {}
+    pending = [*guards, *_makers(end)]
+    needed: set[int] = set()
     while pending:
         index = pending.pop()
-        if index in needed:
-            continue
-        needed[index] = operation = recorder.operations[index]
-        for storage in operation.storages:
-            if storage in recorder.spoiled:
-                return recorder.spoiled[storage]
-        for part in operation.parts:
-            inputs.append(part)
-            pending += [part.operation] if isinstance(part, Result) else part.reads if isinstance(part, Number) else []
-    for source in inputs:
-        if isinstance(source, BatchTensor) and not recorder.is_unwritten(source):
-            return f"{source} is changed in place"
-    return Slice(dict(sorted(needed.items())), inputs, end, guards, recorder)
+        if index not in needed:
+            needed.add(index)
+            pending += [maker for part in recorder.operations[index].parts for maker in _makers(part)]
+    operations = {index: recorder.operations[index] for index in sorted(needed)}
+    for storage in [storage for operation in operations.values() for storage in operation.storages]:
+        if storage in recorder.spoiled:
+            return recorder.spoiled[storage]
+    parts = [end, *(part for operation in operations.values() for part in operation.parts)]
+    for part in parts:
+        if isinstance(part, BatchTensor) and not recorder.is_unwritten(part):
+            return f"{part} is changed in place"
+    return Slice(operations, parts, end, guards, recorder)
+
+
+def _makers(part: Any) -> list[int]:
+    """Return the operations that make a tensor or number."""
+    if isinstance(part, Result):
+        return [part.operation]
+    return part.reads if isinstance(part, Number) else []
 
 
 class Slice:
     """Operations that make one input of a table out of a batch.
 
-    operations: by their place in the recording, in its order. inputs: of all of them. end: what they lead to.
+    operations: by their place in the recording, in its order. parts: of all of them, and end: what they lead to.
     """
 
     def __init__(
         self,
         operations: dict[int, Operation],
-        inputs: list[Any],
+        parts: list[Any],
         end: Input | None,
         guards: Guards,
         recorder: Recorder,
@@ -90,11 +95,11 @@ class Slice:
         self.operations = operations
         self.end = end
         self.guards = guards
-        self.paths: list[Path] = list(dict.fromkeys(part.path for part in inputs if isinstance(part, BatchTensor)))
+        self.paths: list[Path] = list(dict.fromkeys(part.path for part in parts if isinstance(part, BatchTensor)))
         self._recording = recorder.identity
         self._default_dtype = torch.get_default_dtype()
-        self.constants = [part.value for part in inputs if isinstance(part, Constant)]
-        self.held = {part.name: part for part in inputs if isinstance(part, HeldTensor)}
+        self.constants = [part.value for part in parts if isinstance(part, Constant)]
+        self.held = {part.name: part for part in parts if isinstance(part, HeldTensor)}
         for held in self.held.values():
             held.keep()
         self.shapes: set[Shapes] = {self._shapes_of(recorder.roots)}
@@ -107,8 +112,7 @@ class Slice:
     @property
     def reads(self) -> list[int]:
         """The operations whose value may be a number that another operation is given."""
-        parts = [part for operation in self.operations.values() for part in operation.parts]
-        return [read for part in parts if isinstance(part, Number) for read in part.reads]
+        return [read for number, _ in self.numbers for read in number.reads]
 
     def narrow(self, other: "Slice") -> str:
         """Keep the origins of numbers that fit in the step of another recording too.
