@@ -268,14 +268,6 @@ class InFlightBatch:
         # The smallest is that of a rank that refuses; the largest may be of another, which does not.
         return [call for call, (smallest, _) in pairs if smallest == REFUSED[0] and isinstance(call, ComputedCall)]
 
-    @property
-    def why_as_called(self) -> str:
-        """Why its lookups are made as its step calls, in words."""
-        return (
-            f"{self.kind}: a batch is unlike that of the first step ({self.preparation_failure}); it is looked up "
-            "as its step calls, without prefetching. Later ones are not reported."
-        )
-
     def raise_problem(self, ranks: Ranks) -> None:
         """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""
         problems = [

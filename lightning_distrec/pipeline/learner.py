@@ -31,6 +31,7 @@ class Learner:
         self._ranks = ranks
         self._warn = warn
         self._record = record
+        self._has_reported_unlike = False
         self._trials: dict[str, tuple[Trial, list[str]]] = {}
         """Kind of step -> what is known of its computed calls, and the tables of the first step's calls in order."""
         self._recorder: Recorder | None = None
@@ -146,6 +147,15 @@ class Learner:
             self._warn(
                 f"{kind}: '{path}' is looked up as it is called, without prefetching: {reason}. To change that, make "
                 "its input in a method sparse_inputs(batch) of the module."
+            )
+
+    def report_unlike(self, batch: InFlightBatch) -> None:
+        """Report once that a batch could not be prepared on this rank."""
+        if batch.preparation_failure and batch.batch is not None and not self._has_reported_unlike:
+            self._has_reported_unlike = True
+            self._warn(
+                f"{batch.kind}: a batch is unlike that of the first step ({batch.preparation_failure}); it is looked "
+                "up as its step calls, without prefetching. Later ones are not reported."
             )
 
     def report_refused(self, batch: InFlightBatch) -> None:

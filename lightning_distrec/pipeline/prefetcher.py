@@ -12,7 +12,7 @@ backward        the control message is read
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_distrec import spans
@@ -20,7 +20,7 @@ from lightning_distrec.own_operations import OWN
 from lightning_distrec.pipeline.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
 from lightning_distrec.pipeline.differing_calls import DifferingCalls, WeightedCall, number_of_weights
 from lightning_distrec.pipeline.in_flight_batch import Exchange, InFlightBatch, Prefetchable
-from lightning_distrec.pipeline.learner import Learner, Record
+from lightning_distrec.pipeline.learner import Learner
 from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.ranks import Ranks
 
@@ -55,36 +55,34 @@ class Step:
             batch.send_ids()
 
 
+@dataclass(frozen=True, kw_only=True)
+class IdsExchange:
+    """How ids are exchanged ahead of their step."""
+
+    start: Callable[[list[Any]], Exchange]
+    """Starts the exchange of the ids of prepared lookups."""
+    has_own_group: bool
+    """Whether ids may be sent at a moment that is not the same on all ranks."""
+    preparing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Returns the context in which lookups are prepared."""
+
+
 class Prefetcher:
     """The steps of one trainer.
 
     depth: batches in flight, at least 2; with 3, the ranks exchange a batch's status a whole step before its ids.
-    tables: path -> module whose calls can be prefetched. start_exchange: starts the exchange of ids.
-    ids_have_their_own_group: whether ids may be sent at a moment that is not the same on all ranks.
-    preparing: returns the context in which lookups are prepared.
-    warn: called with the reason why a table is looked up as it is called.
+    tables: path -> module whose calls can be prefetched. learner: learns which calls are.
     """
 
     def __init__(
-        self,
-        depth: int,
-        ranks: Ranks,
-        tables: Mapping[str, Prefetchable],
-        start_exchange: Callable[[list[Any]], Exchange],
-        warn: Callable[[str], None],
-        record: Record | None,
-        ids_have_their_own_group: bool,
-        preparing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        self, depth: int, ranks: Ranks, tables: Mapping[str, Prefetchable], exchange: IdsExchange, learner: Learner
     ) -> None:
         self.depth = depth
         self.ranks = ranks
         self._tables = tables
-        self._start_exchange = start_exchange
-        self._warn = warn
-        self._own_group = ids_have_their_own_group
+        self._exchange = exchange
+        self._learner = learner
         self._exchanges_counts = any(table.exchanges_counts for table in tables.values())
-        self._preparing = preparing
-        self._learner = Learner(ranks, warn, record)
         self.current: InFlightBatch | None = None
         """The batch of the step that is running, or that has just ended."""
         self._following: list[InFlightBatch] = []
@@ -92,15 +90,10 @@ class Prefetcher:
         self._late: set[tuple[str, int]] = set()
         """Calls of a kind of step whose rows change between its beginning and the call."""
         self.differing = DifferingCalls(ranks)
-        self._has_warned = False
         self.failed = False
         """Whether a step has failed on this rank: what is in flight must not be waited for."""
         self.counts: dict[str, LookupCounts] = {}
         """Kind of step -> its lookups so far."""
-
-    def needs_objects(self, kind: str) -> bool:
-        """Whether a batch that is drawn for this kind of step may be recorded."""
-        return self._learner.needs_objects(kind)
 
     # -- fetching
 
@@ -108,11 +101,9 @@ class Prefetcher:
         """Prepare the lookups of a batch that was just drawn."""
         calls = self._learner.calls.get(batch.kind)
         if calls is not None:
-            with self._preparing():
+            with self._exchange.preparing():
                 batch.prepare(calls, self._tables)
-            if batch.preparation_failure and batch.batch is not None and not self._has_warned:
-                self._has_warned = True
-                self._warn(batch.why_as_called)
+            self._learner.report_unlike(batch)
         if self.depth == 2:
             batch.announce(self._message_about(batch))
 
@@ -163,11 +154,11 @@ class Prefetcher:
             current.raise_problem(self.ranks)
         if self._following and self._following[0].kind in self._learner.calls:
             self.agreed_status(self._following[0])
-            self._following[0].start_exchange(self._start_exchange)
+            self._following[0].start_exchange(self._exchange.start)
         if not current.prefetched:
             return
         step.was_sent = current.exchange is not None
-        current.start_exchange(self._start_exchange)
+        current.start_exchange(self._exchange.start)
         assert current.exchange is not None
         current.exchange.wait()
         step.pending_rows = {id(lookup.request) for lookup in current.prefetched}
@@ -223,7 +214,7 @@ class Prefetcher:
         step = self._step
         if step is not None and step.pending_rows:
             step.pending_rows.discard(id(request))
-            if not step.pending_rows and self._own_group:
+            if not step.pending_rows and self._exchange.has_own_group:
                 step.send_following()
 
     def before_backward(self) -> None:
@@ -307,12 +298,12 @@ class Prefetcher:
             if batch.kind == kind:
                 if not self._learner.needs_objects(kind):
                     batch.objects = None
-                with self._preparing():
+                with self._exchange.preparing():
                     batch.prepare(self._learner.calls[kind], self._tables)
         for batch in step.following[:1]:  # ranks whose batches end have fewer, and announce one at each step
             batch.announce(self._message_about(batch))
             batch.agreed_status()
-            batch.start_exchange(self._start_exchange)
+            batch.start_exchange(self._exchange.start)
 
     def drop(self, batches: list[InFlightBatch]) -> None:
         """Forget the batch of this step, and `batches`, which will have no step."""

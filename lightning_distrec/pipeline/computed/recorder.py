@@ -39,10 +39,10 @@ LARGEST = 2**62
 class Recorder:
     """A recording of one step. Inside of the context that `recording` returns, operations are recorded.
 
-    objects: of the batch before the step. roots: that batch. module: whose tensors may be used.
+    module: whose tensors may be used. objects: of the batch before the step. roots: that batch.
     """
 
-    def __init__(self, objects: BatchObjects, roots: BatchRoots, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, objects: BatchObjects, roots: BatchRoots) -> None:
         self.roots = roots
         self.identity = object()
         """Of the recording, whose slices share results."""

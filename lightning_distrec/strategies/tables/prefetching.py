@@ -8,6 +8,7 @@ up ahead, and else its ShardedLookup; the lookup reports arrived rows to `Prefet
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from lightning_distrec.pipeline.computed.recorder import Recorder
 from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
+from lightning_distrec.pipeline.learner import Learner
 from lightning_distrec.pipeline.options import PrefetchOptions
-from lightning_distrec.pipeline.prefetcher import Prefetcher
+from lightning_distrec.pipeline.prefetcher import IdsExchange, Prefetcher
 from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
 from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
 from lightning_distrec.pipeline.provenance.sources import BatchRoots
@@ -157,16 +159,14 @@ class Prefetching:
         }
         groups = tables.shards.groups
         group = consensus.ids_group() if groups.num_replicas == 1 else groups.ids
-        self.prefetcher = Prefetcher(
-            options.depth,
-            consensus,
-            self._tables,
-            lambda requests: start_exchange(requests, self._streams.ids, group),
-            rank_zero_warn,
-            (lambda objects, roots: Recorder(objects, roots, module)) if options.computed_ids else None,
-            ids_have_their_own_group=group is not None,
+        exchange = IdsExchange(
+            start=lambda requests: start_exchange(requests, self._streams.ids, group),
+            has_own_group=group is not None,
             preparing=self._streams.exchanging,
         )
+        record = partial(Recorder, module) if options.computed_ids else None
+        self._learner = Learner(consensus, rank_zero_warn, record)
+        self.prefetcher = Prefetcher(options.depth, consensus, self._tables, exchange, self._learner)
         self._undo: list[Callable[[], None]] = [
             replace_fetchers(trainer, self._fetcher).close,
             skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)).close,
@@ -228,7 +228,7 @@ class Prefetching:
             sparse_inputs = None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
         in_flight.copied = self._streams.copied(in_flight.roots)
-        if self.prefetcher.needs_objects(in_flight.kind):
+        if self._learner.needs_objects(in_flight.kind):
             in_flight.objects = BatchObjects(in_flight.roots)
 
     def take(self, ready: ReadyBatch) -> Any:

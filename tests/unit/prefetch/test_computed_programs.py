@@ -57,7 +57,7 @@ def run(program: list[int], seed: int) -> tuple[int, int]:
                 except Exception:
                     found = None
         roots.memo.clear()
-        recorder: Any = Recorder(BatchObjects(roots), roots, module)
+        recorder: Any = Recorder(module, BatchObjects(roots), roots)
         with recorder.recording():
             x = batch["x"]
             for index in program:
