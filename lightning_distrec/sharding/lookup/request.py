@@ -7,6 +7,7 @@ one small all-reduce where these must be known before.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.lookup.short_path import ShortIds
 
 _TYPES = (None, torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
-_LEARNED = len(_TYPES)
+_LEARNED = "any type that need a gradient"
+_FORM = (_TYPES, _TYPES, (*_TYPES, _LEARNED), (False, True))
+"""The values of each part of a form: type of ids, of lengths, of weights, whether batch sizes are unequal."""
 NO_FORM = 0
 
 
@@ -93,18 +95,34 @@ def form_of(features: KeyedJaggedTensor, learns_weights: bool = False) -> int:
     learns_weights: whether the weights need a gradient; their type does not count then, float32 is sent.
     """
     weights = features.weights_or_none()
-    weights_type = _LEARNED if learns_weights else _NUMBERS[None if weights is None else weights.dtype]
-    number = _NUMBERS[features.values().dtype] * 8 + _NUMBERS[features.lengths().dtype]
-    return (number * 8 + weights_type) * 2 + features.variable_stride_per_key()
+    weights_type: Any = _LEARNED if learns_weights else None if weights is None else weights.dtype
+    parts = (features.values().dtype, features.lengths().dtype, weights_type, features.variable_stride_per_key())
+    return _encode_form(parts)
+
+
+@cache
+def _encode_form(parts: tuple[Any, ...]) -> int:
+    """Return the number of a form. Raises ValueError: a part is none of its values."""
+    number = 0
+    for part, values in zip(parts, _FORM, strict=True):
+        number = number * len(values) + values.index(part)
+    return number
+
+
+def _decode_form(number: int) -> tuple[Any, ...]:
+    """Return the parts of a form."""
+    parts: list[Any] = []
+    for values in reversed(_FORM):
+        number, place = divmod(number, len(values))
+        parts.insert(0, values[place])
+    return tuple(parts)
 
 
 def describe_form(form: int) -> str:
-    """Return `form_of` in words."""
-    types, variable = divmod(form, 2)
-    ids, lengths, number = _TYPES[types >> 6], _TYPES[types >> 3 & 7], types & 7
-    weights = "no weights" if not number else f"weights of {(*_TYPES, 'any type that need a gradient')[number]}"
-    words = [f"ids of {ids}", f"lengths of {lengths}", weights]
-    return ", ".join(words + (["a batch size for each feature"] if variable else []))
+    """Return a form in words."""
+    ids, lengths, weights, is_unequal = _decode_form(form)
+    words = [f"ids of {ids}", f"lengths of {lengths}", "no weights" if weights is None else f"weights of {weights}"]
+    return ", ".join(words + (["a batch size for each feature"] if is_unequal else []))
 
 
 class LookupConsensus:
