@@ -12,9 +12,11 @@ import secrets
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from torch.distributed import Store
 
 from lightning_distrec.cluster.job_key import SET_IT, JobKey, key_by_offer
 from lightning_distrec.errors import RendezvousError
@@ -25,6 +27,9 @@ STOP_SECONDS = 0.1
 MAX_LINE_BYTES = 4096
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
+LATEST, HELLO = "latest", "hello"
+ANSWER_PAUSES = 10
+"""How often a rank looks for rank 0's answer before it looks for a later attempt."""
 
 
 def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
@@ -133,3 +138,37 @@ def fields_of(line: bytes) -> dict[str, Any]:
     """Return the fields of a line of JSON. Raises ValueError: it is none."""
     found = json.loads(line)
     return found if isinstance(found, dict) else {}
+
+
+def identity_of_attempt(identity: str, rank: int, store_of: Callable[[str], Store], pause: Callable[[], None]) -> str:
+    """Return an identity that this attempt of the job alone has, where the launcher's store outlives attempts.
+
+    torchrun counts restarts by node, and an agent that replaces a node begins at 0. So rank 0 draws an identity for
+    each attempt, and the others take it from the store once rank 0 has answered them: that of an earlier attempt, whose
+    keys are still there, does not.
+
+    identity: of the job. store_of: returns the store of an identity. pause: called while rank 0 is waited for.
+    """
+    store = store_of(identity)
+    if rank == 0:
+        attempt = f"{identity} {secrets.token_hex(8)}"
+        store.set(LATEST, attempt)
+        return attempt
+    nonce = secrets.token_hex(8)
+    while True:
+        while not store.check([LATEST]):
+            pause()
+        attempt = store.get(LATEST).decode()
+        attempt_store = store_of(attempt)
+        attempt_store.set(f"{HELLO}/{rank}", nonce)
+        for _ in range(ANSWER_PAUSES):
+            if attempt_store.check([f"{HELLO}/{rank}/{nonce}"]):
+                return attempt
+            pause()
+
+
+def answer(store: Store, ranks: Iterable[int]) -> None:
+    """Show ranks that ask that rank 0 of this attempt lives. store: of the attempt's identity."""
+    for rank in ranks:
+        if store.check([f"{HELLO}/{rank}"]):
+            store.set(f"{HELLO}/{rank}/{store.get(f'{HELLO}/{rank}').decode()}", "")

@@ -71,7 +71,7 @@ def by_torchrun(given: Mapping[str, str]) -> Launched | None:
         point=MeetingPoint(
             given["MASTER_ADDR"],
             (number(given, "MASTER_PORT"),),
-            # Nodes count attempts each for themselves: see attempts.py; without a shared store each has its own port.
+            # Nodes count attempts each for themselves: see introduction.py; without a shared store each has a port.
             f"torchrun {run}" if is_hosted else f"torchrun {run} at {given['MASTER_PORT']}",
             is_hosted=is_hosted,
         ),

@@ -19,12 +19,13 @@ from typing import Any, Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_distrec.cluster.attempts import answer, identity_of_attempt
 from lightning_distrec.cluster.introduction import (
     LOOPBACK,
     TRY_SECONDS,
+    answer,
     fields_of,
     find_introduction,
+    identity_of_attempt,
     introduce,
     listen_at,
 )

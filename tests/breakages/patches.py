@@ -232,8 +232,8 @@ BREAKAGES = (
     ),
     Breakage(
         "stale-attempt-trusted",
-        "lightning_distrec/cluster/attempts.py",
-        r'if of_attempt\.check\(\[f"\{HELLO\}/\{rank\}/\{nonce\}"\]\):',
+        "lightning_distrec/cluster/introduction.py",
+        r'if attempt_store\.check\(\[f"\{HELLO\}/\{rank\}/\{nonce\}"\]\):',
         "if True:",
         "A rank that restarts first joins what is left of the attempt before.",
         ("unit/cluster/test_rendezvous.py",),
