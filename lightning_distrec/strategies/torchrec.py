@@ -59,8 +59,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         min_rows: see convert_embeddings.
         sharding_types: sharding types that the planner may choose, for example ["table_wise", "row_wise"]; None: all.
         tables: options for single tables, by name or by a pattern such as "user_*": embedding_update, optimizer,
-            sharding_types, compute_kernels, min_partition, pooling_factor, batch_size, cache_load_factor,
-            device_group, dtype, replicated: see TableOptions.
+            sharding_types, compute_kernels, min_partition, pooling_factor, cache_load_factor, replicated, ...: see
+            TableOptions.
         check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or "ignore", which looks
             up row 0.
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.types import CacheParams
-from torchrec.modules.embedding_configs import DataType
 
-from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.planned_table import TableData
 from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -159,32 +158,6 @@ def _why_not_kernel(kernel: str, types: list[str], kept_gradient: bool, device: 
     return ""
 
 
-def check_storage(table: Table, options: TableOptions, device: str) -> None:
-    """Raise ConfigError where the user wants the table's rows on a device, or in a type, that they do not have.
-
-    torchrec's planner would silently leave out a table of another device. device: "cpu" or "cuda".
-    """
-    if options.device_group not in (None, device):
-        accelerator = "gpu" if options.device_group == "cuda" else "cpu"
-        raise ConfigError(
-            f"table '{table.full_name}': device_group='{options.device_group}', but this run is on {device}, and all "
-            f"sharded tables are. Set Trainer(accelerator='{accelerator}'), or leave device_group out."
-        )
-    has = "fp16" if table.config.data_type == DataType.FP16 else "fp32"
-    if options.dtype not in (None, has):
-        raise ConfigError(
-            f"table '{table.full_name}': dtype='{options.dtype}', but the module has made it with rows of {has}, and "
-            f"rows of another type are another model. {_other_type(table, str(options.dtype))}, or leave dtype out."
-        )
-
-
-def _other_type(table: Table, dtype: str) -> str:
-    if table.plain is None:
-        kind = "EmbeddingBagConfig" if table.pooled else "EmbeddingConfig"
-        return f"Set data_type=DataType.{dtype.upper()} in its {kind}"
-    return f"Give {type(table.plain).__name__} dtype=torch.{'float16' if dtype == 'fp16' else 'float32'}"
-
-
 def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableConstraints]) -> None:
     """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of unequal width."""
     for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):
@@ -229,7 +202,6 @@ def _for_torchrec(table: Table, wanted: TableConstraints) -> ParameterConstraint
         compute_kernels=list(wanted.compute_kernels),
         min_partition=options.min_partition,
         pooling_factors=list(factors),
-        batch_sizes=None if options.batch_size is None else [options.batch_size] * len(features),
         is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
         cache_params=None if share is None else CacheParams(load_factor=share),
     )
@@ -255,6 +227,5 @@ def _suiting_both(table: Table, one: ParameterConstraints, other: ParameterConst
         sharding_types=types,
         compute_kernels=kernels,
         pooling_factors=busier.pooling_factors,
-        batch_sizes=busier.batch_sizes,
         is_weighted=one.is_weighted or other.is_weighted,
     )

@@ -121,7 +121,7 @@ def exchange_milliseconds(
     found = np.zeros((len(option.shards), 3))
     if links.num_ranks == 1:
         return found
-    num_rows, batch = option.tensor.shape[0], (wanted.batch_sizes or [option.batch_size])[0]
+    num_rows, batch = option.tensor.shape[0], option.batch_size
     per_example, features = sum(option.input_lengths), len(option.input_lengths)
     if not option.is_pooled and option.sharding_type != "data_parallel":
         repeated = BatchIds.of([batch * factor for factor in option.input_lengths], num_rows, counted_share)

@@ -131,8 +131,7 @@ def _described(
         )
         for number, table in enumerate(tables)
         for wanted, option in [(constraints[table.full_name], found.option_of(number))]
-        for examples in [wanted.options.batch_size or batch_size]
-        for numbers in [[examples * factor for factor in by_name[table.name].pooling_factors]]
+        for numbers in [[batch_size * factor for factor in by_name[table.name].pooling_factors]]
         for ids in [BatchIds.of(numbers, table.config.num_embeddings, wanted.counted_distinct_share)]
     }
     return replace(plan, tables=described, batch_size=batch_size)

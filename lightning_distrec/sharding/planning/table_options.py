@@ -14,8 +14,6 @@ from lightning_distrec.sharding.tables import Table
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
 EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "sparse", "dense", "fused_lazy")
-DEVICES: tuple[str, ...] = ("cpu", "cuda")
-DTYPES: tuple[str, ...] = ("fp32", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +40,8 @@ class TableOptions:
     pooling_factor: float | None = None
     """Average ids per example and feature, by which the planner estimates load."""
 
-    batch_size: int | None = None
-    """Examples per rank and step of the table's features, for the planner, where they differ from other tables'."""
-
     cache_load_factor: float | None = None
     """Share of the rows in the GPU's cache of a fused_uvm_caching table; between 0 and 1."""
-
-    device_group: Literal["cpu", "cuda"] | None = None
-    """Require this kind of device; raise an error on another."""
-
-    dtype: Literal["fp32", "fp16"] | None = None
-    """Require this type of rows; raise an error where the module has made the table with another."""
 
     replicated: bool | None = None
     """Keep all of the table on every rank and average its gradient, as for a dense layer."""
@@ -88,11 +77,7 @@ class TableOptions:
             raise ConfigError(f"min_partition={self.min_partition}: FBGEMM's rows come in multiples of 4 columns.")
         if self.pooling_factor is not None and self.pooling_factor <= 0:
             raise ConfigError(f"pooling_factor={self.pooling_factor}: must be above 0.")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: must be at least 1.")
         self._check_cache()
-        _check_name("device_group", self.device_group, DEVICES)
-        _check_name("dtype", self.dtype, DTYPES)
         if self.replicated and (others := [name for name in self.given() if name != "replicated"]):
             raise ConfigError(
                 f"replicated=True: a table that every rank holds is not planned, and {' and '.join(others)} "

@@ -25,7 +25,6 @@ from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     allowed_kernels,
     allowed_types,
-    check_storage,
 )
 from lightning_distrec.sharding.planning.table_options import (
     TableOptions,
@@ -285,7 +284,6 @@ def _in_collection(options: TableOptions) -> TableOptions:
 def _constraints(
     table: Table, options: TableOptions, update: TableUpdate, device: torch.device, layout: NodeLayout
 ) -> TableConstraints:
-    check_storage(table, options, device.type)
     options = with_mapping(table, options, layout)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"], compute_kernels=None)

@@ -26,10 +26,10 @@ ADAM = (torch.optim.Adam, {"lr": 0.003, "eps": 1e-3})
 OPTIONS: dict[str, Any] = {
     "convert_embeddings": "all",
     "tables": {
-        "ebc.*": {"sharding_types": ["row_wise"], "compute_kernels": ["fused"], "batch_size": 8, "device_group": "cpu"},
+        "ebc.*": {"sharding_types": ["row_wise"], "compute_kernels": ["fused"]},
         "narrow": {"replicated": True},
         "kept*": {"replicated": True},
-        "own_*": {"sharding_types": ["table_wise"], "dtype": "fp32"},
+        "own_*": {"sharding_types": ["table_wise"]},
     },
 }
 
@@ -111,8 +111,6 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
         "table 'ebc.wide': compute_kernels=.*on cpu rows are in the host's memory already; allow fused",
     ),
     "cache": (Mixed, {"t": {"cache_load_factor": 0.2}}, PlanError, "table 'kept.t': cache_load_factor=0.2 is for"),
-    "device": (Mixed, {"*": {"device_group": "cuda"}}, ConfigError, "device_group='cuda', but this run is on cpu"),
-    "dtype": (Mixed, {"own_rows": {"dtype": "fp16"}}, ConfigError, "'own_rows': dtype='fp16', but the module has made"),
     "pattern": (
         Mixed,
         {"ebd.*": {"replicated": True}},

@@ -16,11 +16,9 @@ import lightning_distrec
 from lightning_distrec import TableOptions, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     allowed_kernels,
-    check_storage,
     torchrec_constraints,
 )
 from lightning_distrec.sharding.planning.planner import make_plan
@@ -73,15 +71,15 @@ def test_options_of_a_table_override_those_of_all() -> None:
 def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherever_they_stand() -> None:
     given = {
         "user_id": {"min_partition": 16},
-        "user_*": {"sharding_types": ["row_wise"], "min_partition": 4, "batch_size": 8},
+        "user_*": {"sharding_types": ["row_wise"], "min_partition": 4, "pooling_factor": 8.0},
         "ebc.*": {"sharding_types": ["column_wise"]},
         "item_?": {"pooling_factor": 2.5},
     }
     options = options_by_table(tables_named("user_id", "user_zip", "item_a", "item_ab"), TableOptions(), given)
     cut = {"sharding_types": ["column_wise"]}
     assert options == {
-        "ebc.user_id": TableOptions(min_partition=16, batch_size=8, **cut),
-        "ebc.user_zip": TableOptions(min_partition=4, batch_size=8, **cut),
+        "ebc.user_id": TableOptions(min_partition=16, pooling_factor=8.0, **cut),
+        "ebc.user_zip": TableOptions(min_partition=4, pooling_factor=8.0, **cut),
         "ebc.item_a": TableOptions(pooling_factor=2.5, **cut),
         "ebc.item_ab": TableOptions(**cut),
     }
@@ -115,21 +113,18 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ({"t": {"compute_kernels": []}}, "compute_kernels=.*at least one kernel"),
         ({"t": {"min_partition": 6}}, "min_partition=6: .*multiples of 4"),
         ({"t": {"pooling_factor": 0.0}}, "pooling_factor=0.0: must be above 0"),
-        ({"t": {"batch_size": 0}}, "batch_size=0: must be at least 1"),
         ({"t": {"cache_load_factor": 1.0}}, "cache_load_factor=1.0: must be a share of the rows.*For all rows"),
         (
             {"t": {"cache_load_factor": 0.5, "compute_kernels": ["fused"]}},
             "cache_load_factor=0.5: only a fused_uvm_caching table has a cache, and compute_kernels=",
         ),
-        ({"t": {"device_group": "gpu"}}, "device_group='gpu' is not known; did you mean 'cpu'.*Use one of cpu, cuda"),
-        ({"t": {"dtype": "fp8"}}, "dtype='fp8' is not known; did you mean 'fp"),
         (
             {"t": {"replicated": True, "sharding_types": ["row_wise"]}},
             r"tables\['t'\]: replicated=True: .* not planned, and sharding_types would change nothing. Leave it out",
         ),
         (
-            {"*": {"replicated": True}, "t": {"pooling_factor": 2.0, "dtype": "fp32"}},
-            "table 'ebc.t': replicated=True: .* pooling_factor and dtype would.* Leave them out",
+            {"*": {"replicated": True}, "t": {"pooling_factor": 2.0, "min_partition": 8}},
+            "table 'ebc.t': replicated=True: .* min_partition and pooling_factor would.* Leave them out",
         ),
     ],
 )
@@ -174,24 +169,6 @@ def test_a_cache_is_refused_where_there_can_be_none(types: Any, kept_gradient: b
     assert "fused_uvm_caching" in allowed_kernels(table, ["row_wise"], options, False, "cuda")
 
 
-def test_a_device_or_a_type_that_the_table_does_not_have_is_refused_with_what_to_do() -> None:
-    (table,) = tables_named("t")
-    check_storage(table, TableOptions(device_group="cpu", dtype="fp32"), "cpu")
-    check_storage(table, TableOptions(device_group="cuda"), "cuda")
-    with pytest.raises(ConfigError, match="'ebc.t': device_group='cuda', but this run is on cpu.*accelerator='gpu'"):
-        check_storage(table, TableOptions(device_group="cuda"), "cpu")
-    with pytest.raises(ConfigError, match="device_group='cpu', but this run is on cuda.*accelerator='cpu'"):
-        check_storage(table, TableOptions(device_group="cpu"), "cuda")
-    with pytest.raises(ConfigError, match="dtype='fp16', but .* rows of fp32.*data_type=DataType.FP16 in its"):
-        check_storage(table, TableOptions(dtype="fp16"), "cpu")
-    root = nn.Module()
-    root.item = nn.Embedding(10, 8, dtype=torch.float16)
-    (plain,) = find_tables(root, Conversion("all")).tables
-    check_storage(plain, TableOptions(dtype="fp16"), "cpu")
-    with pytest.raises(ConfigError, match="table 'item': dtype='fp32', but .* fp16.*Embedding dtype=torch.float32"):
-        check_storage(plain, TableOptions(dtype="fp32"), "cpu")
-
-
 def test_a_collection_is_left_whole_if_all_of_its_tables_are() -> None:
     tables = two_of_one_name()
     assert replicated_collections(tables, {"t": {"replicated": True}}) == {"first", "second"}
@@ -217,10 +194,8 @@ def test_what_was_given_and_counted_reaches_the_planner_feature_by_feature() -> 
         return torchrec_constraints(tables, {name: demand(**changes)})["t"]
 
     assert constraint().pooling_factors == [POOLING_FACTOR, POOLING_FACTOR]
-    assert constraint().batch_sizes is None
     assert constraint(factors=(1.5, 4.0)).pooling_factors == [1.5, 4.0]
     assert constraint(factors=(1.5, 4.0), pooling_factor=7.0).pooling_factors == [7.0, 7.0]
-    assert constraint(batch_size=32).batch_sizes == [32, 32]
     assert constraint(cache_load_factor=0.25).cache_params.load_factor == 0.25
     assert constraint(kernels=("fused", "fused_uvm")).compute_kernels == ["fused", "fused_uvm"]
 
@@ -231,8 +206,8 @@ def test_tables_of_one_name_get_what_suits_both_or_an_error() -> None:
     def both(first: TableConstraints, second: TableConstraints) -> Any:
         return torchrec_constraints(tables, {"first.t": first, "second.t": second})["t"]
 
-    found = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",), batch_size=4))
-    assert (found.compute_kernels, found.pooling_factors, found.batch_sizes) == (["fused"], [9.0], None)
+    found = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",)))
+    assert (found.compute_kernels, found.pooling_factors) == (["fused"], [9.0])
     with pytest.raises(PlanError, match="table 'second.t': another table is called 't' too, and no kernel suits both"):
         both(demand(("fused_uvm",)), demand(("fused",)))
     with pytest.raises(PlanError, match="no cache suits both"):
@@ -243,7 +218,7 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
     tables = tables_named("a", "b")
     constraints = {
         "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
-        "ebc.b": demand(("fused",), batch_size=64, factors=(3.0,)),
+        "ebc.b": demand(("fused",), factors=(3.0,)),
     }
     made = make_plan(tables, constraints, topology_of(NodeLayout.of_nodes(2), "cuda", 1 << 30), 16)
     plan = made.for_torchrec([torch.device("cuda", 0), torch.device("cuda", 1)])
@@ -261,21 +236,21 @@ strategy:
     tables:
       "user_*":
         sharding_types: [row_wise]
-        batch_size: 64
+        pooling_factor: 64
       ebc.user_id: {compute_kernels: [fused, fused_uvm_caching], cache_load_factor: 0.1, pooling_factor: 3}
       item_a: {replicated: true}
-      item_b: {device_group: cpu, dtype: fp32, min_partition: 8, embedding_update: sparse}
+      item_b: {min_partition: 8, embedding_update: sparse}
     planning: {estimate_pooling: 4}
 """
 SAID: dict[str, dict[str, Any]] = {
-    "user_*": {"sharding_types": ["row_wise"], "batch_size": 64},
+    "user_*": {"sharding_types": ["row_wise"], "pooling_factor": 64.0},
     "ebc.user_id": {
         "compute_kernels": ["fused", "fused_uvm_caching"],
         "cache_load_factor": 0.1,
         "pooling_factor": 3.0,
     },
     "item_a": {"replicated": True},
-    "item_b": {"device_group": "cpu", "dtype": "fp32", "min_partition": 8, "embedding_update": "sparse"},
+    "item_b": {"min_partition": 8, "embedding_update": "sparse"},
 }
 
 
@@ -294,7 +269,7 @@ def test_options_say_the_same_from_yaml_and_from_code(tmp_path: Path) -> None:
     as_dicts = TorchRecShardedStrategy(tables=SAID)
     parsed = from_yaml(YAML, tmp_path)
     wanted = options_by_table(tables, TableOptions(embedding_update="auto"), SAID)
-    assert wanted["ebc.user_id"].batch_size == 64
+    assert wanted["ebc.user_zip"].pooling_factor == 64
     for strategy in (coded, as_dicts, parsed):
         settings = strategy.table_settings
         assert options_by_table(tables, settings.default_options, settings.table_options) == wanted
@@ -305,4 +280,4 @@ def test_a_wrong_option_in_yaml_is_an_error_that_names_it(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="'rowwise' is not known; did you mean 'row_wise'"):
         from_yaml(YAML.replace("[row_wise]", "[rowwise]"), tmp_path)
     with pytest.raises(SystemExit):
-        from_yaml(YAML.replace("batch_size", "batchsize"), tmp_path)
+        from_yaml(YAML.replace("pooling_factor: 64", "pooling: 64"), tmp_path)
