@@ -6,17 +6,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_distrec.advice.dry_module import DryModule, default_type
+from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.bandwidths import Bandwidth, asked_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.planning.topology import RankMemory, chosen_reservation, is_measured, make_topology
+from lightning_distrec.sharding.planning.topology import RankMemory, make_topology, reservation_of
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, checked_size
 from lightning_distrec.sharding.sharding_types import HOST_KERNELS
-from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
-from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, measure_dense, names_of_bandwidths
+from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, names_of_bandwidths
 from lightning_distrec.strategies.tables.decisions import Decisions, constraints_of
 from lightning_distrec.units import format_bytes
 
@@ -73,15 +72,11 @@ def _on_device(constraints: TableConstraints) -> TableConstraints:
 def facts_of(dry: DryModule, job: DryJob) -> ClusterFacts:
     """Return what planning needs to know of the ranks. Raises PlanError: the reservation leaves nothing for tables."""
     planning, layout = dry.settings.planning, job.layout
-    measured = None
-    if is_measured(planning.reserve):
-        with tables_on_meta(), default_type(dry.trainer.precision):
-            measured = measure_dense(dry.trainer, dry.unconfigured, dry.settings, job.device, layout, job.shards_dense)
-    reservation = measured or chosen_reservation(planning.reserve, os.environ)
+    reservation = reservation_of(planning.reserve, os.environ)
     shares = job.num_ranks if job.shards_dense else 1
     dense = dense_bytes(dry.module, dry.selection.tables, dry.optimizers, dry.trainer.precision, shares)
     reservation = reservation.with_dense(dense, job.memory_bytes)
-    bandwidths = asked_bandwidths(planning.bandwidths, os.environ).with_measured({})
+    bandwidths = bandwidth_request(planning.bandwidths, os.environ).with_measured({})
     bandwidths = replace(bandwidths, **job.bandwidths)
     on_host = job.host_bytes // job.ranks_on_node if job.device.type == "cuda" else 0
     memory = RankMemory(device_bytes=(job.memory_bytes,) * layout.num_ranks, host_bytes=(on_host,) * layout.num_ranks)

@@ -29,7 +29,6 @@ class DryModule:
 
     module: LightningModule
     """Configured, on the meta device."""
-    unconfigured: LightningModule
     selection: SelectedTables
     updates: dict[str, TableUpdate]
     optimizers: list[Optimizer]
@@ -88,7 +87,6 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         updates |= {table.full_name: _assumed(table.parameter) for table in of_module}
     return DryModule(
         module=there,
-        unconfigured=module,
         selection=selection,
         updates=updates,
         optimizers=optimizers,

@@ -9,10 +9,10 @@ from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.advice.limit_search import Edge
 from lightning_distrec.advice.limits import largest_batch_of, min_nodes_of
 from lightning_distrec.errors import InfeasiblePlanError
-from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
 from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
 from lightning_distrec.sharding.planning.topology import Reservation
-from lightning_distrec.strategies.tables.plan_of_run import plan_or_follow, requested_plan_file
+from lightning_distrec.strategies.tables.plan_of_run import plan_or_follow
 from lightning_distrec.units import quantity
 
 
@@ -57,11 +57,11 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     """
     settings, begun = dry.settings, time.perf_counter()
     decisions, facts = decisions_of(dry, job), facts_of(dry, job)
-    followed = requested_plan_file(settings.planning, os.environ)
+    plan_file = settings.planning.plan_file
     plan = None
     try:
         plan = plan_or_follow(decisions, None, settings, facts)
-        why_not = why_too_full(plan, "the plan" if followed is None else followed[1])
+        why_not = why_too_full(plan, "the plan" if plan_file is None else f"plan_file='{plan_file}'")
     except InfeasiblePlanError as error:
         why_not = str(error)
     seconds = time.perf_counter() - begun
@@ -81,8 +81,8 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     if quick:
         return found.with_assumed("--quick: the largest batch and the minimum number of nodes were not searched for")
     found = replace(found, largest_batch=largest_batch_of(dry, decisions, facts, plan, why_not, seconds))
-    if followed is not None:
-        return found.with_assumed(f"the minimum number of nodes was not searched for: {followed[1]} fixes the ranks")
+    if plan_file is not None:
+        return found.with_assumed("the minimum number of nodes was not searched for: plan_file fixes the ranks")
     if job.groups.size is not None:
         return found.with_assumed("the minimum number of nodes was not searched for: sharding_groups set the ranks")
     return replace(found, min_nodes=min_nodes_of(dry, job, decisions, why_not, seconds))
@@ -90,8 +90,8 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
 
 def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]:
     planning, assumed = dry.settings.planning, []
-    asked = asked_bandwidths(planning.bandwidths, os.environ)
-    if missing := [name for name in asked.wanted if name not in job.bandwidths]:
+    request = bandwidth_request(planning.bandwidths, os.environ)
+    if missing := [name for name in request.to_measure if name not in job.bandwidths]:
         assumed.append(f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used")
     if planning.estimate_pooling and not dry.data:
         assumed.append("planning.estimate_pooling: no data is read, so ids per example are not counted")

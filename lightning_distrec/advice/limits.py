@@ -1,7 +1,6 @@
 """The limits of a job: the largest batch per rank, and the minimum number of nodes."""
 
 import math
-import os
 from dataclasses import replace
 
 from lightning_distrec.advice.dry_job import DryJob, decisions_of, facts_of, why_too_full
@@ -11,7 +10,7 @@ from lightning_distrec.errors import InfeasiblePlanError, PlanError
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.plan_of_run import cost_of, new_plan, plan_or_follow, requested_plan_file
+from lightning_distrec.strategies.tables.plan_of_run import cost_of, new_plan, plan_or_follow
 
 MAX_BATCH = 2**24
 """Largest number of examples per rank that is tried."""
@@ -31,7 +30,7 @@ def largest_batch_of(
 ) -> Edge:
     """Return the largest batch per rank that fits. An existing plan is tried first, because that is quick."""
     latest = [] if plan is None or why_not else [plan]
-    follows = requested_plan_file(dry.settings.planning, os.environ) is not None
+    follows = dry.settings.planning.plan_file is not None
 
     def reason(batch_size: int) -> str:
         settings = replace(dry.settings, batch_size_per_rank=batch_size)

@@ -26,7 +26,7 @@ def parser() -> ArgumentParser:
     add("--host-memory", type=str | None, help="Let GPUs read tables from this much host memory per node.")
     add("--accelerator", type=Literal["cuda", "cpu"] | None, help="Plan for this accelerator instead of the YAML's.")
     add("--bandwidth", type=str, action="append", help="Set a bandwidth, such as cross_node=25GB/s; repeat for others.")
-    add("--reserve", type=str | None, help="Reserve memory for everything but tables: 15%, 4GB or measure.")
+    add("--reserve", type=str | None, help="Reserve memory for everything but tables: 15% or 4GB.")
     add("--batch-size", type=int | None, help="Plan for this many samples per rank and step instead of the YAML's.")
     add("--from-data", type=int | None, help="Plan by the ids, different rows and hot rows of this number of batches.")
     add("--plan-file", type=str | None, help="Examine this plan.json instead of searching for a plan.")

@@ -77,8 +77,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             "sum" over the batch; "rank_mean": all ranks count alike, as in DDP.
         memory_bytes_per_rank: memory of a rank, of which tables get what planning.reserve leaves. None: measure it.
         batch_size_per_rank: examples per rank and step, for estimates. None: those of the loader, or 512.
-        planning: bandwidths, reserve, plan_file, save_plan: how plans are made, and what is assumed of the machines;
-            see PlanningOptions.
+        planning: bandwidths, reserve, estimate_pooling, plan_file: how plans are made, and what is assumed of the
+            machines; see PlanningOptions.
         sharding_groups: size, sync_interval: tables are sharded within groups of ranks, and each group has a replica of
             them; see ShardingGroupOptions.
         find_unused_parameters: as in DDP, for dense layers that some steps do not use.

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
@@ -52,7 +52,7 @@ class Space:
             without_duplicates(of) for of in estimated_options(self.tables, self.constraints, topology, BATCH_SIZE)
         ]
 
-    def topology(self, bandwidths: ChosenBandwidths) -> Topology:
+    def topology(self, bandwidths: AssumedBandwidths) -> Topology:
         """Return torchrec's description of the ranks."""
         ranks = self.layout.num_ranks
         memory = RankMemory(device_bytes=(MEMORY_BYTES,) * ranks, host_bytes=(0,) * ranks)
@@ -76,7 +76,7 @@ class Space:
         number = int(draw.integers(len(self.tables)))
         return self._plan(dict(plan.tables) | {self.tables[number].full_name: self._drawn_table(number, draw)})
 
-    def of_one_type(self, bandwidths: ChosenBandwidths) -> dict[str, ShardingPlan]:
+    def of_one_type(self, bandwidths: AssumedBandwidths) -> dict[str, ShardingPlan]:
         """Return the best plan, as estimated, of each sharding type that all tables can have."""
         found = {}
         for kind in sorted({option.sharding_type for of_table in self.options for option in of_table}):
@@ -84,7 +84,7 @@ class Space:
             found[f"all {kind}"] = make_plan(self.tables, constraints, self.topology(bandwidths), BATCH_SIZE)
         return found
 
-    def torchrecs(self, bandwidths: ChosenBandwidths) -> ShardingPlan:
+    def torchrecs(self, bandwidths: AssumedBandwidths) -> ShardingPlan:
         """Return what torchrec's EmbeddingShardingPlanner picks, told of the tables what ours is told."""
         planner = EmbeddingShardingPlanner(
             topology=self.topology(bandwidths),
@@ -99,7 +99,7 @@ class Space:
         shardings = {table.full_name: found[table.name] for table in self.tables}
         return ShardingPlan.from_torchrec(self.tables, shardings, self.layout, "cpu")
 
-    def estimate(self, plan: ShardingPlan, bandwidths: ChosenBandwidths) -> float:
+    def estimate(self, plan: ShardingPlan, bandwidths: AssumedBandwidths) -> float:
         """Return the milliseconds of a plan's critical path."""
         estimated = estimate_plan(plan, self.tables, self.constraints, self.topology(bandwidths), BATCH_SIZE)
         return estimated.cost.critical_path
@@ -159,9 +159,9 @@ def renamed_ranks(layout: NodeLayout) -> Iterator[tuple[int, ...]]:
             yield tuple(itertools.chain.from_iterable(within))
 
 
-def default_bandwidths() -> ChosenBandwidths:
+def default_bandwidths() -> AssumedBandwidths:
     """Return torchrec's."""
-    return asked_bandwidths(None, {}).with_measured({})
+    return bandwidth_request(None, {}).with_measured({})
 
 
 def sampled(

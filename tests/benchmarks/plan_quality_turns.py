@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.cluster.consensus import job_consensus
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths, measured_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request, measured_bandwidths
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from tests.benchmarks.performance_contenders import Clock, Turn
@@ -76,7 +76,7 @@ class Measured:
     """Planner -> the plan that it chose, under the name under which it was timed."""
     size: int
     """Number of plans that there are."""
-    bandwidths: ChosenBandwidths
+    bandwidths: AssumedBandwidths
 
 
 def take_turns(job: Job, folder: Path) -> Measured:
@@ -114,7 +114,7 @@ def _take_turns(job: Job, folder: Path) -> Measured:
     for number in range(job.rounds):
         for name in random.Random(number).sample(list(measured.plans), len(measured.plans)):
             gc.collect()
-            ticks = _fit(job, {"plan_file": str(_file(folder, name)), "save_plan": False})
+            ticks = _fit(job, {"plan_file": str(_file(folder, name))})
             measured.plans[name].rounds.append(job.turn.times(ticks))
     return measured
 
@@ -123,11 +123,11 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(' ', '_')}.json"
 
 
-def _measured(places: NodeLayout) -> ChosenBandwidths:
+def _measured(places: NodeLayout) -> AssumedBandwidths:
     """Collective. Return what a fit with bandwidths="measure" then finds remembered."""
     ranks = job_consensus(60.0).general
-    asked = asked_bandwidths("measure", {})
-    return asked.with_measured(measured_bandwidths(asked.wanted, places, torch.device("cpu"), ranks))
+    request = bandwidth_request("measure", {})
+    return request.with_measured(measured_bandwidths(request.to_measure, places, torch.device("cpu"), ranks))
 
 
 def _chosen(job: Job, folder: Path, planning: dict[str, Any]) -> ShardingPlan:

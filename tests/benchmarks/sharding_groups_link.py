@@ -72,7 +72,7 @@ def run_variant(interval: int | None, steps: int, rank: int) -> tuple[float, dic
     """Return the milliseconds of a step, and the bytes that this rank sends in one, by kind."""
     groups = None if interval is None else {"size": 1, "sync_interval": interval}
     clock, sent = Clock(), Communication()
-    options = {"sharding_types": ["table_wise"], "sharding_groups": groups, "planning": {"save_plan": False}}
+    options = {"sharding_types": ["table_wise"], "sharding_groups": groups}
     trainer = make_trainer(options, callbacks=[clock, sent], num_nodes=2)
     batches = [draw(1000 * rank + step) for step in range(20)]
     loader = DataLoader([batches[i % 20] for i in range(WARM + steps)], batch_size=None)

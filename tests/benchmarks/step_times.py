@@ -175,7 +175,7 @@ def timed(fit: Fit, turn: Turn = TURN) -> tuple[float, list[float]]:
         "sharding_types": [fit.sharding_type],
         "tables": {"*": {"pooling_factor": float(POOLING), "min_partition": DIM // 2}},
         "batch_size_per_rank": fit.batch_size,
-        "planning": {"bandwidths": "measure", "save_plan": False},
+        "planning": {"bandwidths": "measure"},
     }
     trainer = make_trainer(strategy, callbacks=[clock])
     trainer.fit(LitTables(fit), batches(fit, turn.steps, rank_and_num_ranks()[0]))

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.bandwidths import asked_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
 from lightning_distrec.sharding.planning.planner import estimate_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
@@ -97,7 +97,7 @@ def topology_of(layout: NodeLayout, device: Literal["cuda", "cpu"], memory_bytes
     """Return ranks with so many bytes each for tables, and torchrec's bandwidths."""
     ranks = layout.num_ranks
     memory = RankMemory(device_bytes=(memory_bytes,) * ranks, host_bytes=(128 * 10**9,) * ranks)
-    return make_topology(torch.device(device), layout, memory, asked_bandwidths(None, {}).with_measured({}))
+    return make_topology(torch.device(device), layout, memory, bandwidth_request(None, {}).with_measured({}))
 
 
 def default_critical_path(given: TableSet) -> float:

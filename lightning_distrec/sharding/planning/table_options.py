@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
-from lightning_distrec.sharding.planning.bandwidths import Bandwidths, check_bandwidths
-from lightning_distrec.sharding.planning.topology import check_reserve
+from lightning_distrec.sharding.planning.bandwidths import BandwidthOption, as_bandwidths
+from lightning_distrec.sharding.planning.topology import reservation_of
 from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table
 
@@ -278,14 +278,14 @@ def _merged(layers: list[TableOptions]) -> TableOptions:
 class PlanningOptions:
     """How it is decided where tables go."""
 
-    bandwidths: Bandwidths | dict[str, Any] | Literal["measure", "remeasure"] | None = None
+    bandwidths: BandwidthOption = None
     """How fast bytes move: intra_node, cross_node, device_memory, host_memory, host_to_device, each such as "25GB/s" or
     "measure". "measure" measures what neither this nor INTRA_NODE_BANDWIDTH and CROSS_NODE_BANDWIDTH say, or takes what
-    was measured here within 30 days; "remeasure" does not. None: those variables, or else torchrec's defaults."""
+    was measured here within 30 days. None: those variables, or else torchrec's defaults."""
 
     reserve: str | None = None
-    """Memory of each rank that is not for tables: a percentage such as "15%", a size such as "4GB", or "measure", which
-    weighs the layers without tables. None: STORAGE_RESERVE_PERCENT, or else 15%."""
+    """Memory of each rank that is not for tables: a percentage such as "15%", or a size such as "4GB". None:
+    STORAGE_RESERVE_PERCENT, or else 15%, or what the layers without tables need where that is more."""
 
     estimate_pooling: int = 0
     """Batches of each rank's training dataloader in which the ids per example of every feature are counted before
@@ -294,12 +294,9 @@ class PlanningOptions:
     plan_file: str | None = None
     """Place tables as this file says, or the one in this checkpoint's folder; it must suit the model and the ranks."""
 
-    save_plan: bool = True
-    """Whether a fit saves its plan as plan.json: in the folder of its logs, and in each distributed checkpoint."""
-
     def __post_init__(self) -> None:
-        check_bandwidths(self.bandwidths)
-        check_reserve(self.reserve)
+        as_bandwidths(self.bandwidths)
+        reservation_of(self.reserve, {})
         if self.estimate_pooling < 0:
             raise ConfigError(
                 f"planning.estimate_pooling={self.estimate_pooling}: a number of batches is needed, 0 for none."

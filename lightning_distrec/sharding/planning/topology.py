@@ -4,94 +4,61 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import BasicCommsBandwidths, CollectiveType
 from typing_extensions import override
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
+from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.host_memory import host_memory_bytes
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths
-from lightning_distrec.units import SIZE_UNITS, format_bytes, parse_bytes
+from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths
+from lightning_distrec.units import format_bytes, parse_bytes
 
-DEFAULT_SHARE = 0.15
-UNSEEN_SHARE = 0.10
-"""Share that "measure" reserves in addition to what it measured: for batches, and for short-lived tensors of a step."""
-MEASURE = "measure"
 VARIABLE = "STORAGE_RESERVE_PERCENT"
 PERCENT = re.compile(r"\s*([-+]?\d+(?:\.\d*)?)\s*%\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What is kept of each rank's memory."""
+    """How much of each rank's memory is reserved for what is not tables: a share of it, or bytes."""
 
     share: float = 0.0
     fixed_bytes: int = 0
-    """On top of the share."""
-    host_share: float = DEFAULT_SHARE
-    """What is kept of the host's memory of a rank with a GPU."""
     origin: str
 
     def bytes_of(self, memory_bytes: int) -> int:
-        """Return how much is kept of so much memory: never more than all of it."""
+        """Return the bytes reserved of a rank's memory: never more than all of it."""
         return min(memory_bytes, memory_bytes - int(memory_bytes * (1 - self.share)) + self.fixed_bytes)
 
     def with_dense(self, dense_bytes: int, memory_bytes: int) -> "Reservation":
-        """Return what is kept where layers without tables take so much: more than the default, if they need more."""
+        """Return the bytes of layers without tables in place of the default, if they need more."""
         if self != DEFAULT or dense_bytes <= self.bytes_of(memory_bytes):
             return self
         return Reservation(fixed_bytes=dense_bytes, origin="what layers without tables need, more than 15%")
 
     def of_host(self) -> "Reservation":
-        """Return the bytes reserved of a host's memory, for ranks that have a GPU."""
-        return Reservation(share=self.host_share, host_share=self.host_share, origin=self.origin)
+        """Return the reservation of the host's memory, for ranks that have a GPU."""
+        return Reservation(share=DEFAULT.share if self.fixed_bytes else self.share, origin=self.origin)
 
     @property
     def in_words(self) -> str:
-        """What is kept: 15%, 4.0 GiB, 1.2 GiB and 10%."""
-        share = f"{100 * self.share:g}%"
-        if not self.fixed_bytes:
-            return share
-        return format_bytes(self.fixed_bytes) + (f" and {share}" if self.share else "")
+        """15%, 4.0 GiB."""
+        return format_bytes(self.fixed_bytes) if self.fixed_bytes else f"{100 * self.share:g}%"
 
 
-DEFAULT = Reservation(share=DEFAULT_SHARE, origin="default")
+DEFAULT = Reservation(share=0.15, origin="default")
 
 
-def check_reserve(given: str | None) -> None:
-    """Raise ConfigError where this can be no reservation."""
-    if given is not None and given != MEASURE:
-        _of_argument(given)
-
-
-def is_measured(given: str | None) -> bool:
-    """Whether the argument asks for the layers to be weighed."""
-    return given == MEASURE
-
-
-def measured_reservation(layers_bytes: int, activation_bytes: int | None) -> Reservation:
-    """Return what is kept where the layers without tables take so much.
-
-    activation_bytes: what a step keeps for its backward; None: not known.
-    """
-    return Reservation(
-        share=UNSEEN_SHARE,
-        fixed_bytes=layers_bytes + (activation_bytes or 0),
-        host_share=DEFAULT_SHARE,
-        origin="measured without a batch" if activation_bytes is None else "measured with a batch",
-    )
-
-
-def chosen_reservation(given: str | None, environment: Mapping[str, str]) -> Reservation:
+def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reservation:
     """Return what the argument says ("15%", "4GB"), or else STORAGE_RESERVE_PERCENT, or else the default.
 
     Raises ConfigError: it is not above 0 (the variable may be 0), leaves nothing, or has a unit that is not known.
     """
-    if given is not None:
-        return _of_argument(given)
+    if option is not None:
+        return _of_argument(option)
     text = environment.get(VARIABLE, "").strip()
     if not text:
         return DEFAULT
@@ -104,25 +71,22 @@ def chosen_reservation(given: str | None, environment: Mapping[str, str]) -> Res
             f"the environment's {VARIABLE}={text!r}: a number from 0 to below 100 is needed, the percentage of each "
             "rank's memory that is not for tables."
         )
-    return Reservation(share=percent / 100, host_share=percent / 100, origin=f"environment {VARIABLE}")
+    return Reservation(share=percent / 100, origin=f"environment {VARIABLE}")
 
 
-def _of_argument(given: str) -> Reservation:
-    option = f"planning.reserve={given!r}"
-    wanted = "Write a percentage such as '15%', a size such as '4GB', or 'measure'."
-    if not isinstance(given, str):
-        raise ConfigError(f"{option} has no unit. {wanted}")
-    if found := PERCENT.fullmatch(given):
-        percent = float(found[1])
+def _of_argument(value: str) -> Reservation:
+    option = f"planning.reserve={value!r}"
+    hint = "Write a percentage such as '15%', or a size such as '4GB'."
+    if not isinstance(value, str) or re.fullmatch(r"[\s\d.]*", value):
+        raise ConfigError(f"{option} has no unit. {hint}")
+    if match := PERCENT.fullmatch(value):
+        percent = float(match[1])
         if not 0 < percent < 100:
-            raise ConfigError(f"{option}: a percentage above 0 and below 100 is needed, or nothing is left. {wanted}")
-        return Reservation(share=percent / 100, host_share=percent / 100, origin="argument")
-    if given.strip().isalpha():
-        near = did_you_mean(given, (MEASURE, *SIZE_UNITS))
-        raise ConfigError(f"{option} is not known{near} {wanted}")
-    if re.fullmatch(r"[\s\d.]*", given):
-        raise ConfigError(f"{option} has no unit. {wanted}")
-    return Reservation(fixed_bytes=parse_bytes(given, option), origin="argument")
+            raise ConfigError(f"{option}: a percentage above 0 and below 100 is needed, or nothing is left. {hint}")
+        return Reservation(share=percent / 100, origin="argument")
+    if value.strip().isalpha():
+        raise ConfigError(f"{option} is no size. {hint}")
+    return Reservation(fixed_bytes=parse_bytes(value, option), origin="argument")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,28 +100,28 @@ class RankMemory:
 
     def less(self, reservation: Reservation) -> "RankMemory":
         """Return what is left of it for tables. Raises PlanError: nothing is left on a rank."""
-        left = [memory - reservation.bytes_of(memory) for memory in self.device_bytes]
-        rank = min(range(len(left)), key=left.__getitem__)
-        if left[rank] <= 0:
+        usable = [memory - reservation.bytes_of(memory) for memory in self.device_bytes]
+        rank = int(np.argmin(usable))
+        if usable[rank] <= 0:
             raise PlanError(
-                f"{reservation.in_words} ({reservation.origin}) are kept for what is not tables, and rank {rank} has "
-                f"{format_bytes(self.device_bytes[rank])}: nothing is left for tables. Reserve less "
-                "by planning.reserve, or use ranks with more memory."
+                f"{reservation.in_words} ({reservation.origin}) are reserved for what is not tables, and rank {rank} "
+                f"has {format_bytes(self.device_bytes[rank])}: nothing is left for tables. Reserve less by "
+                "planning.reserve, or use ranks with more memory."
             )
-        host = reservation.of_host()
-        of_host = tuple(memory - host.bytes_of(memory) for memory in self.host_bytes)
-        return RankMemory(device_bytes=tuple(left), host_bytes=of_host)
+        of_host = reservation.of_host()
+        usable_of_host = tuple(memory - of_host.bytes_of(memory) for memory in self.host_bytes)
+        return RankMemory(device_bytes=tuple(usable), host_bytes=usable_of_host)
 
 
-def memory_bytes_per_rank(device: torch.device, ranks_on_node: int, given: int | None) -> int:
-    """Return the bytes one rank has for its tables and all else: `given`, or the device's, or its share of the host's.
+def memory_bytes_per_rank(device: torch.device, ranks_on_node: int, option: int | None) -> int:
+    """Return all bytes of one rank: as the option says, its device's, or its share of the host's.
 
-    Raises ConfigError: `given` is not above 0.
+    Raises ConfigError: the option is not above 0.
     """
-    if given is not None:
-        if given <= 0:
-            raise ConfigError(f"memory_bytes_per_rank={given}: must be above 0.")
-        return given
+    if option is not None:
+        if option <= 0:
+            raise ConfigError(f"memory_bytes_per_rank={option}: must be above 0.")
+        return option
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_bytes() // ranks_on_node
@@ -169,7 +133,7 @@ def host_bytes_per_rank(device: torch.device, ranks_on_node: int) -> int:
 
 
 def make_topology(
-    device: torch.device, places: NodeLayout, memory: RankMemory, bandwidths: ChosenBandwidths
+    device: torch.device, layout: NodeLayout, memory: RankMemory, bandwidths: AssumedBandwidths
 ) -> Topology:
     """Return torchrec's description of the ranks.
 
@@ -182,8 +146,8 @@ def make_topology(
     collectives = BasicCommsBandwidths if on_gpu else GlooBandwidths
     with silence_torchrec():
         topology = Topology(
-            world_size=places.num_ranks,
-            local_world_size=places.ranks_on_node if places.alike else 1,
+            world_size=layout.num_ranks,
+            local_world_size=layout.ranks_on_node if layout.alike else 1,
             compute_device=device.type,
             hbm_mem_bw=bandwidths.device_memory.bytes_per_millisecond,
             ddr_mem_bw=bandwidths.host_memory.bytes_per_millisecond,

@@ -2,35 +2,30 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths, measured_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import (
+    AssumedBandwidths,
+    BandwidthRequest,
+    bandwidth_request,
+    measured_bandwidths,
+)
 from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.topology import (
-    VARIABLE,
     RankMemory,
     Reservation,
-    chosen_reservation,
     host_bytes_per_rank,
-    is_measured,
     make_topology,
-    measured_reservation,
     memory_bytes_per_rank,
+    reservation_of,
 )
-from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
-from lightning_distrec.strategies.estimates.estimate import dense_memory
-from lightning_distrec.strategies.estimates.job import Job
-from lightning_distrec.strategies.estimates.module_sizes import measure_module
 from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.sampled_step import sample_step
-from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
 from lightning_distrec.units import format_bandwidth, format_bytes
 
 
@@ -47,7 +42,7 @@ class ClusterFacts:
     """All of it."""
     memory_origin: str
     reservation: Reservation
-    bandwidths: ChosenBandwidths
+    bandwidths: AssumedBandwidths
     names: tuple[str, ...]
     """The bandwidths that matter on these ranks."""
     batch_size: Origin
@@ -94,16 +89,17 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     groups, in_group = inputs.groups, consensus.all_or_none("setup", lambda: inputs.group_layout)
     local_ranks = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
 
-    def look() -> tuple[Any, int, int]:
-        request = None if consensus.rank else asked_bandwidths(settings.planning.bandwidths, os.environ)
+    def look() -> tuple[tuple[BandwidthRequest, Reservation] | None, int, int]:
+        planning, choices = settings.planning, None
+        if consensus.rank == 0:
+            choices = bandwidth_request(planning.bandwidths, os.environ), reservation_of(planning.reserve, os.environ)
         device_bytes = memory_bytes_per_rank(device, local_ranks, settings.memory_bytes_per_rank)
-        return request, device_bytes, host_bytes_per_rank(device, local_ranks)
+        return choices, device_bytes, host_bytes_per_rank(device, local_ranks)
 
     local_facts = consensus.all_or_none("setup", look)
-    reservation = reserve(inputs, decisions.tables)
     gathered = consensus.all_gather((*local_facts, device))
-    request = gathered[0][0]
-    for variable in request.bare:
+    request, reservation = gathered[0][0]
+    for variable in request.unitless:
         rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are assumed.")
     memory = RankMemory(
         device_bytes=tuple(min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)),
@@ -113,7 +109,7 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     dense = dense_bytes(inputs.module, decisions.tables, decisions.optimizers, str(inputs.trainer.precision), shares)
     reservation = reservation.with_dense(dense, min(memory.device_bytes))
     usable = memory.less(reservation)
-    measured = measured_bandwidths(request.wanted, layout, device, consensus, request.afresh) if request.wanted else {}
+    measured = measured_bandwidths(request.to_measure, layout, device, consensus)
     bandwidths = request.with_measured(measured)
     return ClusterFacts(
         layout=in_group,
@@ -135,44 +131,3 @@ def names_of_bandwidths(layout: NodeLayout, device: torch.device) -> tuple[str, 
     names += ["intra_node"] if layout.ranks_on_node > 1 and layout.alike else []
     names += ["cross_node"] if layout.num_nodes > 1 else []
     return tuple(names)
-
-
-def reserve(inputs: SetUpInputs, tables: list[Table]) -> Reservation:
-    """Collective. Return what is reserved on every rank: by the argument and the environment of rank 0.
-
-    Raises ConfigError, on all ranks: the environment variable has an impossible value.
-    """
-    trainer, settings, consensus = inputs.trainer, inputs.settings, inputs.consensus
-    option, variable = consensus.all_gather((settings.planning.reserve, os.environ.get(VARIABLE, "")))[0]
-    if not is_measured(option):
-        return chosen_reservation(option, {VARIABLE: variable})
-    activation_bytes, reason = sample_step(trainer, inputs.module, tables, consensus, inputs.device)
-    if reason and inputs.fits:
-        rank_zero_info(f"torchrec_sharded: reserve='measure': nothing is reserved for activations: {reason}.")
-    # Measuring runs the user's configure_model on a copy, so every rank does it: it may have collectives.
-    measured = consensus.all_or_none(
-        "setup",
-        lambda: measure_dense(
-            trainer, inputs.module, settings, inputs.device, inputs.layout, inputs.shards_dense, activation_bytes
-        ),
-    )
-    return consensus.all_gather(measured)[0]
-
-
-def measure_dense(
-    trainer: Any,
-    module: LightningModule,
-    settings: TableSettings,
-    device: torch.device,
-    layout: NodeLayout,
-    shards_dense: bool,
-    activation_bytes: int | None = None,
-) -> Reservation:
-    """Return what layers without tables need, as a reservation.
-
-    trainer: or what has its settings and `precision`. activation_bytes: what a step keeps for its backward; None
-    without a batch.
-    """
-    sizes = measure_module(module, trainer, device.type, settings.conversion)
-    job = Job(num_ranks=layout.num_ranks, num_nodes=layout.num_nodes, memory_bytes=0, precision=str(trainer.precision))
-    return measured_reservation(round(sum(dense_memory(sizes, job, shards_dense).values())), activation_bytes)

@@ -27,8 +27,6 @@ from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 
-VARIABLE = "LIGHTNING_DISTREC_PLAN_FILE"
-"""Names a plan file where the strategy's argument does not."""
 OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
 """1: a fit follows the plan in the checkpoint that it resumes from. TorchEasyRec reads it too."""
 
@@ -85,9 +83,8 @@ def plan_or_follow(
 
     Raises PlanError, and of those InfeasiblePlanError where memory does not suffice.
     """
-    plan_file = requested_plan_file(settings.planning, os.environ)
-    if plan_file is not None:
-        return cost_of(decisions, follow(*plan_file, decisions, facts), settings, facts)
+    if settings.planning.plan_file is not None:
+        return cost_of(decisions, follow(settings.planning.plan_file, decisions, facts), settings, facts)
     if old is not None and _still_suits(old, decisions):
         return cost_of(decisions, old, settings, facts)
     return new_plan(decisions, settings, facts)
@@ -138,52 +135,39 @@ def _allows(constraints: TableConstraints, table: PlannedTable) -> bool:
 # -------------------------------------------------------------------------------------------------------- plan files
 
 
-def requested_plan_file(planning: PlanningOptions, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the path of the plan file to follow and what messages call it; None for no file. Call it on one rank.
-
-    The argument takes precedence over the environment variable; a message says so where they differ.
-    """
-    path, variable_path = planning.plan_file, variables.get(VARIABLE) or None
-    if path is not None:
-        if variable_path not in (None, path):
-            rank_zero_info(f"planning: plan_file='{path}' is followed, and {VARIABLE}={variable_path} is ignored.")
-        return path, f"plan_file='{path}'"
-    return None if variable_path is None else (variable_path, f"{VARIABLE}={variable_path}")
-
-
 def follow_checkpoint(
     planning: PlanningOptions, ckpt_path: str | None, variables: Mapping[str, str]
 ) -> PlanningOptions:
     """Return the options with the plan of the checkpoint that a fit resumes from, where the environment asks for it.
 
-    ckpt_path: None for a fit from the start. A plan that is named otherwise comes first. Raises ConfigError: the
+    ckpt_path: None for a fit from the start. The argument comes first. Raises ConfigError: the
     variable is neither 0 nor 1.
     """
     value = variables.get(OF_CHECKPOINT, "").strip() or "0"
     if value not in ("0", "1"):
         raise ConfigError(f"{OF_CHECKPOINT}={value}: set 1 to follow the plan of ckpt_path, or 0.")
-    if value == "0" or ckpt_path is None or planning.plan_file is not None or variables.get(VARIABLE):
+    if value == "0" or ckpt_path is None or planning.plan_file is not None:
         return planning
     return replace(planning, plan_file=ckpt_path)
 
 
-def follow(path: str, description: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
+def follow(path: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
     """Return the plan in a file for this run's tables and ranks. Call it on one rank.
 
-    what: what messages call the file. Raises ConfigError, PlanError: see `load_plan` and `plan_for_run`.
+    Raises ConfigError, PlanError: see `load_plan` and `plan_for_run`.
     """
     not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     device = facts.topology.compute_device
     plan = plan_for_run(
         load_plan(path, plan_in),
-        description,
+        f"plan_file='{path}'",
         decisions.tables,
         decisions.constraints,
         facts.layout,
         device,
         not_updated,
     )
-    rank_zero_info(f"Tables are sharded by the plan of {description}.")
+    rank_zero_info(f"Tables are sharded by the plan of plan_file='{path}'.")
     return plan
 
 
@@ -197,7 +181,7 @@ def save_with_logs(trainer: Trainer, plan: ShardingPlan) -> None:
     except OSError as error:
         rank_zero_warn(
             f"the plan is not saved: {folder / PLAN_FILE} cannot be written ({error.strerror or error}). Training "
-            "continues; planning={'save_plan': False} saves none."
+            "continues."
         )
 
 

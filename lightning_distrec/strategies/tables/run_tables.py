@@ -87,8 +87,6 @@ class RunTables:
     shards: ShardedTables
     plan: ShardingPlan
     """Where the tables are; in a fit with its cost."""
-    saves_plan: bool
-    """Whether checkpoints hold the plan."""
     updates: dict[str, TableUpdate]
     learning_rates: LearningRates
     loss_weight: LossWeight
@@ -208,7 +206,7 @@ class RunTables:
 
     def plan_files(self) -> dict[str, bytes]:
         """Return name -> content of the plan's file in checkpoints."""
-        return {PLAN_FILE: plan_text(self.plan).encode()} if self.saves_plan else {}
+        return {PLAN_FILE: plan_text(self.plan).encode()}
 
     @property
     def fused_tables(self) -> list[str]:

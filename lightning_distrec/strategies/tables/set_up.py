@@ -133,7 +133,7 @@ def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedT
     shards = _shard(inputs, decisions, plan.for_torchrec(facts.devices, inputs.groups.first_rank), rows, earlier)
     run_tables = _look_up(inputs, shards, plan, decisions.updates)
     _connect(inputs, run_tables, decisions)
-    if inputs.fits and run_tables.saves_plan:
+    if inputs.fits:
         save_with_logs(inputs.trainer, plan)
     return run_tables
 
@@ -205,7 +205,6 @@ def _look_up(
     run_tables = RunTables(
         shards=shards,
         plan=plan,
-        saves_plan=settings.planning.save_plan,
         updates=updates,
         learning_rates=LearningRates(updates),
         loss_weight=weight,

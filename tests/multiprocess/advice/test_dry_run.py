@@ -87,7 +87,7 @@ def _config(folder: Path, model: str, data: str, strategy: dict[str, Any], **tra
 
 def _jobs(folder: Path) -> dict[str, Path]:
     """Return name -> the YAML of a job."""
-    planning = {"reserve": "measure", "bandwidths": {"intra_node": "2GB/s", "host_memory": "7GB/s"}}
+    planning = {"reserve": "20%", "bandwidths": {"intra_node": "2GB/s", "host_memory": "7GB/s"}}
     of_rows = {f"rows.of_{name}": {"sharding_types": ["row_wise"]} for name in ("wide", "two")}
     cuts = {"wide": "table_wise", "long": "row_wise", "both": "column_wise", "two": "row_wise", "last": "table_wise"}
     pooled = {f"bags.{n}": {"sharding_types": [cut], "min_partition": 4} for n, cut in cuts.items()}

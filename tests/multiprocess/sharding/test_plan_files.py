@@ -19,7 +19,7 @@ from lightning_distrec.cli.output import EXIT_OK
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.table_registry import sharded_tables_of
-from lightning_distrec.strategies.tables.plan_of_run import OF_CHECKPOINT, VARIABLE
+from lightning_distrec.strategies.tables.plan_of_run import OF_CHECKPOINT
 from tests.support.click_model import (
     ClickModel,
     EvaluatedModel,
@@ -85,11 +85,7 @@ def _fit_and_save(folder: str) -> dict[str, Any]:
 def _follow(folder: str) -> dict[str, Any]:
     file, checkpoint = f"{folder}/logs/version_0/plan.json", f"{folder}/it.ckpt"
     followed = {"by file": fit({"plan_file": file})}
-    os.environ[VARIABLE] = file
-    followed["by variable"] = fit({"save_plan": False})
-    os.environ[VARIABLE] = "nowhere.json"
-    followed["by checkpoint, and not the variable"] = fit({"plan_file": checkpoint})
-    del os.environ[VARIABLE]
+    followed["by checkpoint"] = fit({"plan_file": checkpoint})
     followed["by a checkpoint that is one file"] = fit({"plan_file": f"{folder}/file.ckpt"})
     # a checkpoint of one plan goes on under another
     followed["resumed"] = fit(ckpt_path=checkpoint, max_steps=STEPS)
@@ -101,7 +97,7 @@ def _follow(folder: str) -> dict[str, Any]:
     return followed
 
 
-def test_a_saved_plan_is_followed_bit_by_bit_from_logs_checkpoints_and_the_variable(tmp_path: Path) -> None:
+def test_a_saved_plan_is_followed_bit_by_bit_from_logs_and_checkpoints(tmp_path: Path) -> None:
     first = run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
     assert _plans_below(tmp_path) == ["it.ckpt/plan.json", "logs/version_0/plan.json"]
     log, checkpoint = load_plan(tmp_path / "logs" / "version_0"), load_plan(tmp_path / "it.ckpt")
@@ -198,15 +194,11 @@ def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Pa
 
 def _refusals(folder: str, of_other: str, of_four: str) -> dict[str, str]:
     gone = f"{folder}/gone.json"
-    found = {
+    return {
         "other model": refusal({"plan_file": of_other}, folder=folder),
         "other ranks": refusal({"plan_file": of_four}, folder=folder),
         "gone": refusal({"plan_file": gone}, folder=folder),
     }
-    os.environ[VARIABLE] = gone
-    found["variable"] = refusal(folder=folder)
-    del os.environ[VARIABLE]
-    return found
 
 
 def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_training(tmp_path: Path) -> None:
@@ -227,7 +219,6 @@ def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_t
         assert "table 'ebc.narrow' is 38 x 8 FP32 in the plan, 37 x 8 FP32 in the module" in found["other model"]
         assert "it is for 4 ranks, and there are 2" in found["other ranks"]
         assert found["gone"].startswith(f"ConfigError: the plan {folder}/gone.json cannot be read: No such file")
-        assert found["variable"] == found["gone"]
     assert _plans_below(folder) == []
     assert not list(folder.rglob("*.ckpt"))
 
@@ -259,7 +250,6 @@ def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
     for name, options in {
         "no logger": {"logger": False},
         "fast": {"fast_dev_run": True},
-        "off": {"planning": {"save_plan": False}},
         "two fits": {},
     }.items():
         fits = trainer(name, **options)

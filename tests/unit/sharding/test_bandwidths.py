@@ -8,36 +8,37 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.bandwidths import (
     DEFAULTS,
     NAMES,
+    AssumedBandwidths,
     Bandwidth,
     Bandwidths,
-    ChosenBandwidths,
-    asked_bandwidths,
+    bandwidth_request,
 )
 from lightning_distrec.sharding.planning.table_options import PlanningOptions
 
 ENVIRONMENT = {"INTRA_NODE_BANDWIDTH": "100GB/s", "CROSS_NODE_BANDWIDTH": "12500000000"}
 
 
-def chosen(given: object, environment: dict[str, str] | None = None) -> ChosenBandwidths:
+def assumed(given: object, environment: dict[str, str] | None = None) -> AssumedBandwidths:
     """Return what is believed where every measurement says 1 byte per second."""
-    asked = asked_bandwidths(given, environment or {})  # type: ignore[arg-type]
-    return asked.with_measured({name: Bandwidth(bytes_per_second=1.0, origin="measured") for name in asked.wanted})
+    request = bandwidth_request(given, environment or {})  # type: ignore[arg-type]
+    measured = {name: Bandwidth(bytes_per_second=1.0, origin="measured") for name in request.to_measure}
+    return request.with_measured(measured)
 
 
-def said(bandwidths: ChosenBandwidths) -> dict[str, tuple[float, str]]:
+def said(bandwidths: AssumedBandwidths) -> dict[str, tuple[float, str]]:
     return {name: (one.bytes_per_second, one.origin) for name in NAMES for one in [getattr(bandwidths, name)]}
 
 
 def test_without_a_word_torchrecs_defaults_are_believed_in_bytes_per_second() -> None:
-    found = said(chosen(None))
+    found = said(assumed(None))
     assert found["intra_node"] == (600 * 2**30, "torchrec's default")
     assert found["cross_node"] == (12.5 * 2**30, "torchrec's default")
-    assert chosen(None).host_memory.bytes_per_millisecond == constants.DDR_MEM_BW
+    assert assumed(None).host_memory.bytes_per_millisecond == constants.DDR_MEM_BW
     assert {name: number for name, (number, _) in found.items()} == DEFAULTS
 
 
 def test_an_argument_stands_above_the_environment_and_that_above_torchrec() -> None:
-    found = said(chosen({"intra_node": "25GB/s"}, ENVIRONMENT))
+    found = said(assumed({"intra_node": "25GB/s"}, ENVIRONMENT))
     assert found["intra_node"] == (25e9, "argument")
     assert found["cross_node"] == (12.5e9, "environment CROSS_NODE_BANDWIDTH")
     assert found["host_memory"][1] == "torchrec's default"
@@ -45,37 +46,35 @@ def test_an_argument_stands_above_the_environment_and_that_above_torchrec() -> N
 
 def test_a_dict_and_an_object_say_the_same() -> None:
     given = {"intra_node": "25GB/s", "host_memory": 3e9}
-    assert chosen(given) == chosen(Bandwidths(**given))
+    assert assumed(given) == assumed(Bandwidths(**given))
 
 
 def test_measure_asks_for_what_neither_argument_nor_environment_gives() -> None:
-    asked = asked_bandwidths("measure", ENVIRONMENT)
-    assert asked.wanted == ("device_memory", "host_memory", "host_to_device")
-    assert not asked.afresh
-    assert said(chosen("measure", ENVIRONMENT))["host_memory"] == (1.0, "measured")
+    request = bandwidth_request("measure", ENVIRONMENT)
+    assert request.to_measure == ("device_memory", "host_memory", "host_to_device")
+    assert said(assumed("measure", ENVIRONMENT))["host_memory"] == (1.0, "measured")
 
 
 def test_one_bandwidth_may_be_measured_although_the_environment_gives_it() -> None:
-    asked = asked_bandwidths({"cross_node": "measure", "intra_node": "remeasure"}, ENVIRONMENT)
-    assert asked.wanted == ("intra_node", "cross_node")
-    assert asked.afresh
-    assert asked.known == {}
+    request = bandwidth_request({"cross_node": "measure", "intra_node": "measure"}, ENVIRONMENT)
+    assert request.to_measure == ("intra_node", "cross_node")
+    assert request.configured == {}
 
 
 def test_what_could_not_be_measured_is_torchrecs() -> None:
-    asked = asked_bandwidths("remeasure", {})
-    assert asked.wanted == NAMES
-    assert said(asked.with_measured({}))["cross_node"][1] == "torchrec's default"
+    request = bandwidth_request("measure", {})
+    assert request.to_measure == NAMES
+    assert said(request.with_measured({}))["cross_node"][1] == "torchrec's default"
 
 
 def test_a_number_without_a_unit_in_the_environment_is_noted() -> None:
-    assert asked_bandwidths(None, ENVIRONMENT).bare == ("CROSS_NODE_BANDWIDTH",)
-    assert asked_bandwidths(None, {"CROSS_NODE_BANDWIDTH": ""}).bare == ()
+    assert bandwidth_request(None, ENVIRONMENT).unitless == ("CROSS_NODE_BANDWIDTH",)
+    assert bandwidth_request(None, {"CROSS_NODE_BANDWIDTH": ""}).unitless == ()
 
 
 def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
     with pytest.raises(ConfigError, match="the environment's CROSS_NODE_BANDWIDTH='25 GBs': the unit 'GBs' is not kno"):
-        asked_bandwidths(None, {"CROSS_NODE_BANDWIDTH": "25 GBs"})
+        bandwidth_request(None, {"CROSS_NODE_BANDWIDTH": "25 GBs"})
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,8 @@ def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
         ({"intra_node": "0GB/s"}, "planning.bandwidths.intra_node='0GB/s': A bandwidth above 0 is needed"),
         ({"host_memory": "25 G/s"}, "planning.bandwidths.host_memory='25 G/s': the unit 'G/s' is not known; did you"),
         ({"intra": "25GB/s"}, "there is no bandwidth 'intra'; did you mean 'intra_node'"),
-        ("mesure", "planning.bandwidths='mesure' is not known; did you mean 'measure' or 'remeasure'"),
-        (25e9, "planning.bandwidths=25000000000.0: 'measure', 'remeasure' or a dict"),
+        ("mesure", "planning.bandwidths='mesure': 'measure' or a dict .* is needed; did you mean 'measure'"),
+        (25e9, "planning.bandwidths=25000000000.0: 'measure' or a dict with some of intra_node, .* is needed."),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_strategy_is_made(given: object, message: str) -> None:
@@ -96,7 +95,7 @@ def test_what_cannot_be_is_refused_when_the_strategy_is_made(given: object, mess
 
 
 def test_those_of_one_origin_are_reported_together() -> None:
-    found = chosen({"intra_node": "25GB/s", "cross_node": "2GB/s"}).in_words((
+    found = assumed({"intra_node": "25GB/s", "cross_node": "2GB/s"}).in_words((
         "intra_node",
         "cross_node",
         "host_memory",

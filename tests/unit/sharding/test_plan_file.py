@@ -27,7 +27,7 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, diff
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.tables.plan_of_run import VARIABLE, folder_of, requested_plan_file
+from lightning_distrec.strategies.tables.plan_of_run import folder_of
 from tests.support.planned_tables import topology_of
 
 SIZES = {"users": (60, 16), "films": (37, 8), "days": (11, 8)}
@@ -421,22 +421,6 @@ def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_le
     assert found.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
     days = found.tables["ebc.days"]
     assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == ("table_wise", "fused", [1])
-
-
-def test_the_argument_wins_over_the_variable_and_reports_it(capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
-    assert requested_plan_file(PlanningOptions(), {}) is None
-    assert requested_plan_file(PlanningOptions(), {VARIABLE: ""}) is None
-    assert requested_plan_file(PlanningOptions(), {VARIABLE: "v.json"}) == (
-        "v.json",
-        "LIGHTNING_DISTREC_PLAN_FILE=v.json",
-    )
-    given = PlanningOptions(plan_file="a.json")
-    with caplog.at_level("INFO"):
-        assert requested_plan_file(given, {VARIABLE: "a.json"}) == ("a.json", "plan_file='a.json'")
-        assert "is ignored" not in caplog.text + capfd.readouterr().err
-        assert requested_plan_file(given, {VARIABLE: "v.json"}) == ("a.json", "plan_file='a.json'")
-    said = caplog.text + capfd.readouterr().err
-    assert "plan_file='a.json' is followed, and LIGHTNING_DISTREC_PLAN_FILE=v.json is ignored." in said
 
 
 class Remote(DummyLogger):

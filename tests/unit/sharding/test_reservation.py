@@ -7,14 +7,12 @@ from lightning_distrec.sharding.planning.table_options import PlanningOptions
 from lightning_distrec.sharding.planning.topology import (
     DEFAULT,
     RankMemory,
-    chosen_reservation,
-    is_measured,
-    measured_reservation,
+    reservation_of,
 )
 
 
 def test_without_a_word_it_is_15_percent_as_it_was() -> None:
-    kept = chosen_reservation(None, {})
+    kept = reservation_of(None, {})
     assert kept == DEFAULT
     assert [memory - kept.bytes_of(memory) for memory in (1000, 11_000, 85_899_345_920)] == [
         int(memory * (1 - 0.15)) for memory in (1000, 11_000, 85_899_345_920)
@@ -37,7 +35,7 @@ def test_without_a_word_it_is_15_percent_as_it_was() -> None:
 def test_the_argument_counts_then_the_environment(
     given: str | None, environment: dict[str, str], kept_of_1000: int, words: str, origin: str
 ) -> None:
-    kept = chosen_reservation(given, environment)
+    kept = reservation_of(given, environment)
     assert (kept.bytes_of(1000), kept.in_words, kept.origin) == (kept_of_1000, words, origin)
 
 
@@ -52,7 +50,7 @@ def test_the_argument_counts_then_the_environment(
         ("4GBs", "planning.reserve='4GBs': the unit 'GBs' is not known; did you mean 'GB'"),
         ("15", "planning.reserve='15' has no unit. Write a percentage such as '15%'"),
         (15, "planning.reserve=15 has no unit"),
-        ("mesure", "planning.reserve='mesure' is not known; did you mean 'measure'"),
+        ("mesure", "planning.reserve='mesure' is no size. Write a percentage"),
     ],
 )
 def test_what_cannot_be_is_refused(given: object, message: str) -> None:
@@ -63,26 +61,17 @@ def test_what_cannot_be_is_refused(given: object, message: str) -> None:
 @pytest.mark.parametrize("text", ["-1", "100", "many", "nan", "15%"])
 def test_a_variable_that_is_no_percentage_is_reported(text: str) -> None:
     with pytest.raises(ConfigError, match=f"STORAGE_RESERVE_PERCENT='{text}': a number from 0 to below 100 is needed"):
-        chosen_reservation(None, {"STORAGE_RESERVE_PERCENT": text})
-
-
-def test_measured_layers_are_kept_and_a_tenth_for_what_cannot_be_seen() -> None:
-    assert is_measured(PlanningOptions(reserve="measure").reserve)
-    kept = measured_reservation(2**30, None)
-    assert kept.bytes_of(100 * 2**30) == 11 * 2**30
-    assert (kept.in_words, kept.origin) == ("1.0 GiB and 10%", "measured without a batch")
-    kept = measured_reservation(2**30, 2**29)
-    assert (kept.in_words, kept.origin) == ("1.5 GiB and 10%", "measured with a batch")
+        reservation_of(None, {"STORAGE_RESERVE_PERCENT": text})
 
 
 def test_what_is_kept_is_taken_off_every_rank() -> None:
     memory = RankMemory(device_bytes=(1000, 2000), host_bytes=(4000, 4000))
-    assert memory.less(chosen_reservation("400B", {})).device_bytes == (600, 1600)
-    assert memory.less(chosen_reservation("400B", {})).host_bytes == (3400, 3400)
-    assert memory.less(chosen_reservation("20%", {})) == RankMemory(device_bytes=(800, 1600), host_bytes=(3200, 3200))
+    assert memory.less(reservation_of("400B", {})).device_bytes == (600, 1600)
+    assert memory.less(reservation_of("400B", {})).host_bytes == (3400, 3400)
+    assert memory.less(reservation_of("20%", {})) == RankMemory(device_bytes=(800, 1600), host_bytes=(3200, 3200))
 
 
 def test_where_nothing_is_left_the_rank_is_named() -> None:
     memory = RankMemory(device_bytes=(5000, 3000), host_bytes=(0, 0))
-    with pytest.raises(PlanError, match="3.9 KiB .argument. are kept .* rank 1 has 2.9 KiB: nothing is left"):
-        memory.less(chosen_reservation("4KB", {}))
+    with pytest.raises(PlanError, match="3.9 KiB .argument. are reserved .* rank 1 has 2.9 KiB: nothing is left"):
+        memory.less(reservation_of("4KB", {}))

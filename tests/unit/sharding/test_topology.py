@@ -14,7 +14,7 @@ from torchrec.distributed.types import EnumerableShardingSpec
 
 from lightning_distrec.host_memory import cgroup_limits, host_memory_bytes
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.bandwidths import ChosenBandwidths, asked_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -26,8 +26,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROWS, DIM, BATCH = 1000, 16, 512
 
 
-def bandwidths(**given: str) -> ChosenBandwidths:
-    return asked_bandwidths(dict(given), {}).with_measured({})
+def bandwidths(**given: str) -> AssumedBandwidths:
+    return bandwidth_request(dict(given), {}).with_measured({})
 
 
 def topology(places: NodeLayout, device: torch.device = CPU, memory: tuple[int, ...] = (), **given: str) -> Topology:
