@@ -9,11 +9,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
-from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.activations.checkpointed_layers import CheckpointedLayers
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
@@ -30,9 +28,7 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
 from lightning_distrec.strategies.run.given_options import as_options
-from lightning_distrec.strategies.run.precision import MatmulPrecision
 from lightning_distrec.strategies.run.run import Run
-from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 
@@ -69,15 +65,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         zero_optimizer: partition the optimizers' state over the ranks (ZeRO stage 1): each parameter is updated by one
             rank, which sends it to the others; same numbers. For optimizers of torch.optim that update each parameter
             from its own gradient alone.
-        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
-            have, or raise an "error".
-        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
-        stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
-        process_group_backend: "gloo" or "nccl"; None: the device's default.
-        float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
-            "highest" in float32. None: leave torch's setting as it is.
-        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
-        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
+        run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
     strategy_name = "ddp_tuned"
@@ -92,13 +80,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         static_graph: bool = False,
         sparse_grads: SparseGrads = "sparse",
         zero_optimizer: bool = False,
-        uneven_inputs: UnevenInputs = "stop",
-        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
-        stopping: StopOptions | dict[str, Any] | None = None,
-        process_group_backend: str | None = None,
-        float32_matmul_precision: MatmulPrecision | None = None,
-        timeout_seconds: float | None = None,
-        watchdog_seconds: float = 30.0,
+        **run_options: Any,
     ) -> None:
         check_exchange(comm_dtype, sparse_grads)
         if powersgd is not None and comm_dtype != "fp32":
@@ -116,15 +98,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         )
         self._zero_optimizer = zero_optimizer
         self._checkpointed = activation_checkpointing
-        super().__init__(
-            uneven_inputs=uneven_inputs,
-            checkpoint=checkpoint,
-            stopping=stopping,
-            process_group_backend=process_group_backend,
-            float32_matmul_precision=float32_matmul_precision,
-            timeout_seconds=timeout_seconds,
-            watchdog_seconds=watchdog_seconds,
-        )
+        super().__init__(**run_options)
 
     @property
     def gradient_exchange(self) -> GradientExchange:

@@ -15,8 +15,6 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
-from lightning_distrec.checkpoint.options import CheckpointOptions
-from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
 from lightning_distrec.strategies.estimates.activation_budget import activation_budget
@@ -32,12 +30,10 @@ from lightning_distrec.strategies.fully_sharded.shards import (
 )
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import (
-    MatmulPrecision,
     clip_over_all_ranks,
     skip_overflows_on_all_ranks,
 )
 from lightning_distrec.strategies.run.run import Run
-from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 
@@ -73,15 +69,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             precision="32-true", blocks compute in it: they cast their inputs to it, and their outputs back.
         reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true precision.
         buffer_dtype: type into which floating-point buffers of blocks are converted. None: leave them.
-        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
-            have, or "error".
-        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
-        stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
-        process_group_backend: "gloo" or "nccl"; None: the device's default.
-        float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
-            "highest" in float32. None: leave torch's setting as it is.
-        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
-        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
+        run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
     strategy_name = "fsdp_tuned"
@@ -97,13 +85,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
         buffer_dtype: Dtype | None = None,
-        uneven_inputs: UnevenInputs = "stop",
-        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
-        stopping: StopOptions | dict[str, Any] | None = None,
-        process_group_backend: str | None = None,
-        float32_matmul_precision: MatmulPrecision | None = None,
-        timeout_seconds: float | None = None,
-        watchdog_seconds: float = 30.0,
+        **run_options: Any,
     ) -> None:
         self._fsdp_options = FSDPOptions(
             wrap=wrap,
@@ -117,15 +99,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             buffer_dtype=buffer_dtype,
         )
         self._mesh: DeviceMesh | None = None
-        super().__init__(
-            uneven_inputs=uneven_inputs,
-            checkpoint=checkpoint,
-            stopping=stopping,
-            process_group_backend=process_group_backend,
-            float32_matmul_precision=float32_matmul_precision,
-            timeout_seconds=timeout_seconds,
-            watchdog_seconds=watchdog_seconds,
-        )
+        super().__init__(**run_options)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -14,14 +14,11 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
-from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.pipeline.even_batches import UnevenInputs
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.full_parameters import check_call, rows_of
-from lightning_distrec.strategies.run.precision import MatmulPrecision, clip_over_all_ranks
+from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
-from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 from lightning_distrec.strategies.stages.idle_time import StageTimes, idle_share
 from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks, pipeline_ranks
@@ -78,15 +75,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         first_stage: paths outside of the chain whose parameters the first stage has, apart from those that are
             registered before the chain.
         last_stage: the same for the last stage, apart from those that are registered after the chain.
-        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
-            have, or "error".
-        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename: see CheckpointOptions.
-        stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
-        process_group_backend: "gloo" or "nccl"; None: the device's default.
-        float32_matmul_precision: "high" computes float32 products in TF32, "medium" in bfloat16, where the device can;
-            "highest" in float32. None: leave torch's setting as it is.
-        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
-        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
+        run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
     strategy_name = "pipeline_parallel"
@@ -102,13 +91,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         split: Split = "parameters",
         first_stage: list[str] | None = None,
         last_stage: list[str] | None = None,
-        uneven_inputs: UnevenInputs = "stop",
-        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
-        stopping: StopOptions | dict[str, Any] | None = None,
-        process_group_backend: str | None = None,
-        float32_matmul_precision: MatmulPrecision | None = None,
-        timeout_seconds: float | None = None,
-        watchdog_seconds: float = 30.0,
+        **run_options: Any,
     ) -> None:
         self._stage_options = StageOptions(
             microbatches=microbatches,
@@ -121,15 +104,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             last_stage=tuple(last_stage or ()),
         )
         self._ranks: PipelineRanks | None = None
-        super().__init__(
-            uneven_inputs=uneven_inputs,
-            checkpoint=checkpoint,
-            stopping=stopping,
-            process_group_backend=process_group_backend,
-            float32_matmul_precision=float32_matmul_precision,
-            timeout_seconds=timeout_seconds,
-            watchdog_seconds=watchdog_seconds,
-        )
+        super().__init__(**run_options)
 
     @property
     def ranks(self) -> PipelineRanks:

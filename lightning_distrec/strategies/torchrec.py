@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.optimizers.loss_weight import LossReduction
-from lightning_distrec.pipeline.even_batches import EndPolicy, UnevenInputs
+from lightning_distrec.pipeline.even_batches import EndPolicy
 from lightning_distrec.pipeline.fetcher import ReadyBatch
 from lightning_distrec.pipeline.learning import LookupCounts
 from lightning_distrec.pipeline.options import PrefetchOptions
@@ -31,8 +30,6 @@ from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
 from lightning_distrec.strategies.run.given_options import as_options
-from lightning_distrec.strategies.run.precision import MatmulPrecision
-from lightning_distrec.strategies.run.stopping import StopOptions
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
@@ -63,15 +60,11 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             TableOptions.
         check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or "ignore", which looks
             up row 0.
-        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
-            have, or "error".
         prefetch: depth, the number of batches in flight. 1: lookups exchange ids when they are called; from 2 on the
             next batch's ids are exchanged while this one computes. computed_ids: whether also those that the step
             computes. None: 3, and true.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent: "fp32", "fp16" or
             "bf16". 16 bits halve the bytes and give other numbers. None: float32.
-        checkpoint: distributed, async_save, pickles, start_from, rename, grow_tables, ...: see CheckpointOptions.
-        stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes. "mean" over the batch:
             ranks are weighted by their number of examples, where lookups show it (those of nn.Embedding do not);
             "sum" over the batch; "rank_mean": all ranks count alike, as in DDP.
@@ -88,11 +81,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         fsdp: wrap, min_num_parameters, replicas, reshard_after_forward, activation_checkpointing, cpu_offload: see
             FSDPOptions. For dense="fsdp".
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
-        process_group_backend: "gloo" or "nccl"; None: the device's default.
-        float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where
-            the device can; "highest" in float32. None: leave torch's setting as it is.
-        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
-        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
+        run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
     strategy_name = "torchrec_sharded"
@@ -105,11 +94,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         sharding_types: list[str] | None = None,
         tables: dict[str, TableOptions] | None = None,
         check_ids: CheckIds = "error",
-        uneven_inputs: UnevenInputs = "stop",
         prefetch: PrefetchOptions | dict[str, Any] | None = None,
         quantized_comms: QuantizedComms | dict[str, str] | None = None,
-        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
-        stopping: StopOptions | dict[str, Any] | None = None,
         loss_reduction: LossReduction = "mean",
         memory_bytes_per_rank: int | None = None,
         batch_size_per_rank: int | None = None,
@@ -119,12 +105,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         dense: Literal["ddp", "fsdp"] = "ddp",
         fsdp: FSDPOptions | dict[str, Any] | None = None,
         bucket_cap_mb: int = 25,
-        process_group_backend: str | None = None,
-        float32_matmul_precision: MatmulPrecision | None = None,
-        timeout_seconds: float | None = None,
-        watchdog_seconds: float = 30.0,
         table_optimizer: dict[str, Any] | None = None,
         sharding_groups: ShardingGroupOptions | dict[str, Any] | None = None,
+        **run_options: Any,
     ) -> None:
         self._settings = TableSettings(
             default_options=TableOptions(
@@ -143,19 +126,14 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         self._sharded_dense = sharded_dense(dense, fsdp)
         self._prefetch_options = as_options("prefetch", PrefetchOptions, prefetch)
         self._lookups_ahead: dict[str, LookupCounts] = {}
-        super().__init__(
-            uneven_inputs=uneven_inputs,
-            checkpoint=checkpoint,
-            stopping=stopping,
-            process_group_backend=process_group_backend,
-            float32_matmul_precision=float32_matmul_precision,
-            timeout_seconds=timeout_seconds,
-            watchdog_seconds=watchdog_seconds,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=True,
-        )
+        super().__init__(**run_options)
+        # Not by super().__init__: jsonargparse would follow **kwargs from there into DistributedDataParallel.
+        self._ddp_kwargs = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": True,
+        }
 
     @property
     @override

@@ -50,7 +50,18 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     """A DDPStrategy whose ranks are those that were launched, and agree on when to begin, save, stop and end.
 
     `setup_environment` starts its session, `setup` of a subclass its run, which `teardown` ends.
-    The arguments are those of TorchRecShardedStrategy of the same names; ddp: of DistributedDataParallel.
+
+    Args:
+        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
+            have, or raise an "error".
+        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename, grow_tables: see
+            CheckpointOptions.
+        stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
+        process_group_backend: "gloo" or "nccl"; None: the device's default.
+        float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where
+            the device can; "highest" in float32. None: leave torch's setting as it is.
+        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
+        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
     """
 
     takes_launched_ranks = True
@@ -66,14 +77,13 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     def __init__(
         self,
-        uneven_inputs: UnevenInputs,
-        checkpoint: CheckpointOptions | dict[str, Any] | None,
-        stopping: StopOptions | dict[str, Any] | None,
-        process_group_backend: str | None,
-        float32_matmul_precision: MatmulPrecision | None,
-        timeout_seconds: float | None,
-        watchdog_seconds: float,
-        **ddp: Any,
+        uneven_inputs: UnevenInputs = "stop",
+        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
+        stopping: StopOptions | dict[str, Any] | None = None,
+        process_group_backend: str | None = None,
+        float32_matmul_precision: MatmulPrecision | None = None,
+        timeout_seconds: float | None = None,
+        watchdog_seconds: float = 30.0,
     ) -> None:
         check_uneven_inputs(uneven_inputs)
         if watchdog_seconds < 0:
@@ -85,7 +95,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._wait = chosen_timeout(timeout_seconds, os.environ)
         self._watchdog_seconds = watchdog_seconds
         self._sets_threads = False
-        super().__init__(process_group_backend=process_group_backend, timeout=self._wait, **ddp)
+        super().__init__(process_group_backend=process_group_backend, timeout=self._wait)
         leave_at_exit(self.release, leaving)
         hide_upstream_deprecations()
 
