@@ -29,9 +29,9 @@ class PowerSGDOptions:
     """Optimizer steps with uncompressed gradients before the first compressed one."""
 
     def __post_init__(self) -> None:
-        for name, least in (("matrix_rank", 1), ("start_step", 0)):
-            if (value := getattr(self, name)) < least:
-                raise ConfigError(f"powersgd: {name}={value} must be at least {least}.")
+        for name, minimum in (("matrix_rank", 1), ("start_step", 0)):
+            if (value := getattr(self, name)) < minimum:
+                raise ConfigError(f"powersgd: {name}={value} must be at least {minimum}.")
 
 
 def sent_numbers(shape: torch.Size, matrix_rank: int) -> int:
