@@ -32,9 +32,9 @@ class WeightedCall:
 
 
 def number_of_weights(calls: list[WeightedCall]) -> int:
-    """Return what is alike on all ranks where these calls are, in 56 bits; 0: there are none."""
+    """Return what is alike on all ranks where these calls are, in 56 bits. 0 stands for none."""
     flags = bytes([call.learns for call in calls])
-    return int.from_bytes(hashlib.blake2b(flags, digest_size=7).digest(), "big") if flags else 0
+    return int.from_bytes(hashlib.blake2b(flags, digest_size=7).digest(), "big")
 
 
 class LateComparison:

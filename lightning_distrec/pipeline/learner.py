@@ -150,8 +150,8 @@ class Learner:
             )
 
     def report_unlike(self, batch: InFlightBatch) -> None:
-        """Report once that a batch could not be prepared on this rank."""
-        if batch.preparation_failure and batch.batch is not None and not self._has_reported_unlike:
+        """Report, for the first of them, that a batch could not be prepared on this rank."""
+        if batch.batch is not None and not self._has_reported_unlike:
             self._has_reported_unlike = True
             self._warn(
                 f"{batch.kind}: a batch is unlike that of the first step ({batch.preparation_failure}); it is looked "

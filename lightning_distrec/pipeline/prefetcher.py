@@ -103,7 +103,8 @@ class Prefetcher:
         if calls is not None:
             with self._exchange.preparing():
                 batch.prepare(calls, self._tables)
-            self._learner.report_unlike(batch)
+            if batch.preparation_failure:
+                self._learner.report_unlike(batch)
         if self.depth == 2:
             batch.announce(self._message_about(batch))
 
@@ -268,7 +269,8 @@ class Prefetcher:
         if failure == NO_FAILURE and self.differing.failure is not None:
             failure = DIFFERING_CALL + self.ranks.rank
         batch = next((batch for batch in step.following if not batch.is_announced), None)
-        step.message = message = self._message_about(batch, failure, number_of_weights(step.weighted_calls))
+        weights = number_of_weights(step.weighted_calls) if step.weighted_calls else 0
+        step.message = message = self._message_about(batch, failure, weights)
         if batch is not None:
             batch.announce(message)
         return message
