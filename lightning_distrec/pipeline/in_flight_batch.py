@@ -1,6 +1,6 @@
 """One batch in flight: its lookups are prepared, their ids sent, their rows looked up, and user code takes them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lightning_distrec.errors import IdsError, ProvenanceError
@@ -197,13 +197,15 @@ class InFlightBatch:
         counts = tuple([() if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._lookups])
         return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts)
 
-    def _sizes(self) -> Iterator[tuple[int, int]]:
+    def _sizes(self) -> list[tuple[int, int]]:
         assert self._step is not None
+        sizes: list[tuple[int, int]] = []
         for call, lookup in zip(self._step.calls, self._lookups, strict=True):
             if lookup is not None:
-                yield lookup.request.num_examples, lookup.request.num_examples
+                sizes.append((lookup.request.num_examples, lookup.request.num_examples))
             else:
-                yield REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY
+                sizes.append(REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY)
+        return sizes
 
     def _form(self) -> int:
         """Return a number for the types of all lookups in order; for an unready one, those of a batch before it.
