@@ -18,8 +18,7 @@ from lightning_distrec.strategies.estimates.estimate import (
     Estimate,
     estimate_strategies,
 )
-from lightning_distrec.strategies.estimates.job import Job
-from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, TableSize, measure_module
+from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, TableSize, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy

@@ -14,7 +14,7 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology, reservation_of
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, checked_size
 from lightning_distrec.sharding.sharding_types import HOST_KERNELS
-from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
+from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, names_of_bandwidths
 from lightning_distrec.strategies.tables.decisions import Decisions, constraints_of
 from lightning_distrec.units import format_bytes

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_distrec.advice.dry_job import DryJob, decisions_of, facts_of, why_too_full
 from lightning_distrec.advice.dry_module import DryModule
-from lightning_distrec.advice.limit_search import Edge
-from lightning_distrec.advice.limits import largest_batch_of, min_nodes_of
+from lightning_distrec.advice.limits import Edge, largest_batch_of, min_nodes_of
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
 from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan

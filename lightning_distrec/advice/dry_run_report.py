@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun
-from lightning_distrec.advice.limit_search import Edge
-from lightning_distrec.advice.limits import MAX_BATCH, MAX_RANKS
+from lightning_distrec.advice.limits import MAX_BATCH, MAX_RANKS, Edge
 from lightning_distrec.sharding.planning.report_text import milliseconds_in_words, replicas_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS

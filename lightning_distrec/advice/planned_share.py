@@ -17,7 +17,7 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.estimate import TablesShare
-from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.tables.plan_of_run import new_plan
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings

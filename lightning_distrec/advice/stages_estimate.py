@@ -8,9 +8,8 @@ from lightning.pytorch import LightningModule
 from lightning_distrec._compat.pipelining import Action
 from lightning_distrec.errors import DistRecError, UnsupportedError
 from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
-from lightning_distrec.strategies.estimates.job import Job
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
-from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes
+from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.stages.chain import Chain, StageLayout, find_chain, split_chain
@@ -23,9 +22,8 @@ from lightning_distrec.strategies.stages.idle_time import (
     times_of_stages,
 )
 from lightning_distrec.strategies.stages.microbatches import num_parts
-from lightning_distrec.strategies.stages.pipeline_mesh import ranks_of_pipeline
 from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
-from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.stage_options import StageOptions, ranks_of_pipeline
 from lightning_distrec.units import quantity
 
 PIPELINE = "pipeline_parallel"

@@ -29,11 +29,11 @@ from lightning_distrec.callbacks.sent_bytes import (
     dtype_sent,
     exchanged_bytes,
     kind_of,
+    print_table,
     reduced_bytes,
     ring_bytes,
     sent_by_stage,
 )
-from lightning_distrec.callbacks.sent_table import print_table
 from lightning_distrec.callbacks.steps import LogTimes, log
 
 

@@ -22,7 +22,7 @@ from lightning_distrec.cli.recipe_builder import (
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.strategies.estimates.dense_options import watched_layers
-from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.units import parse_bytes
 

@@ -12,8 +12,7 @@ from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
 from lightning_distrec.advice.dry_module import dry_module, place_of
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.advice.job_batches import look_at_data
-from lightning_distrec.advice.table_data import save_data, with_data
+from lightning_distrec.advice.table_data import look_at_data, save_data, with_data
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
     build_recipe,

@@ -21,7 +21,6 @@ from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 from lightning_distrec.strategies.stages.idle_time import StageTimes, idle_share
-from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks, pipeline_ranks
 from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule
 from lightning_distrec.strategies.stages.placement import (
     chunked_state,
@@ -34,7 +33,13 @@ from lightning_distrec.strategies.stages.placement import (
     unsplit,
 )
 from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
-from lightning_distrec.strategies.stages.stage_options import Schedule, Split, StageOptions
+from lightning_distrec.strategies.stages.stage_options import (
+    PipelineRanks,
+    Schedule,
+    Split,
+    StageOptions,
+    pipeline_ranks,
+)
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ def activation_budget(
     """
     # Here, because they import torchrec, which runs without tables do not need.
     from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-    from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
+    from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
 
     memory = memory_bytes_per_rank(strategy.root_device, strategy.num_local_ranks, None)
     precision = str(strategy.precision_plugin.precision)

@@ -1,10 +1,14 @@
-"""What one step shows about the blocks of a module's containers: what is passed on from one to the next."""
+"""What a few steps show about the blocks of a module's containers: what is passed on between them, and their times."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 
@@ -50,4 +54,134 @@ def watch_blocks(module: nn.Module, found: BlockProfile) -> Iterator[None]:
         for path, block in blocks_of(module).items():
             container, _, number = path.rpartition(".")
             watch(path, f"{container}.{int(number) - 1}", block, hooks)
+        yield
+
+
+MAX_ROUNDS, MAX_SECONDS = 4, 20.0
+"""The first round warms up; after these seconds no further one begins."""
+
+
+@dataclass
+class BlockMoments:
+    """Seconds of the clock at which a step, and the blocks in it, begin and end."""
+
+    begin: float = 0.0
+    loss: float = 0.0
+    end: float = 0.0
+    enter: dict[str, float] = field(default_factory=dict)
+    leave: dict[str, float] = field(default_factory=dict)
+    gradient: dict[str, float] = field(default_factory=dict)
+    """When the gradient of a block's output is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainTimes:
+    """Seconds that one batch takes in a chain of blocks, and in what is around it."""
+
+    forward: list[float]
+    """Of each block."""
+    backward: list[float]
+    before: float
+    """The forward up to the first block."""
+    after: float
+    """The forward after the last one."""
+    after_backward: float
+    """Its backward."""
+
+    @property
+    def forward_nanoseconds(self) -> list[int]:
+        """Of each block: the first with what comes before the chain, the last with what comes after it."""
+        times = [int(1e9 * seconds) for seconds in self.forward]
+        times[0] += int(1e9 * self.before)
+        times[-1] += int(1e9 * self.after)
+        return times
+
+
+class StepTimes:
+    """The times of a few steps."""
+
+    def __init__(self, learns: bool = True) -> None:
+        self.learns = learns
+        self.rounds: list[BlockMoments] = []
+
+    def of_chain(self, paths: Sequence[str]) -> ChainTimes | None:
+        """Return the lowest times of a chain, by the paths of its blocks; None: they were not measured."""
+        measured = [times for moments in self.rounds if (times := self._of_chain(moments, paths)) is not None]
+        if not measured:
+            return None
+        lowest = [min(times) for times in zip(*measured, strict=True)]
+        num = len(paths)
+        return ChainTimes(
+            forward=lowest[:num],
+            backward=lowest[num : 2 * num],
+            before=lowest[-3],
+            after=lowest[-2],
+            after_backward=lowest[-1],
+        )
+
+    def _of_chain(self, moments: BlockMoments, paths: Sequence[str]) -> list[float] | None:
+        gradient = moments.gradient if self.learns else dict.fromkeys(paths, moments.end)
+        if any(path not in moments.leave or path not in gradient for path in paths):
+            return None
+        ends = [moments.end, *(gradient[path] for path in paths[:-1])]  # where backward of the block before begins
+        return [
+            *(moments.leave[path] - moments.enter[path] for path in paths),
+            *(end - gradient[path] for path, end in zip(paths, ends, strict=True)),
+            moments.enter[paths[0]] - moments.begin,
+            moments.loss - moments.leave[paths[-1]],
+            gradient[paths[-1]] - moments.loss,
+        ]
+
+
+def time_steps(
+    module: LightningModule, blocks: Mapping[str, nn.Module], forward: Callable[[], Any], learns: bool = True
+) -> StepTimes:
+    """Run a training step a few times, and return when its blocks begin and end; a GPU is waited for each time.
+
+    blocks: by path. forward: returns the loss, or a dict with it. learns: whether there is a backward.
+    """
+
+    def now() -> float:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+        return time.perf_counter()
+
+    times = StepTimes(learns)
+    start = time.perf_counter()
+    for number in range(MAX_ROUNDS):
+        moments = BlockMoments()
+        if learns:
+            module.zero_grad(set_to_none=True)
+        with _watched(blocks, moments, now):
+            moments.begin = now()
+            result = forward()
+            moments.loss = moments.end = now()
+            if learns:
+                loss = result["loss"] if isinstance(result, dict) else result
+                if not isinstance(loss, Tensor):
+                    return times
+                loss.backward()
+                moments.end = now()
+        is_late = time.perf_counter() - start > MAX_SECONDS
+        if number or is_late:
+            times.rounds.append(moments)
+        if is_late:
+            break
+    return times
+
+
+@contextmanager
+def _watched(blocks: Mapping[str, nn.Module], moments: BlockMoments, now: Callable[[], float]) -> Iterator[None]:
+    def note(times: dict[str, float], path: str, *_: Any) -> None:
+        times[path] = now()
+
+    def leave(path: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        note(moments.leave, path)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(note, moments.gradient, path))
+
+    with ExitStack() as hooks:
+        for path, block in blocks.items():
+            hooks.callback(block.register_forward_pre_hook(partial(note, moments.enter, path)).remove)
+            hooks.callback(block.register_forward_hook(partial(leave, path)).remove)
         yield

@@ -13,8 +13,7 @@ from lightning_distrec.strategies.activations.layers import ActivationCheckpoint
 from lightning_distrec.strategies.data_parallel.powersgd import sent_numbers
 from lightning_distrec.strategies.estimates.activation_budget import MAX_MEMORY_SHARE
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
-from lightning_distrec.strategies.estimates.job import Job
-from lightning_distrec.strategies.estimates.module_sizes import ModuleSizes, ParameterSize, TableSize
+from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize, TableSize
 from lightning_distrec.strategies.estimates.sharded_bytes import ShardedBytes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 

@@ -1,5 +1,6 @@
-"""The sizes of a module: its parameters with their optimizer state, its tables, its buffers and its FSDP blocks."""
+"""The sizes of a module, and the job that it is to train in."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,3 +240,48 @@ def _with_dense_gradients(
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+TRUE_ITEMSIZE = {"16-true": 2, "bf16-true": 2, "64-true": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Ranks, nodes, memory and precision."""
+
+    num_ranks: int
+    num_nodes: int
+    memory_bytes: int
+    """Memory of one rank."""
+    precision: str = "32-true"
+
+    def itemsize(self, parameter: ParameterSize) -> int:
+        """Return the bytes of one element of a parameter in this precision."""
+        return TRUE_ITEMSIZE.get(self.precision, parameter.itemsize)
+
+    @property
+    def sent_share(self) -> float:
+        """The share of a collective's bytes that leaves a rank: all but its own shard."""
+        return (self.num_ranks - 1) / self.num_ranks
+
+
+def dense_bytes(
+    module: nn.Module, tables: Iterable[Table], optimizers: Iterable[Optimizer], precision: str, shares: int
+) -> int:
+    """Return bytes of parameters, gradients, optimizer state and buffers that are not of `tables`.
+
+    shares: number of ranks that share them, 1 where they are replicated. An optimizer of an unknown class counts as
+    Adam.
+    """
+    of_tables = {id(table.parameter) for table in tables}
+    dense = {id(p): p for p in module.parameters() if id(p) not in of_tables}
+    itemsize = {key: TRUE_ITEMSIZE.get(precision, p.itemsize) for key, p in dense.items()}
+    total = sum(p.numel() * itemsize[key] * (2 if p.requires_grad else 1) for key, p in dense.items())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in dense and parameter.requires_grad:
+                    numbers = state_numbers(optimizer, group, parameter)
+                    numbers = UNKNOWN_TENSORS * parameter.numel() if numbers is None else numbers
+                    total += numbers * itemsize[id(parameter)]
+    return total // shares + sum(buffer.numel() * buffer.itemsize for buffer in module.buffers())

@@ -2,8 +2,7 @@
 
 import math
 
-from lightning_distrec.strategies.estimates.job import Job
-from lightning_distrec.strategies.estimates.module_sizes import ParameterSize
+from lightning_distrec.strategies.estimates.module_sizes import Job, ParameterSize
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, choose_dtypes, num_replicas
 
 

@@ -13,9 +13,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_distrec.sharding.proxies import FEATURE
-from lightning_distrec.strategies.estimates.block_profile import BlockProfile, blocks_of, watch_blocks
+from lightning_distrec.strategies.estimates.block_profile import (
+    BlockProfile,
+    StepTimes,
+    blocks_of,
+    time_steps,
+    watch_blocks,
+)
 from lightning_distrec.strategies.estimates.saved_activations import SavedActivations, count_saved
-from lightning_distrec.strategies.estimates.timed_blocks import StepTimes, time_steps
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_distrec._compat.pipelining import Action, pipeline_order
-from lightning_distrec.strategies.estimates.timed_blocks import ChainTimes
+from lightning_distrec.strategies.estimates.block_profile import ChainTimes
 from lightning_distrec.strategies.stages.stage_options import Schedule
 
 HOST_SECONDS = 0.0003

@@ -19,9 +19,8 @@ from lightning_distrec.strategies.stages.draws import StepDraws
 from lightning_distrec.strategies.stages.gradients import GradientsAside, PartGradients, average_over_replicas
 from lightning_distrec.strategies.stages.logged_values import Call, LoggedValues
 from lightning_distrec.strategies.stages.microbatches import num_parts, parts_of, size_of, weights_of
-from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
 from lightning_distrec.strategies.stages.placement import own_parameters
-from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.stage_options import PipelineRanks, StageOptions
 from lightning_distrec.strategies.stages.staged_chain import StagedChain
 from lightning_distrec.strategies.stages.step_over_chain import Entry, StepOverChain, check_entry
 

@@ -20,13 +20,12 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.pipeline.peek import unchanged
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
+from lightning_distrec.strategies.estimates.block_profile import time_steps
 from lightning_distrec.strategies.estimates.first_batch import first_batch, moved
-from lightning_distrec.strategies.estimates.timed_blocks import time_steps
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
 from lightning_distrec.strategies.stages.chain import StageLayout, find_chain, split_chain
 from lightning_distrec.strategies.stages.logged_values import LoggedValues
-from lightning_distrec.strategies.stages.pipeline_mesh import PipelineRanks
-from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.stage_options import PipelineRanks, StageOptions
 from lightning_distrec.units import format_bytes
 
 Times = Callable[[], list[int] | None]

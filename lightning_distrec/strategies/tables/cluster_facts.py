@@ -23,7 +23,7 @@ from lightning_distrec.sharding.planning.topology import (
     memory_bytes_per_rank,
     reservation_of,
 )
-from lightning_distrec.strategies.estimates.dense_bytes import dense_bytes
+from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
 from lightning_distrec.units import format_bandwidth, format_bytes

@@ -18,7 +18,7 @@ from lightning_distrec.advice.chosen_options import ChosenOptions, options_of
 from lightning_distrec.callbacks.sent_bytes import OTHER, STAGE_GRADIENTS, STAGE_OUTPUTS
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate
-from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from tests.support.advised_models import BATCH, KINDS, batches
 from tests.support.embedding_models import loader

@@ -13,7 +13,7 @@ from lightning_distrec import PipelineParallelStrategy, StageSchedule
 from lightning_distrec.advice.advise import advise
 from lightning_distrec.advice.chosen_options import ChosenOptions
 from lightning_distrec.callbacks.stage_schedule import Work
-from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 from tests.support.embedding_models import loader

@@ -25,9 +25,9 @@ from lightning_distrec.callbacks.sent_bytes import (
     ROWS,
     STAGE_GRADIENTS,
     STAGE_OUTPUTS,
+    print_table,
     sent_by_stage,
 )
-from lightning_distrec.callbacks.sent_table import print_table
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from tests.support.chain_models import Transformer

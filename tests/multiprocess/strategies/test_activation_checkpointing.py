@@ -18,7 +18,7 @@ from lightning_distrec.advice.chosen_options import ChosenOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.activations import checkpointed_layers
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
-from lightning_distrec.strategies.estimates.job import Job
+from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.units import parse_bytes

@@ -13,8 +13,7 @@ from lightning_distrec.advice.advise import Advice, advise
 from lightning_distrec.advice.report import as_json, print_advice
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.estimates.estimate import Estimate, estimate_strategies
-from lightning_distrec.strategies.estimates.job import Job
-from lightning_distrec.strategies.estimates.module_sizes import measure_module
+from lightning_distrec.strategies.estimates.module_sizes import Job, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from tests.benchmarks.decision_tree import PICTURE, drawn
 from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithTable, batches

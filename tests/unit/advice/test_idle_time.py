@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distrec.strategies.estimates.timed_blocks import ChainTimes
+from lightning_distrec.strategies.estimates.block_profile import ChainTimes
 from lightning_distrec.strategies.stages.idle_time import (
     StageTimes,
     actions_of_ranks,
