@@ -69,8 +69,8 @@ def fit(options: dict[str, Any], steps: int) -> tuple[list[float], float, float]
 
 def main(steps: int) -> None:
     """Print the table."""
-    at = [f"step {steps * (point + 1) // POINTS}" for point in range(POINTS)]
-    print("| gradients | " + " | ".join(at) + " | sent per step | step |\n" + "| --- " * (POINTS + 3) + "|")
+    position = [f"step {steps * (point + 1) // POINTS}" for point in range(POINTS)]
+    print("| gradients | " + " | ".join(position) + " | sent per step | step |\n" + "| --- " * (POINTS + 3) + "|")
     for name, options in CONTENDERS.items():
         losses, sent, milliseconds = run_on_ranks(fit, 2, options, steps)[0]
         shown = " | ".join(f"{loss:.3f}" for loss in losses)

@@ -35,13 +35,13 @@ def drawn() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _box(left: int, top: int, width: int, color: str, words: list[str]) -> str:
+def _box(remaining: int, top: int, width: int, color: str, words: list[str]) -> str:
     first = top + 27 - 8 * (len(words) - 1)
     texts = (
-        f'<text x="{left + width // 2}" y="{first + 17 * i}" text-anchor="middle">{line}</text>'
+        f'<text x="{remaining + width // 2}" y="{first + 17 * i}" text-anchor="middle">{line}</text>'
         for i, line in enumerate(words)
     )
-    box = f'<rect x="{left}" y="{top}" width="{width}" height="44" rx="5" fill="{color}" stroke="#444"/>'
+    box = f'<rect x="{remaining}" y="{top}" width="{width}" height="44" rx="5" fill="{color}" stroke="#444"/>'
     return "\n".join([box, *texts])
 
 

@@ -118,10 +118,10 @@ def measure(rounds: int, on_link: bool = False) -> dict[str, dict[str, list[floa
 def report(times: dict[str, dict[str, list[float]]]) -> str:
     """Return a table: the median step of each contender, and its ratio to `ddp` in the same round."""
     lines = ["| | ddp | " + " | ".join(CONTENDERS) + " |", "|---|---|" + "---|" * len(CONTENDERS)]
-    for module, by_name in times.items():
-        cells = [f"{statistics.median(by_name['ddp']):.2f} ms"]
+    for module, per_name in times.items():
+        cells = [f"{statistics.median(per_name['ddp']):.2f} ms"]
         for name in CONTENDERS:
-            ratios = [ours / stock for ours, stock in zip(by_name[name], by_name["ddp"], strict=True)]
+            ratios = [distrec / stock for distrec, stock in zip(per_name[name], per_name["ddp"], strict=True)]
             cells.append(f"**{statistics.median(ratios):.3f}** ({min(ratios):.2f} to {max(ratios):.2f})")
         lines.append(f"| {module} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def measure(sharding_type: str) -> dict[str, tuple[list[float], dict[str, float]
     torch.set_num_threads(1)
     rank, _ = rank_and_num_ranks()
     loader = DataLoader(batches(rank, WARM + STEPS), batch_size=None)  # type: ignore[arg-type]
-    found: dict[str, tuple[list[float], dict[str, float], float]] = {}
+    actual: dict[str, tuple[list[float], dict[str, float], float]] = {}
     for turn in range(ROUNDS):
         for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
             costs.MAX_DISTINCT_SHARE = WAYS[way]
@@ -77,18 +77,18 @@ def measure(sharding_type: str) -> dict[str, tuple[list[float], dict[str, float]
             model.on_train_start = lambda plans=plans, trainer=trainer: plans.append(trainer.strategy.run_tables.plan)
             trainer.fit(model, loader)
             times = np.diff(model.times[WARM:]) * 1000
-            of_way = found.setdefault(way, ([], counts.mean_bytes_per_step, float(plans[0].traffic.sent().mean())))
-            of_way[0].append(float(np.median(times)))
+            way_values = actual.setdefault(way, ([], counts.mean_bytes_per_step, float(plans[0].traffic.sent().mean())))
+            way_values[0].append(float(np.median(times)))
             dist.barrier()
-    return found
+    return actual
 
 
 def main() -> None:
     """Print both ways for each sharding type."""
     for sharding_type in sys.argv[1:] or ["row_wise", "table_wise"]:
-        found = run_on_ranks(measure, 2, sharding_type, timeout_seconds=170)[0]
-        totals = {way: sum(sent.values()) for way, (_, sent, _) in found.items()}
-        for way, (times, sent, planned) in found.items():
+        actual = run_on_ranks(measure, 2, sharding_type, timeout_seconds=170)[0]
+        totals = {way: sum(sent.values()) for way, (_, sent, _) in actual.items()}
+        for way, (times, sent, planned) in actual.items():
             kinds = ", ".join(f"{kind} {number:,.0f}" for kind, number in sent.items())
             ratio = totals["each time"] / totals[way]
             print(f"{sharding_type}, {way}: {statistics.median(times):.1f} ms {[round(t, 1) for t in times]}, ", end="")

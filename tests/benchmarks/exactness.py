@@ -47,10 +47,10 @@ class Measured:
 
     def of(self, case: Case, names: Iterable[str] | None = None) -> Cell:
         """Return the largest difference of the tables and dense layers of these names, or of all; or what was said."""
-        found = self.cells[case]
-        if "" in found:
-            return found[""]
-        return largest([found[name] for name in (found if names is None else names) if name in found])
+        actual = self.cells[case]
+        if "" in actual:
+            return actual[""]
+        return largest([actual[name] for name in (actual if names is None else names) if name in actual])
 
     def tables(self, case: Case) -> Cell:
         """Return the largest difference of all tables."""
@@ -62,12 +62,12 @@ class Measured:
 
     def add(self, case: Case, num_ranks: int, outcome: Outcome) -> None:
         """Compare an outcome with one unsharded process."""
-        found = self.cells.setdefault(case, {})
+        actual = self.cells.setdefault(case, {})
         title = f"{case.optimizer}, {case.update}, {case.way}, {case.precision or 'float32'}"
         if outcome.failed or outcome.refused:
             expected = bool(outcome.refused) and case.update == "fused"
-            said = "refused" if outcome.refused else outcome.failed.strip().splitlines()[-1].split(":")[0].strip()
-            found[""] = Cell(said=said, wrong=not expected)
+            message = "refused" if outcome.refused else outcome.failed.strip().splitlines()[-1].split(":")[0].strip()
+            actual[""] = Cell(message=message, wrong=not expected)
             if not expected:
                 last = [line for line in outcome.failed.strip().splitlines() if line and not line.startswith(" ")]
                 self.note(f"{title}: {outcome.refused or ' '.join(last[-1:])}", num_ranks)
@@ -76,10 +76,12 @@ class Measured:
         for problem in _wrong_about(case, num_ranks, outcome):
             self.note(f"{title}: {problem}", num_ranks)
         for key, wanted in reference.state.items():
-            mine = outcome.state[key]
-            difference = float((mine.float() - wanted.float()).abs().max()) if mine.shape == wanted.shape else torch.nan
+            local = outcome.state[key]
+            difference = (
+                float((local.float() - wanted.float()).abs().max()) if local.shape == wanted.shape else torch.nan
+            )
             name = _name_of(key)
-            found[name] = largest([found.get(name, Cell()), Cell(difference, case.limit)])
+            actual[name] = largest([actual.get(name, Cell()), Cell(difference, case.limit)])
 
 
 def _name_of(key: str) -> str:
@@ -108,9 +110,9 @@ def _wrong_about(case: Case, num_ranks: int, outcome: Outcome) -> list[str]:
             problems.append("it makes no difference to plain training")
     if outcome.scale != reference.scale:
         problems.append(f"the loss scale ended at {outcome.scale}, not {reference.scale}")
-    wanted = {str(TRUE_DTYPES[case.precision])} if case.precision in TRUE_DTYPES else outcome.dtypes
-    if outcome.dtypes != wanted:
-        problems.append(f"rows were looked up as {outcome.dtypes}, not {wanted}")
+    expected = {str(TRUE_DTYPES[case.precision])} if case.precision in TRUE_DTYPES else outcome.dtypes
+    if outcome.dtypes != expected:
+        problems.append(f"rows were looked up as {outcome.dtypes}, not {expected}")
     return problems
 
 
@@ -179,15 +181,17 @@ def main() -> int:
         for case, outcome in zip(cases, outcomes_of(cases, num_ranks, _tell), strict=True):
             measured.add(case, num_ranks, outcome)
     averages = {name: Cell(value, limit) for name, (value, limit) in differences_of_averages().items()}
-    by_ranks = [
-        [name, f"{what}", *(Cell(found[n][i], limit) for n in NUMBERS_OF_RANKS)]
-        for name, (found, limit) in differences_by_ranks().items()
-        for i, what in enumerate(("losses", "weights"))
+    per_ranks = [
+        [name, f"{label}", *(Cell(actual[n][i], limit) for n in NUMBERS_OF_RANKS)]
+        for name, (actual, limit) in differences_by_ranks().items()
+        for i, label in enumerate(("losses", "weights"))
     ]
-    said = refusals()
-    for case in [case for of_heading in said.values() for case, message in of_heading.items() if message == NOTHING]:
+    message = refusals()
+    for case in [
+        case for heading_values in message.values() for case, message in heading_values.items() if message == NOTHING
+    ]:
         measured.note(f"what is refused, {case}: {NOTHING}", 2)
-    summary = _summary(measured, averages, by_ranks)
+    summary = _summary(measured, averages, per_ranks)
     parts = [
         text.head(table(["", "largest difference", "allowed"], summary), torch.cuda.is_available()),
         *_problems(measured),
@@ -196,12 +200,12 @@ def main() -> int:
         text.AVERAGES,
         table(["average", "difference"], list(averages.items())),
         text.BY_RANKS,
-        table(["model", "what", *map(text.ranks, NUMBERS_OF_RANKS)], by_ranks, 2),
+        table(["model", "what", *map(text.ranks, NUMBERS_OF_RANKS)], per_ranks, 2),
         text.REFUSED,
     ]
     out.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     out.with_name(text.DETAILS).write_text(_by_sharding_type(measured), encoding="utf-8")
-    refused = [f"{heading}\n\n{listed(messages)}" for heading, messages in said.items()]
+    refused = [f"{heading}\n\n{listed(messages)}" for heading, messages in message.items()]
     out.with_name(text.REFUSALS).write_text("\n\n".join(refused) + "\n", encoding="utf-8")
     bad = [cell for row in summary for cell in row if isinstance(cell, Cell) and cell.bad]
     _tell(
@@ -215,17 +219,19 @@ def main() -> int:
 def _problems(measured: Measured) -> list[str]:
     if not measured.problems:
         return []
-    lines = [f"- **{problem}** ({' and '.join(map(str, on))} ranks)" for problem, on in measured.problems.items()]
+    lines = [
+        f"- **{problem}** ({' and '.join(map(str, device))} ranks)" for problem, device in measured.problems.items()
+    ]
     return ["What went wrong:", "\n".join(lines)]
 
 
-def _summary(measured: Measured, averages: dict[str, Cell], by_ranks: list[list[object]]) -> list[list[object]]:
+def _summary(measured: Measured, averages: dict[str, Cell], per_ranks: list[list[object]]) -> list[list[object]]:
     groups: dict[str, list[Cell]] = {}
     for case in measured.cells:
         kind = "16-bit arithmetic" if case.limit == 1e-3 else "SGD" if case.limit == 1e-6 else "other optimizers"
         groups.setdefault(kind, []).append(measured.of(case))
     groups["averages of weights"] = list(averages.values())
-    groups["1 to 4 ranks"] = [cell for row in by_ranks for cell in row if isinstance(cell, Cell)]
+    groups["1 to 4 ranks"] = [cell for row in per_ranks for cell in row if isinstance(cell, Cell)]
     limits = {name: max(cell.limit for cell in cells) for name, cells in groups.items()}
     return [[name, largest(cells), f"{limits[name]:.0e}"] for name, cells in groups.items()]
 

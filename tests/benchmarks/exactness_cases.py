@@ -182,7 +182,7 @@ def train(case: Case) -> Outcome:
     """Train on this rank through Lightning, tables sharded. A refusal before the first step is an outcome."""
     rank, num_ranks = rank_and_num_ranks()
     model = case.start()
-    batches = [of_ranks[rank] for of_ranks in case.batches(num_ranks)]
+    batches = [rank_results[rank] for rank_results in case.batches(num_ranks)]
     model.train_dataloader = lambda: loader(batches)  # type: ignore[method-assign]
     try:
         _, trainer = train_sharded(model, None, case.strategy_options(), **case.trainer_options())  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ def reference_of(case: Case, num_ranks: int) -> Reference:
 def _reference(case: Case, num_ranks: int) -> Reference:
     model = case.start()
     begun = {key: value.detach().clone() for key, value in model.state_dict().items()}
-    batches = [joined(of_ranks) for of_ranks in case.batches(num_ranks)]
+    batches = [joined(rank_results) for rank_results in case.batches(num_ranks)]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if case.precision == "bf16-mixed":
         context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731

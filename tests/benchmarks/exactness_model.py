@@ -44,7 +44,7 @@ class EveryForm(pl.LightningModule):
         cuts: Cuts,
         optimizer: type,
         options: dict[str, Any],
-        of_tables_only: bool = False,
+        tables_only_values: bool = False,
         half: bool = False,
         manual: bool = False,
         backwards: tuple[float, ...] = (1.0,),
@@ -53,18 +53,18 @@ class EveryForm(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.cuts, self.optimizer, self.options = cuts, optimizer, options
-        self.of_tables_only, self.half_tables, self.backwards = of_tables_only, half, backwards
+        self.of_tables_only, self.half_tables, self.backwards = tables_only_values, half, backwards
         self.freezes, self.float32_inside = freezes, float32_inside
         self.automatic_optimization = not manual
         self.tables = nn.ModuleDict()
         width = 0
-        for form, of_form in cuts.items():
-            width += self._add(form, of_form)
+        for form, form_values in cuts.items():
+            width += self._add(form, form_values)
         self.first = nn.Linear(width, 16, bias=False)
         self.last = nn.Linear(16, 1, bias=False)
         with torch.no_grad():  # small, so that neighbours among 16-bit numbers are closer than what is allowed
             self.last.weight *= 0.4
-        if of_tables_only and not manual:
+        if tables_only_values and not manual:
             self.first.requires_grad_(False)
             self.last.requires_grad_(False)
         self.rows_dtype: torch.dtype | None = None
@@ -160,10 +160,10 @@ class EveryForm(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if not self.of_tables_only:
             return self.optimizer(self.parameters(), **self.options)
-        of_tables = self.optimizer(list(self.tables.parameters()), **self.options)
+        tables_values = self.optimizer(list(self.tables.parameters()), **self.options)
         if self.automatic_optimization:
-            return of_tables
-        return [of_tables, torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1)]
+            return tables_values
+        return [tables_values, torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1)]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.freeze_or_not(batch_idx)

@@ -63,9 +63,9 @@ def _words(name: str) -> str:
 
 def _provoke(folder: str) -> dict[str, dict[str, str]]:
     with redirect_stdout(io.StringIO()):
-        said = {heading: {name: _said(*call) for name, call in calls.items()} for heading, calls in _cases().items()}
+        message = {heading: {name: _said(*call) for name, call in calls.items()} for heading, calls in _cases().items()}
         resumed = test_resuming._refused({name: case for name, (case, _) in test_resuming.CASES.items()}, folder)
-        return said | {"Checkpoints": {name: outcome.failed or NOTHING for name, outcome in resumed.items()}}
+        return message | {"Checkpoints": {name: outcome.failed or NOTHING for name, outcome in resumed.items()}}
 
 
 def _said(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
@@ -82,11 +82,11 @@ def refusals() -> dict[str, dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         test_resuming.write_wrong_files(Path(folder))
         first, second = run_on_ranks(_provoke, 2, folder, timeout_seconds=400)
-    for heading, said in first.items():
-        for case, message in said.items():
+    for heading, output in first.items():
+        for case, message in output.items():
             other = second[heading][case]
             assert message.split(":")[0] == other.split(":")[0], f"{case}: {message}, but on rank 1: {other}"
     return {
-        heading: {case: message.replace(folder, "...") for case, message in said.items()}
-        for heading, said in first.items()
+        heading: {case: message.replace(folder, "...") for case, message in message.items()}
+        for heading, message in first.items()
     }

@@ -49,17 +49,17 @@ def _stochastic_unsharded() -> dict[str, Tensor]:
 
 def differences_of_averages() -> dict[str, tuple[float, float]]:
     """Return kind of average -> its largest difference on two ranks, and what is allowed."""
-    found = run_on_ranks(_averages, 2, timeout_seconds=200)[0]
-    wanted = [
+    actual = run_on_ranks(_averages, 2, timeout_seconds=200)[0]
+    expected = [
         test_averages.Reference(test_averages.SGD, test_averages.EPOCHS).state,
         test_averages.Reference(test_averages.ADAM, test_averages.EPOCHS).state,
         _stochastic_unsharded(),
     ]
     start = seeded(test_averages.Averaged, *test_averages.SGD).state_dict()
-    assert all(min(largest_difference(state, start).values()) > 1e-4 for state in wanted)
+    assert all(min(largest_difference(state, start).values()) > 1e-4 for state in expected)
     return {
-        name: (max(largest_difference(state, of_kind).values()), 1e-5 if "Adam" in name else 1e-6)
-        for (name, state), of_kind in zip(found.items(), wanted, strict=True)
+        name: (max(largest_difference(state, kind_values).values()), 1e-5 if "Adam" in name else 1e-6)
+        for (name, state), kind_values in zip(actual.items(), expected, strict=True)
     }
 
 
@@ -70,14 +70,14 @@ def _jobs() -> list[tuple[dict[str, Tensor], list[float]]]:
 
 def differences_by_ranks() -> dict[str, tuple[dict[int, tuple[float, float]], float]]:
     """Return job -> number of ranks -> largest difference of its losses and weights; and what is allowed."""
-    wanted = [test_batch_sizes._unsharded(kind, optimizer) for kind, optimizer, _ in JOBS.values()]
-    found: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in JOBS}
+    expected = [test_batch_sizes._unsharded(kind, optimizer) for kind, optimizer, _ in JOBS.values()]
+    actual: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in JOBS}
     for num_ranks in NUMBERS_OF_RANKS:
-        of_ranks = run_on_ranks(_jobs, num_ranks, timeout_seconds=200)
+        rank_results = run_on_ranks(_jobs, num_ranks, timeout_seconds=200)
         for job, name in enumerate(JOBS):
-            by_step = zip(*(result[job][1] for result in of_ranks), strict=True)
-            losses = [sum(losses) / num_ranks for losses in by_step]
-            of_losses = max(abs(mine - loss) for mine, loss in zip(losses, wanted[job].losses, strict=True))
-            weights = largest_difference(of_ranks[0][job][0], wanted[job].state_dict())
-            found[name][num_ranks] = of_losses, max(weights.values())
-    return {name: (found[name], limit) for name, (_, _, limit) in JOBS.items()}
+            per_step = zip(*(result[job][1] for result in rank_results), strict=True)
+            losses = [sum(losses) / num_ranks for losses in per_step]
+            losses_values = max(abs(local - loss) for local, loss in zip(losses, expected[job].losses, strict=True))
+            weights = largest_difference(rank_results[0][job][0], expected[job].state_dict())
+            actual[name][num_ranks] = losses_values, max(weights.values())
+    return {name: (actual[name], limit) for name, (_, _, limit) in JOBS.items()}

@@ -33,8 +33,8 @@ def ranks(number: int) -> str:
 
 def head(summary: str, on_gpu: bool) -> str:
     """Return the beginning of the page. summary: a table."""
-    where = "Ranks are\nprocesses that exchange by gloo; all arithmetic is the CPU's"
-    where += ", though the machine has a GPU." if on_gpu else ". Nothing here was measured on a GPU."
+    place = "Ranks are\nprocesses that exchange by gloo; all arithmetic is the CPU's"
+    place += ", though the machine has a GPU." if on_gpu else ". Nothing here was measured on a GPU."
     return f"""# Exactness
 
 {summary}
@@ -43,7 +43,7 @@ Compared are all weights after {STEPS} steps: `Trainer(strategy="torchrec_sharde
 unsharded process over the same global batches. Each number is the larger of {" and ".join(map(str, RANKS))} ranks. In
 float32, what remains is the order of sums.
 
-`python -m tests.benchmarks.exactness` writes this page and every number in it. {where}
+`python -m tests.benchmarks.exactness` writes this page and every number in it. {place}
 Each process has one thread. Versions: {versions()}. **Bold**: over its limit. A dash: there is no such form."""
 
 

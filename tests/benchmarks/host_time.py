@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--files", choices=CONTENDERS, help="profile this contender alone, and list its files")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
     options = parser.parse_args()
-    found = {}
+    actual = {}
     for case in options.only:
         batch, num_tables, num_ranks = case.split(",")
         sizes = Sizes(*BATCHES[batch], int(num_tables))
@@ -47,19 +47,19 @@ def main() -> None:
             print(f"{case}, {options.files}: {files.total():.0f} us a step under a profiler")
             print("\n".join(f"{time:6.0f} {file}" for file, time in files.most_common(40)), flush=True)
             continue
-        found[case] = run_on_ranks(measure, int(num_ranks), sizes, options.rounds, timeout_seconds=900)[0]
-        print(f"{case}\n{times_table({case: found[case]})}\n\n{calls_table(found[case])}\n", flush=True)
+        actual[case] = run_on_ranks(measure, int(num_ranks), sizes, options.rounds, timeout_seconds=900)[0]
+        print(f"{case}\n{times_table({case: actual[case]})}\n\n{calls_table(actual[case])}\n", flush=True)
         if options.functions:
-            for name, number in found[case][options.functions].functions.most_common(60):
+            for name, number in actual[case][options.functions].functions.most_common(60):
                 print(f"{number:5} {name}")
     if options.write:
-        write(found)
+        write(actual)
 
 
-def times_table(found: dict[str, dict[str, Measured]]) -> str:
+def times_table(actual: dict[str, dict[str, Measured]]) -> str:
     """Return medians of a step in milliseconds, and what they are of the loop by hand. found: case -> contender."""
     rows = []
-    for case, contenders in found.items():
+    for case, contenders in actual.items():
         hand = contenders[HAND]
         for name, seen in contenders.items():
             cells = [f"{seen.thread:.2f}", f"{seen.thread / hand.thread:.2f}"]
@@ -73,25 +73,25 @@ def calls_table(contenders: dict[str, Measured]) -> str:
     packages = ["lightning_distrec", "lightning", "torchrec", "torch", "torchmetrics", "others"]
     rows = []
     for name, seen in contenders.items():
-        by_package = seen.calls_by_package(packages[:-1])
-        cells = [by_package.get(package, NONE) for package in packages]
-        rows.append([name, *cells, sum(by_package.values()), seen.builtins])
+        per_package = seen.calls_by_package(packages[:-1])
+        cells = [per_package.get(package, NONE) for package in packages]
+        rows.append([name, *cells, sum(per_package.values()), seen.builtins])
     return table(["calls a step", *packages, "all", "and builtins"], rows, 1)
 
 
-def write(found: dict[str, dict[str, Measured]]) -> None:
+def write(actual: dict[str, dict[str, Measured]]) -> None:
     """Put the tables into the page's section."""
-    first = next(iter(found))
+    first = next(iter(actual))
     section = "\n\n".join([
         BEGIN,
         "## Host time of a step",
         "`python -m tests.benchmarks.host_time --write` writes this section. Batches: tiny is 8 examples of tables "
         "of 1,000 rows, so that little is left but Python; normal is 512 of 100,000. Medians of the steps of all "
         "rounds; contenders take turns. The main thread's time is what the processor spent on it.",
-        times_table(found),
+        times_table(actual),
         f"Python functions that the main thread calls in a step ({first.replace(',', ', ')}), "
         "which no neighbour on the machine disturbs:",
-        calls_table(found[first]),
+        calls_table(actual[first]),
         END,
     ])
     page = PAGE.read_text(encoding="utf-8")

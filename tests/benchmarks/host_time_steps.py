@@ -71,11 +71,11 @@ class Measured:
 
     def calls_by_package(self, packages: list[str]) -> Counter[str]:
         """Return package -> calls a step, the rest under "others"."""
-        found: Counter[str] = Counter()
+        actual: Counter[str] = Counter()
         for name, number in self.functions.items():
             package = name.partition("/")[0]
-            found[package if package in packages else "others"] += number
-        return found
+            actual[package if package in packages else "others"] += number
+        return actual
 
 
 class Stopwatch:
@@ -138,21 +138,21 @@ class FileTimes:
 
     def microseconds(self) -> Counter[str]:
         """Return file -> microseconds of a step."""
-        found: Counter[str] = Counter()
+        actual: Counter[str] = Counter()
         stats: dict[Any, Any] = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
-        for (path, _, _), (_, _, own, _, callers) in stats.items():
-            parts = [(path, own)] if path != "~" else [(caller[0], part[2]) for caller, part in callers.items()]
-            for of, seconds in parts:
-                found[_file(of)] += seconds * 1e6 / self._turn.counted  # type: ignore[assignment]
-        return found
+        for (path, _, _), (_, _, own_part, _, callers) in stats.items():
+            parts = [(path, own_part)] if path != "~" else [(caller[0], part[2]) for caller, part in callers.items()]
+            for entry, seconds in parts:
+                actual[_file(entry)] += seconds * 1e6 / self._turn.counted  # type: ignore[assignment]
+        return actual
 
 
 def _file(path: str) -> str:
     """Return a file's path from its package on."""
-    for before in ("site-packages/", "lightning_distrec/"):
-        if before in path:
-            inside = path.rpartition(before)[2]
-            return inside if before == "site-packages/" else before + inside
+    for initial in ("site-packages/", "lightning_distrec/"):
+        if initial in path:
+            inside = path.rpartition(initial)[2]
+            return inside if initial == "site-packages/" else initial + inside
     return "python/" + path.rpartition("/")[2]
 
 
@@ -205,7 +205,7 @@ def measure(sizes: Sizes, rounds: int, names: tuple[str, ...] = tuple(CONTENDERS
     if not dist.is_initialized():
         join_ranks()
     silence()
-    found = {name: Measured() for name in names}
+    actual = {name: Measured() for name in names}
     batches = Batches(sizes.num_rows, TURN.steps, dist.get_rank(), sizes.num_tables, sizes.batch_size)
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -215,11 +215,11 @@ def measure(sizes: Sizes, rounds: int, names: tuple[str, ...] = tuple(CONTENDERS
                 contender, watch = contenders[name], Stopwatch()
                 contender.clock = watch
                 dist.barrier()
-                found[name].wall_times += contender.turn()
-                found[name].thread_times += TURN.times(watch.threads[: TURN.steps])
+                actual[name].wall_times += contender.turn()
+                actual[name].thread_times += TURN.times(watch.threads[: TURN.steps])
         for name, contender in contenders.items():
-            found[name].functions, found[name].builtins = calls_of(contender)
-    return found
+            actual[name].functions, actual[name].builtins = calls_of(contender)
+    return actual
 
 
 def calls_of(contender: Contender) -> tuple[Counter[str], int]:

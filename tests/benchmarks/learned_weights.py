@@ -58,24 +58,26 @@ def measure(sharding_type: str, hidden: int) -> dict[str, list[float]]:
     draw = torch.Generator().manual_seed(rank_and_num_ranks()[0])
     lengths, count = torch.full((len(NAMES) * EXAMPLES,), LENGTH), len(NAMES) * EXAMPLES * LENGTH
     ids = [(torch.rand(count, generator=draw) ** 3 * ROWS).long() for _ in range(WARM + STEPS)]
-    loader = DataLoader([KeyedJaggedTensor(NAMES, each, lengths=lengths) for each in ids], batch_size=None)  # type: ignore[arg-type]
+    loader = DataLoader([KeyedJaggedTensor(NAMES, item, lengths=lengths) for item in ids], batch_size=None)  # type: ignore[arg-type]
     ways = {"with": weights_exchange._exchange, "without": lambda numbers, _, sizes, __: numbers.new_ones(sum(sizes))}
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    actual: dict[str, list[float]] = {way: [] for way in ways}
     for way, exchange in list(ways.items()) * ROUNDS:
         model = Weighted(hidden)
         with patch.object(weights_exchange, "_exchange", exchange):
             make_trainer({"sharding_types": [sharding_type]}).fit(model, loader)
         times = model.times[WARM:]
-        found[way].append(1000 * statistics.median(after - at for at, after in zip(times, times[1:], strict=False)))
-    return found
+        actual[way].append(
+            1000 * statistics.median(final - position for position, final in zip(times, times[1:], strict=False))
+        )
+    return actual
 
 
 def main() -> None:
     """Print the medians over rounds."""
     for sharding_type in ("table_wise", "row_wise"):
         for hidden in (1, 512):
-            found = run_on_ranks(measure, 2, sharding_type, hidden)[0]
-            with_it, without = (statistics.median(found[way]) for way in ("with", "without"))
+            actual = run_on_ranks(measure, 2, sharding_type, hidden)[0]
+            with_it, without = (statistics.median(actual[way]) for way in ("with", "without"))
             share = 1 - without / with_it
             print(f"{sharding_type}, {hidden} hidden: {with_it:.1f} ms, {without:.1f} without: {share:.1%}", flush=True)
 

@@ -81,5 +81,5 @@ def _wait(running: list[subprocess.Popen], folder: str, timeout_seconds: float) 
         time.sleep(0.2)
     failed = [number for number, process in enumerate(running) if process.poll()]
     if failed:
-        said = Path(f"{folder}/{failed[0]}.log").read_text()
-        raise RuntimeError(f"a rank of machine {failed[0]} on the link failed:\n{said[-4000:]}")
+        message = Path(f"{folder}/{failed[0]}.log").read_text()
+        raise RuntimeError(f"a rank of machine {failed[0]} on the link failed:\n{message[-4000:]}")

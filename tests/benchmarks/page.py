@@ -13,7 +13,7 @@ class Cell:
 
     value: float | None = None
     limit: float = 0.0
-    said: str = NONE
+    message: str = NONE
     """What is printed where there is no number."""
     wrong: bool = False
     """Whether what is said should not have happened."""
@@ -24,7 +24,7 @@ class Cell:
         return self.wrong or (self.value is not None and not self.value <= self.limit)
 
     def __str__(self) -> str:
-        text = self.said if self.value is None else f"{self.value:.1e}"
+        text = self.message if self.value is None else f"{self.value:.1e}"
         return f"**{text}**" if self.bad else text
 
 

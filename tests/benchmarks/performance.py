@@ -51,8 +51,8 @@ def main() -> int:
     out = options.out or (None if options.only or options.quick else PAGE)
     if out is not None:
         out.write_text(_with_sections(_page(measured, rounds), out), encoding="utf-8")
-    for name, why in measured.missing.items():
-        _tell(f"not measured: {name}: {why}")
+    for name, reason in measured.missing.items():
+        _tell(f"not measured: {name}: {reason}")
     for problem in measured.problems:
         _tell(f"went wrong: {problem}")
     missed = sum(row.missed for row in rows)
@@ -85,9 +85,9 @@ def _page(measured: Measured, rounds: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _with_sections(page: str, before: Path) -> str:
+def _with_sections(page: str, initial: Path) -> str:
     """Return the page with the sections of other benchmarks that were in it before."""
-    old = before.read_text(encoding="utf-8") if before.exists() else ""
+    old = initial.read_text(encoding="utf-8") if initial.exists() else ""
     for name in ("checkpointing", "dense", "host time", "plans", "planning"):
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in old:
@@ -99,7 +99,7 @@ def _with_sections(page: str, before: Path) -> str:
 
 
 def _notes(measured: Measured) -> list[str]:
-    lines = [f"- Not measured: {name}: {why}." for name, why in measured.missing.items()]
+    lines = [f"- Not measured: {name}: {reason}." for name, reason in measured.missing.items()]
     lines += [f"- **Went wrong: {problem.splitlines()[0]}**" for problem in measured.problems]
     return ["\n".join(lines)] if lines else []
 

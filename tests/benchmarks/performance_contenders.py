@@ -52,7 +52,7 @@ class Turn:
     def times(self, ticks: list[float]) -> list[float]:
         """Return the milliseconds of the steps that count. ticks: seconds at the beginning of every step."""
         assert len(ticks) == self.steps, (len(ticks), self)
-        steps = [1000 * (after - before) for before, after in zip(ticks, ticks[1:], strict=False)]
+        steps = [1000 * (final - initial) for initial, final in zip(ticks, ticks[1:], strict=False)]
         return steps[self.first : self.first + self.counted]
 
 

@@ -34,8 +34,8 @@ class _Look(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.step:
-            of_table = trainer.strategy.run_tables.shards.shards.values()
-            weights = [shard.weight for shards in of_table for shard in shards]
+            table_values = trainer.strategy.run_tables.shards.shards.values()
+            weights = [shard.weight for shards in table_values for shard in shards]
             with without_torch_function():  # as plain tensors, with the shapes of shards
                 self.shards = sum(weight.numel() * weight.element_size() for weight in weights)
             self.process = _process_bytes()
@@ -50,9 +50,9 @@ def held(num_rows: int) -> Held:
         # What a first fit loads and keeps is not the tables'.
         ByTrainer(1000, Batches(1000, turn.steps, dist.get_rank()), turn, strategy).turn()
         batches = Batches(num_rows, turn.steps, dist.get_rank())
-        before, look = _process_bytes(), _Look(turn.first + turn.counted)
+        initial, look = _process_bytes(), _Look(turn.first + turn.counted)
         ByTrainer(num_rows, batches, turn, strategy).turn(look)
-    return Held(look.shards, look.process - before)
+    return Held(look.shards, look.process - initial)
 
 
 def _process_bytes() -> int:

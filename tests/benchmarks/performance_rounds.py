@@ -53,7 +53,7 @@ class Timed:
     losses: list[float] = field(default_factory=list)
     exchanges: float = 0.0
     """All-to-alls that were started in a step."""
-    said: set[str] = field(default_factory=set)
+    message: set[str] = field(default_factory=set)
     """Warnings that speak of prefetching: one of them may say why there was none."""
 
     @property
@@ -86,11 +86,11 @@ def take_turns(job: Job) -> Times:
         for number in range(job.rounds):
             for name in random.Random(number).sample(job.contenders, len(job.contenders)):
                 gc.collect()
-                before = exchanges.started
+                initial = exchanges.started
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     times[name].rounds.append(contenders[name].turn())
-                times[name].exchanges = (exchanges.started - before) / job.turn_of(name).steps
+                times[name].exchanges = (exchanges.started - initial) / job.turn_of(name).steps
                 times[name].said |= {text for w in caught if "prefetch" in (text := str(w.message))}
         for name, contender in contenders.items():
             times[name].losses = [float(loss) for loss in contender.losses]
@@ -120,7 +120,7 @@ def ratio(times: Times, above: str, below: str) -> tuple[float, list[float]]:
     return times[above].milliseconds / times[below].milliseconds, [a / b for a, b in zip(*medians, strict=False)]
 
 
-def difference(times: Times, one: str, other: str) -> float:
+def difference(times: Times, first: str, other: str) -> float:
     """Return the largest difference of two contenders' losses at any step."""
-    pairs = zip(times[one].losses, times[other].losses, strict=True)
+    pairs = zip(times[first].losses, times[other].losses, strict=True)
     return max(abs(a - b) for a, b in pairs)

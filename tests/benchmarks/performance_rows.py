@@ -31,7 +31,7 @@ NOT_RUN = "Not measured in this run."
 class Row:
     """One line of the summary."""
 
-    what: str
+    name: str
     value: float | None = None
     """None: not measured."""
     aim: float | None = None
@@ -53,18 +53,18 @@ class Row:
         sign = "at least" if self.at_least else "at most"
         aim = NONE if self.aim is None else f"{sign} {_number(self.aim)}"
         spread = f"{_number(min(self.rounds))} to {_number(max(self.rounds))}" if len(self.rounds) > 1 else NONE
-        return [self.what, seen, aim, spread]
+        return [self.name, seen, aim, spread]
 
 
 def _number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
-def _compared(what: str, times: Times, ours: str, other: str, aim: float | None = None) -> Row:
-    if ours not in times or other not in times:
-        return Row(what, aim=aim)
-    value, rounds = ratio(times, ours, other)
-    return Row(what, value, aim, rounds=rounds)
+def _compared(name: str, times: Times, distrec: str, other: str, aim: float | None = None) -> Row:
+    if distrec not in times or other not in times:
+        return Row(name, aim=aim)
+    value, rounds = ratio(times, distrec, other)
+    return Row(name, value, aim, rounds=rounds)
 
 
 def summary(measured: Measured) -> list[Row]:
@@ -90,24 +90,24 @@ def summary(measured: Measured) -> list[Row]:
     )
     for rate in LINKS:
         times = measured.links[rate].times if rate in measured.links else {}
-        on = f"on a link of {rate} Mbit/s"
+        device = f"on a link of {rate} Mbit/s"
         hand, aim = "by hand, prefetched", QUANTIZED_AIMS.get(rate)
-        rows.append(_compared(f"{on}: prefetched / {hand}", times, "ours, prefetched", hand, LINK_AIMS[rate]))
-        rows.append(_compared(f"{on}: prefetched, quantized / {hand}", times, QUANTIZED, hand, aim))
+        rows.append(_compared(f"{device}: prefetched / {hand}", times, "ours, prefetched", hand, LINK_AIMS[rate]))
+        rows.append(_compared(f"{device}: prefetched, quantized / {hand}", times, QUANTIZED, hand, aim))
     rows += [_against_ddp(measured, num_rows) for num_rows in DDP_AIMS]
     for num_rows, ranks in measured.memory.items():
         share = table_bytes(num_rows) / len(ranks)
-        of = f"of all tables' share of a rank, {num_rows:,} rows"
-        rows.append(Row(f"bytes of shards {of}", max(rank.shards for rank in ranks) / share, 1.05))
-        rows.append(Row(f"growth of the process {of}", max(rank.growth for rank in ranks) / share))
+        entry = f"of all tables' share of a rank, {num_rows:,} rows"
+        rows.append(Row(f"bytes of shards {entry}", max(rank.shards for rank in ranks) / share, 1.05))
+        rows.append(Row(f"growth of the process {entry}", max(rank.growth for rank in ranks) / share))
     return rows
 
 
 def _against_ddp(measured: Measured, num_rows: int) -> Row:
-    what = f"Lightning's DDP / ours, {num_rows:,} rows"
-    row = _compared(what, measured.against_ddp.get(num_rows, {}), "DDP", best_of_ours())
+    name = f"Lightning's DDP / ours, {num_rows:,} rows"
+    row = _compared(name, measured.against_ddp.get(num_rows, {}), "DDP", best_of_ours())
     rounds = () if num_rows == MANY_ROWS else row.rounds
-    return Row(what, row.value, DDP_AIMS[num_rows], at_least=True, rounds=rounds)
+    return Row(name, row.value, DDP_AIMS[num_rows], at_least=True, rounds=rounds)
 
 
 def summary_table(rows: list[Row]) -> str:
@@ -140,9 +140,9 @@ def losses_said(measured: Measured) -> str:
     """Return how far apart the losses were, beside all this speed."""
     all_times = [measured.local, measured.delayed, *(link.times for link in measured.links.values())]
 
-    def largest(one: str, other: str) -> str:
-        found = [difference(times, one, other) for times in all_times if one in times and other in times]
-        return NONE if not found else f"{max(found):.1e}" if max(found) else "0, bitwise"
+    def largest(first: str, other: str) -> str:
+        actual = [difference(times, first, other) for times in all_times if first in times and other in times]
+        return NONE if not actual else f"{max(actual):.1e}" if max(actual) else "0, bitwise"
 
     pairs = [("ours", "ours, prefetched"), ("ours", "by hand"), ("ours", QUANTIZED)]
     return table(["losses of", "and of", "differ by"], [[a, b, largest(a, b)] for a, b in pairs], 2)

@@ -120,9 +120,9 @@ def _against_ddp_with_many_rows(rounds: int) -> Times:
     needed = NUM_RANKS * COPIES_OF_DDP * table_bytes(MANY_ROWS) + SPARE_BYTES
     if (free := _available_bytes()) < needed:
         raise CannotMeasure(f"DDP needs {needed / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free")
-    ours = Job((best_of_ours(),), rounds, num_rows=MANY_ROWS)
+    distrec = Job((best_of_ours(),), rounds, num_rows=MANY_ROWS)
     ddp = Job(("DDP",), 1, num_rows=MANY_ROWS, turn=Turn(1, 3, 1))
-    return _on_this_machine(ours) | _on_this_machine(ddp)
+    return _on_this_machine(distrec) | _on_this_machine(ddp)
 
 
 def _available_bytes() -> int:
@@ -139,6 +139,6 @@ def _finish(measured: Measured, part: str, times: Times, tell: Callable[[str], N
     exact = [name for name in times if name.startswith("ours") and name != QUANTIZED]
     pairs = [("ours", name, 0.0) for name in exact if "ours" in times]
     pairs += [("by hand", name, LOSS_LIMIT) for name in (*exact, "by hand, prefetched") if name in times]
-    for one, other, limit in pairs if "by hand" in times else ():
-        if not (found := difference(times, one, other)) <= limit:
-            measured.problems.append(f"{part}: losses of '{one}' and '{other}' differ by {found:.1e}")
+    for first, other, limit in pairs if "by hand" in times else ():
+        if not (actual := difference(times, first, other)) <= limit:
+            measured.problems.append(f"{part}: losses of '{first}' and '{other}' differ by {actual:.1e}")

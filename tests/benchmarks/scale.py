@@ -32,8 +32,8 @@ def main() -> int:
         parser.error("--quick would put small plans into docs: give --out a folder of its own.")
     began = time.monotonic()
 
-    def tell(said: str) -> None:
-        print(f"{time.monotonic() - began:.0f} s: {said}", file=sys.stderr, flush=True)
+    def tell(message: str) -> None:
+        print(f"{time.monotonic() - began:.0f} s: {message}", file=sys.stderr, flush=True)
 
     write(options.out, options.redraw, options.quick, tell)
     return 0

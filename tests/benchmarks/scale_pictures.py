@@ -51,7 +51,7 @@ def _memory(points: Points) -> Any:
 
 
 def _bytes(points: Points) -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (remaining, right) = _figure(2)
     ranks = _of(points.ranks, lambda p: p.job.num_ranks)
     for number, (name, kind) in enumerate((
         ("ids and lengths", "ids"),
@@ -59,50 +59,57 @@ def _bytes(points: Points) -> Any:
         ("row gradients", "row gradients"),
     )):
         sent = _of(points.ranks, lambda p, kind=kind: _sent(p, kind) / MEBI)
-        _line(left, ranks, sent, name, number, dashed=number == 2)
+        _line(remaining, ranks, sent, name, number, dashed=number == 2)
     _line(right, ranks, _of(points.ranks, lambda p: sum(p.planned.facts["within"].values()) / MEBI), "on the node", 2)
     across = _of(points.ranks, lambda p: sum(p.planned.facts["across"].values()) / MEBI)
     _line(right, ranks, across, "to other nodes", 3)
-    for axes in (left, right):
+    for axes in (remaining, right):
         _ranks_axis(axes, ranks)
-    _finish(left, "MiB a rank and step, mean", "Rows that a rank sends jump where sharding types change ...")
+    _finish(remaining, "MiB a rank and step, mean", "Rows that a rank sends jump where sharding types change ...")
     _finish(right, "MiB a rank and step, mean", "... on the node; what leaves it levels off")
     return figure
 
 
 def _time(points: Points) -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (remaining, right) = _figure(2)
     ranks = _of(points.ranks, lambda p: p.job.num_ranks)
-    _line(left, ranks, _of(points.ranks, lambda p: p.planned.critical_path), "slowest rank", 0)
-    _line(left, ranks, _of(points.ranks, lambda p: _part(p, "milliseconds_mean", "")), "mean of ranks", 1)
+    _line(remaining, ranks, _of(points.ranks, lambda p: p.planned.critical_path), "slowest rank", 0)
+    _line(remaining, ranks, _of(points.ranks, lambda p: _part(p, "milliseconds_mean", "")), "mean of ranks", 1)
     exchange = _of(points.ranks, lambda p: _part(p, "milliseconds_mean", "exchange"))
-    _line(left, ranks, exchange, "... of it, exchanges", 2)
+    _line(remaining, ranks, exchange, "... of it, exchanges", 2)
     _line(
-        left, ranks, _of(points.ranks, lambda p: p.planned.lower_bound or 0), "lower bound of any plan", 4, dashed=True
+        remaining,
+        ranks,
+        _of(points.ranks, lambda p: p.planned.lower_bound or 0),
+        "lower bound of any plan",
+        4,
+        dashed=True,
     )
     cuts = sorted({cut for point in points.ranks for cut in point.planned.facts["sharding_types"]})
     bottom = [0.0] * len(ranks)
     for number, cut in enumerate(cuts):
         share = [100 * p.planned.facts["sharding_types"].get(cut, 0) / p.job.num_tables for p in points.ranks]
         right.bar(range(len(ranks)), share, 0.8, bottom=bottom, color=COLOURS[number], label=cut)
-        bottom = [below + here for below, here in zip(bottom, share, strict=True)]
+        bottom = [below + local for below, local in zip(bottom, share, strict=True)]
     right.set_xticks(range(len(ranks)), [_short(number) for number in ranks])
     right.set_xlabel("ranks", color=TEXT)
-    _ranks_axis(left, ranks)
-    _finish(left, "estimated ms a step for tables", "The second node costs most, then the heaviest shard", log=True)
+    _ranks_axis(remaining, ranks)
+    _finish(
+        remaining, "estimated ms a step for tables", "The second node costs most, then the heaviest shard", log=True
+    )
     _finish(right, "% of the tables", "How the planner shards the same tables", below=True)
     return figure
 
 
 def _cuts() -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (remaining, right) = _figure(2)
     for number, cut in enumerate(FORMULAS):
         numbers = [Numbers(R=ranks, L=8) for ranks in CUT_RANKS]
-        _line(left, CUT_RANKS, [n.sent(cut) / MEBI for n in numbers], cut, number)
+        _line(remaining, CUT_RANKS, [n.sent(cut) / MEBI for n in numbers], cut, number)
         _line(right, CUT_RANKS[1:], [n.sent_across(cut) / MEBI for n in numbers[1:]], cut, number)
-    for axes in (left, right):
+    for axes in (remaining, right):
         _ranks_axis(axes, CUT_RANKS)
-    _finish(left, "MiB a rank and step", "One table: row_wise grows with ranks", log=True)
+    _finish(remaining, "MiB a rank and step", "One table: row_wise grows with ranks", log=True)
     _finish(right, "MiB a rank and step to other nodes", "... and so does what it sends to other nodes", log=True)
     return figure
 
@@ -110,7 +117,7 @@ def _cuts() -> Any:
 def _tables_and_rows(points: Points) -> Any:
     """Draw time, bytes sent and memory below each other: quantities of unlike units share no axis."""
     figure, grid = _figure(2, rows=3)
-    where = f"{points.rows[0].job.num_ranks:,} ranks"
+    place = f"{points.rows[0].job.num_ranks:,} ranks"
     tables = _of(points.tables, lambda p: p.job.num_tables)
     rows = _of(points.rows, lambda p: p.planned.facts["row_bytes"] / 1e12)
     for column, some, along, name in ((0, points.tables, tables, "tables"), (1, points.rows, rows, "TB of rows")):
@@ -124,7 +131,7 @@ def _tables_and_rows(points: Points) -> Any:
             axes.set_xticks(along, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in along])
             axes.minorticks_off()
         memory.set_xlabel(name, color=TEXT)
-        title = f"More tables ({where})" if column == 0 else f"Rows cost memory, and larger shards ({where})"
+        title = f"More tables ({place})" if column == 0 else f"Rows cost memory, and larger shards ({place})"
         _finish(time, "ms a step, slowest rank", title, log=True)
         _finish(sent, "MiB sent a rank and step", "", log=True)
         _finish(memory, "GB of a rank's GPU, mean", "", log=True)
@@ -134,58 +141,58 @@ def _tables_and_rows(points: Points) -> Any:
 
 
 def _planning(points: Points) -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (remaining, right) = _figure(2)
     ranks = _of(points.ranks, lambda p: p.job.num_ranks)
     tables = _of(points.tables, lambda p: p.job.num_tables)
-    for axes, some, along in ((left, points.ranks, ranks), (right, points.tables, tables)):
+    for axes, some, along in ((remaining, points.ranks, ranks), (right, points.tables, tables)):
         _line(axes, along, _of(some, lambda p: p.planned.seconds), "seconds (measured)", 0, dots=True)
         gibi = _of(some, lambda p: p.planned.peak_bytes / 2**30)
         _line(axes, along, gibi, "GiB of the process (measured)", 1, dots=True)
-    _ranks_axis(left, ranks)
+    _ranks_axis(remaining, ranks)
     right.set_xscale("log")
     right.set_xticks(tables, [f"{number:,}" for number in tables])
     right.minorticks_off()
     right.set_xlabel("tables", color=TEXT)
-    _finish(left, "s, GiB", f"Planning {points.ranks[0].job.num_tables:,} tables takes under a minute", log=True)
+    _finish(remaining, "s, GiB", f"Planning {points.ranks[0].job.num_tables:,} tables takes under a minute", log=True)
     _finish(right, "s, GiB", f"Planning for {points.tables[0].job.num_ranks:,} ranks", log=True)
     return figure
 
 
 def _groups() -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (remaining, right) = _figure(2)
     whole = [Grouped(num_ranks=ranks, group=GROUP_RANKS[0]) for ranks in GROUP_RANKS]
-    _line(left, GROUP_RANKS, [1e3 * g.exchange_seconds(False) for g in whole], "all ranks hold tables once", 0)
+    _line(remaining, GROUP_RANKS, [1e3 * g.exchange_seconds(False) for g in whole], "all ranks hold tables once", 0)
     for number, steps in enumerate((1, 100, 1000), start=1):
         seconds = [g.exchange_seconds(True) + g.average_seconds / steps for g in whole]
         every = "step" if steps == 1 else f"{steps:,} steps"
-        _line(left, GROUP_RANKS, [1e3 * s for s in seconds], f"groups of 512, averaged every {every}", number)
+        _line(remaining, GROUP_RANKS, [1e3 * s for s in seconds], f"groups of 512, averaged every {every}", number)
     for number, message in enumerate(MESSAGES):
         some = [Grouped(num_ranks=ranks, group=GROUP_RANKS[0], message_seconds=message) for ranks in GROUP_RANKS[1:]]
         _line(right, GROUP_RANKS[1:], [g.least_steps for g in some], f"{1e6 * message:.0f} µs a message", number)
     right.axhline(1, color=FAINT, linewidth=1)
-    for axes in (left, right):
+    for axes in (remaining, right):
         _ranks_axis(axes, GROUP_RANKS)
-    _finish(left, "reckoned ms of exchanges a step", "Groups of ranks pay if averages are rare", log=True)
+    _finish(remaining, "reckoned ms of exchanges a step", "Groups of ranks pay if averages are rare", log=True)
     _finish(right, "steps between averages", "... from so many steps apart on", log=True)
     return figure
 
 
 def _checkpoints(points: Points, measured: Checkpoints) -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (remaining, right) = _figure(2)
     ranks = _of(points.ranks, lambda p: p.job.num_ranks)
     enough = [number for number in ranks if number >= TEN_TERA_RANKS]
     row_bytes = points.ranks[0].planned.facts["row_bytes"]
     sets = [(f"{row_bytes / GIGA:.0f} GB of rows", row_bytes, ranks), ("10 TB of rows", 10e12, enough)]
     for number, (name, num_bytes, along) in enumerate(sets):
-        _line(left, along, [2 * num_bytes / r / GIGA for r in along], name, number)
-        own = [2 * num_bytes / r / measured.bytes_per_second_of_rank for r in along]
-        _line(right, along, own, f"{name}, each rank as fast as here", number, dashed=True)
+        _line(remaining, along, [2 * num_bytes / r / GIGA for r in along], name, number)
+        own_part = [2 * num_bytes / r / measured.bytes_per_second_of_rank for r in along]
+        _line(right, along, own_part, f"{name}, each rank as fast as here", number, dashed=True)
         shared = [2 * num_bytes / (10 * GIGA)] * len(along)
         right.plot(along, shared, ":", color=COLOURS[number], label=f"{name}, 10 GB/s for all ranks")
     right.plot(measured.num_ranks, measured.seconds, "o", color=TEXT, label=f"measured, {measured.size_in_words}")
-    _ranks_axis(left, ranks)
+    _ranks_axis(remaining, ranks)
     _ranks_axis(right, [measured.num_ranks, *ranks])
-    _finish(left, "GB that a rank writes", "A rank writes its share of rows, and as much state", log=True)
+    _finish(remaining, "GB that a rank writes", "A rank writes its share of rows, and as much state", log=True)
     _finish(right, "seconds to save", "Extrapolated: disks decide how long a save takes", log=True)
     return figure
 
@@ -194,9 +201,9 @@ def _sent(point: Point, kind: str) -> float:
     return float(point.planned.facts["within"][kind] + point.planned.facts["across"][kind])
 
 
-def _part(point: Point, of: str, name: str) -> float:
+def _part(point: Point, entry: str, name: str) -> float:
     """Return the milliseconds of all parts whose name ends so."""
-    return float(sum(ms for part, ms in point.planned.facts[of].items() if part.endswith(name)))
+    return float(sum(ms for part, ms in point.planned.facts[entry].items() if part.endswith(name)))
 
 
 def _of(points: Sequence[Point], value: Callable[[Point], float]) -> list[float]:

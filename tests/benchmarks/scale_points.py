@@ -47,16 +47,16 @@ def jobs(quick: bool = False) -> dict[str, list[Job]]:
 
 def reckon(quick: bool = False, tell: Callable[[str], None] = lambda _: None) -> Points:
     """Return all points. Each is planned once, in a process of its own. Raises RuntimeError: one came to no plan."""
-    found: dict[Job, Point] = {}
+    actual: dict[Job, Point] = {}
 
     def point(job: Job) -> Point:
-        if job not in found:
+        if job not in actual:
             planned = run_one("ours", job, LIMIT_SECONDS)
             if isinstance(planned, str):
                 raise RuntimeError(f"{job}, {job.rows_times} times the rows: {planned}")
-            found[job] = Point(job, planned)
+            actual[job] = Point(job, planned)
             tell(f"{job}, {job.rows_times} times the rows: {planned.seconds:.1f} s, {planned.critical_path:.2f} ms")
-        return found[job]
+        return actual[job]
 
     return Points(**{growing: [point(job) for job in some] for growing, some in jobs(quick).items()})
 
@@ -73,4 +73,4 @@ def load(path: Path) -> Points:
 
 
 def _points(some: Sequence[dict[str, dict]]) -> list[Point]:  # type: ignore[type-arg]
-    return [Point(Job(**one["job"]), Planned(**one["planned"])) for one in some]
+    return [Point(Job(**first["job"]), Planned(**first["planned"])) for first in some]

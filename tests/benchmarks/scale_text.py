@@ -67,7 +67,7 @@ def _ranks_table(points: list[Point]) -> str:
 def _of_tables_and_rows(points: Points) -> dict[str, str]:
     few, many = points.tables[0], points.tables[-1]
     small, large = points.rows[0], points.rows[-1]
-    before, after = small.planned.facts, large.planned.facts
+    initial, final = small.planned.facts, large.planned.facts
     return {
         "base_ranks": f"{few.job.num_ranks:,}",
         "fewest_tables": f"{few.job.num_tables:,}",
@@ -76,9 +76,9 @@ def _of_tables_and_rows(points: Points) -> dict[str, str]:
         "tables_ms_times": f"{many.planned.critical_path / few.planned.critical_path:.1f}",
         "few_over_mean": f"{few.planned.critical_path / _mean(few):.1f}",
         "many_over_mean": f"{many.planned.critical_path / _mean(many):.1f}",
-        "rows_times": f"{after['row_bytes'] / before['row_bytes']:.0f}",
-        "most_rows_tb": f"{after['row_bytes'] / TERA:.0f}",
-        "rows_memory_times": f"{after['device_bytes_mean'] / before['device_bytes_mean']:.1f}",
+        "rows_times": f"{final['row_bytes'] / initial['row_bytes']:.0f}",
+        "most_rows_tb": f"{final['row_bytes'] / TERA:.0f}",
+        "rows_memory_times": f"{final['device_bytes_mean'] / initial['device_bytes_mean']:.1f}",
         "rows_ms_times": f"{large.planned.critical_path / small.planned.critical_path:.2f}",
         "cuts_before": _cuts(small),
         "cuts_after": _cuts(large),
@@ -158,7 +158,7 @@ def _cuts(point: Point) -> str:
 
 
 def _sent(point: Point) -> float:
-    return sum(sum(point.planned.facts[where].values()) for where in ("within", "across"))
+    return sum(sum(point.planned.facts[place].values()) for place in ("within", "across"))
 
 
 def _mean(point: Point) -> float:

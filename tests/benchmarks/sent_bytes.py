@@ -27,17 +27,17 @@ ROWS, TURN = 100_000, Turn(5, 25, 3)
 
 
 @contextmanager
-def counting(found: dict[str, float]) -> Iterator[None]:
+def counting(actual: dict[str, float]) -> Iterator[None]:
     """Add up the bytes of torchrec's exchanges, by kind; all of its tables' collectives are all_to_all_single."""
     send = dist.all_to_all_single
     signature = inspect.signature(send)
 
-    def counted(*given: Any, **options: Any) -> Any:
-        arguments = dict(signature.bind(*given, **options).arguments)
+    def counted(*inputs: Any, **options: Any) -> Any:
+        arguments = dict(signature.bind(*inputs, **options).arguments)
         caller = inspect.currentframe().f_back.f_globals["__name__"]  # type: ignore[union-attr]
         kind = kind_of("all_to_all_single", arguments["input"].dtype, caller)
-        found[kind] += exchanged_bytes(arguments, [0, 1], dist.get_rank(), None)[0] / TURN.steps
-        return send(*given, **options)
+        actual[kind] += exchanged_bytes(arguments, [0, 1], dist.get_rank(), None)[0] / TURN.steps
+        return send(*inputs, **options)
 
     with patch.object(dist, "all_to_all_single", counted):
         yield
@@ -49,24 +49,24 @@ def measure() -> dict[str, dict[str, float]]:
     dist.init_process_group("gloo")
     rank, _ = rank_and_num_ranks()
     batches = Batches(ROWS, TURN.steps, rank)
-    by_hand: dict[str, float] = defaultdict(float)
+    per_hand: dict[str, float] = defaultdict(float)
     contender = ByHand(ROWS, batches, TURN)
-    with counting(by_hand):
+    with counting(per_hand):
         contender.turn()
-    found = {"torchrec by hand": dict(by_hand)}
+    actual = {"torchrec by hand": dict(per_hand)}
     for name, limit in (("ours, 64-bit ids", 0), ("ours", lookup_setup.SMALL_ROWS)):
         counts = Communication()
         with patch.object(lookup_setup, "SMALL_ROWS", limit):
             ByTrainer(ROWS, batches, TURN, partial(our_strategy, 3)).turn(counts)
-        found[name] = {kind: sent for kind, sent in counts.mean_bytes_per_step.items() if sent}
-    return found
+        actual[name] = {kind: sent for kind, sent in counts.mean_bytes_per_step.items() if sent}
+    return actual
 
 
 def main() -> None:
     """Print each way, the mean over ranks."""
-    of_ranks = run_on_ranks(measure, 2)
-    for way in of_ranks[0]:
-        kinds = {kind: sum(found[way].get(kind, 0.0) for found in of_ranks) / 2 for kind in of_ranks[0][way]}
+    rank_results = run_on_ranks(measure, 2)
+    for way in rank_results[0]:
+        kinds = {kind: sum(result[way].get(kind, 0.0) for result in rank_results) / 2 for kind in rank_results[0][way]}
         tables = sum(sent for kind, sent in kinds.items() if "dense" not in kind and "control" not in kind)
         words = ", ".join(f"{kind} {sent:,.0f}" for kind, sent in kinds.items())
         print(f"{way}: tables {tables:,.0f}, all {sum(kinds.values()):,.0f}; {words}")

@@ -61,14 +61,14 @@ def _by_hand(net: nn.Module) -> list[float]:
         fully_shard(block, reshard_after_forward=block is not blocks[-1])
     fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    at = []
+    position = []
     for (inputs,) in _data():
-        at.append(time.perf_counter())
+        position.append(time.perf_counter())
         loss = net(inputs).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return at
+    return position
 
 
 CONTENDERS = {"fsdp_tuned": _ours, "by hand": _by_hand}
@@ -85,8 +85,8 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
         for number in range(rounds):
             for name in random.Random(number).sample(list(CONTENDERS), len(CONTENDERS)):
                 torch.manual_seed(1)
-                at = CONTENDERS[name](MODULES[module]())
-                steps = [1e3 * (b - a) for a, b in zip(at[UNCOUNTED:], at[UNCOUNTED + 1 :], strict=False)]
+                position = CONTENDERS[name](MODULES[module]())
+                steps = [1e3 * (b - a) for a, b in zip(position[UNCOUNTED:], position[UNCOUNTED + 1 :], strict=False)]
                 times[module][name].append(statistics.median(steps))
                 gc.collect()
     return times
@@ -123,12 +123,12 @@ class _Weighed(pl.Callback):
 def weigh() -> dict[str, tuple[float, float]]:
     """Collective. Return module -> most bytes of a rank, and (parameters + gradients + state) / ranks + a block."""
     _be_quiet()
-    found = {}
+    actual = {}
     for module in MODULES:
         net = MODULES[module]()
         sizes = [p.nbytes for p in net.parameters()]
         blocks = [sum(p.nbytes for p in block.parameters()) for block in choose_blocks(net, "auto", LEAST)]
-        rest = sum(sizes) - sum(blocks)
+        tail = sum(sizes) - sum(blocks)
         weighed = _Weighed(net)
         with redirect_stdout(io.StringIO()):
             trainer = pl.Trainer(
@@ -136,20 +136,20 @@ def weigh() -> dict[str, tuple[float, float]]:
             )
             gc.collect()
             trainer.fit(Adaptive(net), DataLoader(TensorDataset(torch.randn(4 * BATCH, WIDTH)), batch_size=BATCH))
-        found[module] = (weighed.most, 4 * sum(sizes) / dist.get_world_size() + max([*blocks, rest]))
+        actual[module] = (weighed.most, 4 * sum(sizes) / dist.get_world_size() + max([*blocks, tail]))
         del trainer, net, weighed
-    return found
+    return actual
 
 
 def report(times: dict[str, dict[str, list[float]]], bytes_of: dict[str, tuple[float, float]]) -> str:
     """Return a table: medians, ratios in the same round, and memory."""
     lines = ["| | by hand | fsdp_tuned | memory of a rank | share + block |", "|---|---|---|---|---|"]
-    for module, by_name in times.items():
-        ratios = [ours / hand for ours, hand in zip(by_name["fsdp_tuned"], by_name["by hand"], strict=True)]
-        mine, share = bytes_of[module]
+    for module, per_name in times.items():
+        ratios = [distrec / hand for distrec, hand in zip(per_name["fsdp_tuned"], per_name["by hand"], strict=True)]
+        local, share = bytes_of[module]
         lines.append(
-            f"| {module} | {statistics.median(by_name['by hand']):.2f} ms | **{statistics.median(ratios):.3f}** "
-            f"({min(ratios):.2f} to {max(ratios):.2f}) | {mine / 1e6:.1f} MB | {share / 1e6:.1f} MB |"
+            f"| {module} | {statistics.median(per_name['by hand']):.2f} ms | **{statistics.median(ratios):.3f}** "
+            f"({min(ratios):.2f} to {max(ratios):.2f}) | {local / 1e6:.1f} MB | {share / 1e6:.1f} MB |"
         )
     return "\n".join(lines)
 

@@ -47,14 +47,14 @@ def main(data_dir: str = "data/movielens-100k") -> None:
     MovieLensDataModule(cache_dir=data_dir).prepare_data()
     print("| `sync_interval` | validation AUROC | test AUROC | test log-loss |\n| --- | --- | --- | --- |")
     for interval in INTERVALS:
-        found = [run_on_warm_ranks(train, 4, interval, seed, data_dir)[0] for seed in SEEDS]
+        actual = [run_on_warm_ranks(train, 4, interval, seed, data_dir)[0] for seed in SEEDS]
         columns = [
             f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
             for name in ("val_auroc", "test_auroc", "test_log_loss")
-            for values in [[of_seed[name] for of_seed in found]]
+            for values in [[seed_values[name] for seed_values in actual]]
         ]
         print(f"| {interval or 'no groups'} | {' | '.join(columns)} |", flush=True)
-    print(f"{found[0]['steps']} steps")
+    print(f"{actual[0]['steps']} steps")
     stop_warm_ranks()
 
 

@@ -85,20 +85,22 @@ def main() -> None:
     if len(sys.argv) == 3:
         folder, rank = sys.argv[1], int(sys.argv[2])
         torch.set_num_threads(1)
-        found = [run_variant(interval, steps, rank) for interval, steps in job_of(folder)]
+        actual = [run_variant(interval, steps, rank) for interval, steps in job_of(folder)]
         if rank == 0:
-            save_result(found, folder)
+            save_result(actual, folder)
         return
     mbit = int(sys.argv[1]) if len(sys.argv) > 1 else 500
 
     def variables(rank: int, _: str) -> dict[str, str]:
-        of_rank = {"RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        return of_rank | {"WORLD_SIZE": "2", "TEST_NUM_RANKS": "1", "OMP_NUM_THREADS": "1"}
+        rank_result = {"RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        return rank_result | {"WORLD_SIZE": "2", "TEST_NUM_RANKS": "1", "OMP_NUM_THREADS": "1"}
 
     for variant in VARIANTS:
         [(milliseconds, sent)] = run_on_link("tests.benchmarks.sharding_groups_link", [variant], mbit, 170, variables)
-        of_tables = {kind: f"{sent[kind] / 1e6:.2f}" for kind in ("ids", "rows", "row gradients", "replicas of tables")}
-        print(f"{variant[0] or 'one group'}: {milliseconds:.1f} ms, MB in a step {of_tables}", flush=True)
+        tables_values = {
+            kind: f"{sent[kind] / 1e6:.2f}" for kind in ("ids", "rows", "row gradients", "replicas of tables")
+        }
+        print(f"{variant[0] or 'one group'}: {milliseconds:.1f} ms, MB in a step {tables_values}", flush=True)
 
 
 if __name__ == "__main__":

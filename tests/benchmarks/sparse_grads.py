@@ -39,10 +39,10 @@ def _of_shape(num_rows: int, dim: int, num_ids: int) -> dict[str, float]:
     ways["sparse"].register_comm_hook(None, averaging("sparse"))
     ways["dense"].register_comm_hook(None, averaging("dense"))
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for of_step in ids:
+    for step_values in ids:
         for way, ddp in ways.items():
             ddp.zero_grad()
-            loss = ddp(of_step).sum()
+            loss = ddp(step_values).sum()
             dist.barrier()
             begun = time.perf_counter()
             loss.backward()

@@ -192,28 +192,30 @@ def timed_without_tables(fit: Fit) -> list[float]:
 def take_turns(rounds: int, folder: str) -> list[Timed]:
     """Collective. Run all fits, round by round."""
     os.environ["XDG_CACHE_HOME"] = folder  # bandwidths are measured once, and forgotten
-    found = []
+    actual = []
     for number in range(rounds):
         for i, fit in enumerate(FITS):
             estimate, steps = timed(fit)
             if not number:
-                found.append(Timed(fit, estimate))
-            found[i].rounds.append(steps)
-            found[i].without_tables += timed_without_tables(fit)
-    return found
+                actual.append(Timed(fit, estimate))
+            actual[i].rounds.append(steps)
+            actual[i].without_tables += timed_without_tables(fit)
+    return actual
 
 
-def correlation(found: list[Timed]) -> float:
+def correlation(actual: list[Timed]) -> float:
     """Return Pearson's, of estimates with the measured rest, and steps."""
-    return float(np.corrcoef([one.estimate + one.base for one in found], [one.milliseconds for one in found])[0, 1])
+    return float(
+        np.corrcoef([first.estimate + first.base for first in actual], [first.milliseconds for first in actual])[0, 1]
+    )
 
 
-def section(found: list[Timed], when: str) -> str:
+def section(actual: list[Timed], when: str) -> str:
     """Return the section, lines that mark it included. when: the date, and the load."""
-    off = sum(abs(one.difference) > MAX_DIFFERENCE for one in found)
-    correlated = correlation(found)
+    off = sum(abs(first.difference) > MAX_DIFFERENCE for first in actual)
+    correlated = correlation(actual)
     seen = f"{correlated:.3f}" if correlated >= MIN_CORRELATION else f"**{correlated:.3f}**"
-    worst = max(found, key=lambda one: abs(one.difference)).difference
+    worst = max(actual, key=lambda first: abs(first.difference)).difference
     return "\n\n".join([
         BEGIN,
         "## Estimated and measured steps",
@@ -224,30 +226,30 @@ same fit without tables (Lightning's loop, one layer, DDP), their sum, and the s
 {NUM_TABLES} tables of {ROWS:,} x {DIM}, {POOLING} ids per example, and one layer.""",
         table(
             HEADINGS,
-            [_line(one) for one in found],
+            [_line(first) for first in actual],
             3,
         ),
         f"""\
-They correlate at {seen} (aim: at least {MIN_CORRELATION}). {f"**{off}**" if off else "None"} of {len(found)} differ by
-more than {MAX_DIFFERENCE:.0%}, the worst by {worst:+.0%}. Measured are first quartiles of {len(found[0].rounds)} rounds
-of {TURN.counted} steps, all of Lightning included; "rounds" are medians of the fastest and slowest round.""",
+They correlate at {seen} (aim: at least {MIN_CORRELATION}). {f"**{off}**" if off else "None"} of {len(actual)} differ by
+more than {MAX_DIFFERENCE:.0%}, the worst by {worst:+.0%}. Measured are first quartiles of
+{len(actual[0].rounds)} rounds of {TURN.counted} steps, all of Lightning included; "rounds" are medians of the fastest and slowest round.""",
         END,
     ])
 
 
-def _line(one: Timed) -> list[str]:
-    fit, medians = one.fit, [statistics.median(steps) for steps in one.rounds]
-    differ = f"{one.difference:+.0%}"
+def _line(first: Timed) -> list[str]:
+    fit, medians = first.fit, [statistics.median(steps) for steps in first.rounds]
+    differ = f"{first.difference:+.0%}"
     return [
         fit.update,
         fit.optimizer,
         fit.sharding_type,
         str(fit.batch_size),
-        f"{one.estimate:.1f}",
-        f"{one.base:.1f}",
-        f"{one.estimate + one.base:.1f}",
-        f"{one.milliseconds:.1f}",
-        f"**{differ}**" if abs(one.difference) > MAX_DIFFERENCE else differ,
+        f"{first.estimate:.1f}",
+        f"{first.base:.1f}",
+        f"{first.estimate + first.base:.1f}",
+        f"{first.milliseconds:.1f}",
+        f"**{differ}**" if abs(first.difference) > MAX_DIFFERENCE else differ,
         f"{min(medians):.1f} to {max(medians):.1f}",
     ]
 
@@ -260,8 +262,8 @@ def main() -> int:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        found: list[Timed] = run_on_ranks(take_turns, 2, options.rounds, folder, timeout_seconds=900)[0]
-    text = section(found, f"on {date.today()} at a load of {load:.1f}")
+        actual: list[Timed] = run_on_ranks(take_turns, 2, options.rounds, folder, timeout_seconds=900)[0]
+    text = section(actual, f"on {date.today()} at a load of {load:.1f}")
     print(text)
     if options.write:
         PAGE.write_text(with_section(PAGE.read_text("utf-8"), text, BEGIN, END), "utf-8")

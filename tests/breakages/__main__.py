@@ -26,12 +26,12 @@ def main() -> int:
     parser.add_argument("--only-first", action="store_true", help="Leave out the rest of the suite.")
     parser.add_argument("--workers", type=int, default=3, help="Run N tests of the rest of the suite at a time.")
     parser.add_argument("--list", action="store_true", help="List the breakages and stop.")
-    given = parser.parse_args()
-    chosen = [breakage for breakage in BREAKAGES if not given.names or breakage.name in given.names]
-    if unknown := set(given.names) - {breakage.name for breakage in chosen}:
+    inputs = parser.parse_args()
+    selection = [breakage for breakage in BREAKAGES if not inputs.names or breakage.name in inputs.names]
+    if unknown := set(inputs.names) - {breakage.name for breakage in selection}:
         parser.error(f"unknown breakages: {', '.join(sorted(unknown))}")
-    if given.list:
-        for breakage in chosen:
+    if inputs.list:
+        for breakage in selection:
             print(f"{breakage.name:22} {breakage.suffers}")
         return 0
     survived = 0
@@ -39,19 +39,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="breakages-") as folder:
         tree = Path(folder) / "tree"
         copy_tree(tree)
-        for breakage in chosen:
+        for breakage in selection:
             begin = time.monotonic()
-            file, before = apply(breakage, tree)
+            file, initial = apply(breakage, tree)
             try:
-                outcome = try_tests(tree, [f"tests/{test}" for test in breakage.tests], SUITES[given.suite])
-                if outcome.failed is None and not given.only_first:
-                    outcome = try_tests(tree, ["tests"], SUITES[given.suite], workers=given.workers)
+                outcome = try_tests(tree, [f"tests/{test}" for test in breakage.tests], SUITES[inputs.suite])
+                if outcome.failed is None and not inputs.only_first:
+                    outcome = try_tests(tree, ["tests"], SUITES[inputs.suite], workers=inputs.workers)
             finally:
-                undo(file, before, tree)
-            text = _in_words(outcome, tree, SUITES[given.suite])
+                undo(file, initial, tree)
+            text = _in_words(outcome, tree, SUITES[inputs.suite])
             survived += outcome.failed is None
             print(f"| {breakage.name} | {text} | {time.monotonic() - begin:.0f} |", flush=True)
-    print(f"\n{len(chosen) - survived} of {len(chosen)} noticed by the {given.suite} suite.")
+    print(f"\n{len(selection) - survived} of {len(selection)} noticed by the {inputs.suite} suite.")
     return survived
 
 

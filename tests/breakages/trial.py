@@ -25,7 +25,7 @@ class Outcome:
     passed: int = 0
 
 
-def copy_tree(to: Path) -> None:
+def copy_tree(target: Path) -> None:
     """Copy what git knows of the working tree, and what it does not ignore; link what tests download."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
@@ -35,12 +35,12 @@ def copy_tree(to: Path) -> None:
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
         if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
     for name in ("data", ".venv"):
         if (ROOT / name).exists():
-            (to / name).unlink(missing_ok=True)
-            (to / name).symlink_to((ROOT / name).resolve())
+            (target / name).unlink(missing_ok=True)
+            (target / name).symlink_to((ROOT / name).resolve())
 
 
 def place_of(breakage: Breakage, root: Path) -> tuple[Path, str, str]:
@@ -52,14 +52,14 @@ def place_of(breakage: Breakage, root: Path) -> tuple[Path, str, str]:
     files = [room] if room.is_file() else sorted(room.rglob("*.py"))
     # Wherever the formatter may have broken the line.
     find = breakage.find.replace(" ", r"\s+").replace(r"\(", r"\(\s*").replace(r"\)", r",?\s*\)")
-    found = [(file, file.read_text()) for file in files]
-    found = [(file, text) for file, text in found if re.search(find, text)]
-    count = sum(len(re.findall(find, text)) for _, text in found)
+    actual = [(file, file.read_text()) for file in files]
+    actual = [(file, text) for file, text in actual if re.search(find, text)]
+    count = sum(len(re.findall(find, text)) for _, text in actual)
     if count != 1:
         raise ValueError(
             f"{breakage.name}: {breakage.find!r} matches {count} times in {breakage.room} ({len(files)} files)"
         )
-    file, text = found[0]
+    file, text = actual[0]
     broken = re.sub(find, breakage.replace, text)
     if broken == text:
         raise ValueError(f"{breakage.name} changes nothing")
@@ -69,14 +69,14 @@ def place_of(breakage: Breakage, root: Path) -> tuple[Path, str, str]:
 
 def apply(breakage: Breakage, root: Path) -> tuple[Path, str]:
     """Patch the file in place, and return it with its text before."""
-    file, before, after = place_of(breakage, root)
-    file.write_text(after)
-    return file, before
+    file, initial, final = place_of(breakage, root)
+    file.write_text(final)
+    return file, initial
 
 
-def undo(file: Path, before: str, root: Path) -> None:
+def undo(file: Path, initial: str, root: Path) -> None:
     """Put the file's text back, and end what the broken product has left running: a watchdog, say."""
-    file.write_text(before)
+    file.write_text(initial)
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if str(root).encode() in (process / "cmdline").read_bytes():

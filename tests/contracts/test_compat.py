@@ -39,9 +39,9 @@ def test_every_function_of_compat_has_a_contract_here() -> None:
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     ]
-    here = "".join(file.read_text() for file in sorted(Path(__file__).parent.glob("test_compat*.py")))
-    used = {node.attr for node in ast.walk(ast.parse(here)) if isinstance(node, ast.Attribute)}
-    used |= set(re.findall(r"use of (\w+)", here))
+    local = "".join(file.read_text() for file in sorted(Path(__file__).parent.glob("test_compat*.py")))
+    used = {node.attr for node in ast.walk(ast.parse(local)) if isinstance(node, ast.Attribute)}
+    used |= set(re.findall(r"use of (\w+)", local))
     assert set(names) <= used, set(names) - used
 
 
@@ -141,13 +141,13 @@ def test_unscales_in_step_knows_torchs_fused_optimizers() -> None:
 def test_share_hooks_runs_and_removes_them_on_both() -> None:
     called: list[str] = []
     original, module = nn.Linear(1, 1), nn.Linear(1, 1)
-    before = original.register_forward_pre_hook(lambda *_: called.append("before"))
+    initial = original.register_forward_pre_hook(lambda *_: called.append("before"))
     _torch.share_hooks(original, module)
     original.register_forward_hook(lambda *_: called.append("after"))
     original.register_full_backward_hook(lambda *_: called.append("backward"))
     _torch.share_hooks(original, module)
     module(torch.ones(1, 1, requires_grad=True)).sum().backward()
-    before.remove()
+    initial.remove()
     module(torch.ones(1, 1))
     assert called == ["before", "after", "backward", "after"]
 
@@ -193,8 +193,8 @@ def test_fused_tables_round_to_nearest() -> None:
 
 def _rounds_at_random() -> list[bool]:
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
-    train_sharded(model, 1, callbacks=[found := Rounding()])
-    return sorted(set(found.of_kernels))
+    train_sharded(model, 1, callbacks=[actual := Rounding()])
+    return sorted(set(actual.of_kernels))
 
 
 class Rounding(pl.Callback):
@@ -231,31 +231,31 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     model = seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1})
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
 
     def look() -> None:
         sharded: Any = model.trainer.strategy.run_tables.shards.sharded["ebc"]
         assert isinstance(sharded, ShardedModule)
         kernels = _fbgemm.fbgemm_kernels(sharded)
-        found["kernels"] = len(kernels)
-        found["divides"] = sharded._has_mean_pooling_callback
-        before = int(kernels[0].iter), int(kernels[0].iter_cpu)
+        actual["kernels"] = len(kernels)
+        actual["divides"] = sharded._has_mean_pooling_callback
+        initial = int(kernels[0].iter), int(kernels[0].iter_cpu)
         with _fbgemm.preserve_fbgemm_iterations(kernels):
             kernels[0].iter.add_(5)
             kernels[0].iter_cpu.add_(5)
-        found["kept"] = (int(kernels[0].iter), int(kernels[0].iter_cpu)) == before
+        actual["kept"] = (int(kernels[0].iter), int(kernels[0].iter_cpu)) == initial
         sharded._has_mean_pooling_callback = True
         _torchrec.disable_mean_pooling_divisor(sharded)
-        found["left to us"] = sharded._has_mean_pooling_callback is False
+        actual["left to us"] = sharded._has_mean_pooling_callback is False
 
     model.on_train_start = look  # type: ignore[method-assign]
     train_sharded(model, 2, {"sharding_types": ["row_wise"]})
-    return found
+    return actual
 
 
 def test_fbgemm_kernels_their_counters_and_the_mean_are_where_we_look() -> None:
-    for found in run_on_ranks(_kernels_of_a_sharded_collection, 2):
-        assert found == {"kernels": 1, "divides": False, "kept": True, "left to us": True}
+    for result in run_on_ranks(_kernels_of_a_sharded_collection, 2):
+        assert result == {"kernels": 1, "divides": False, "kept": True, "left to us": True}
 
 
 def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
@@ -327,7 +327,9 @@ def test_watch_collectives_sees_calls_by_torchrec_and_can_be_undone() -> None:
 
     original = torch.distributed.all_to_all_single
     seen: list[Any] = []
-    patches = _torch.watch_collectives(("all_to_all_single", "no_such_function"), lambda *told: seen.append(told))
+    patches = _torch.watch_collectives(
+        ("all_to_all_single", "no_such_function"), lambda *reported: seen.append(reported)
+    )
     for module in (comm_ops, dist_data):
         assert module.dist.all_to_all_single is not original
         assert "dist.all_to_all_single(" in inspect.getsource(module)
@@ -343,15 +345,15 @@ def _ddps_around_whole_tables() -> int:
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     model = seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1})
-    found: list[Any] = []
+    actual: list[Any] = []
 
     def look() -> None:
-        found.extend(_torchrec.ddp_of_data_parallel_tables(model.trainer.strategy.run_tables.shards.sharded["ebc"]))
+        actual.extend(_torchrec.ddp_of_data_parallel_tables(model.trainer.strategy.run_tables.shards.sharded["ebc"]))
 
     model.on_train_start = look  # type: ignore[method-assign]
     train_sharded(model, 1, {"sharding_types": ["data_parallel"]})
-    assert all(isinstance(ddp, DistributedDataParallel) for ddp in found)
-    return sum(p.numel() for ddp in found for p in ddp.parameters())
+    assert all(isinstance(ddp, DistributedDataParallel) for ddp in actual)
+    return sum(p.numel() for ddp in actual for p in ddp.parameters())
 
 
 def test_ddp_of_data_parallel_tables_holds_all_their_rows() -> None:
@@ -440,11 +442,11 @@ def test_foreach_is_used_for_a_class_of_parameters() -> None:
 
 def test_norms_and_products_of_many_tensors_are_those_of_each() -> None:
     tensors = [torch.randn(3, 2), torch.randn(4)]
-    wanted = [tensor * 0.5 for tensor in tensors]
+    expected = [tensor * 0.5 for tensor in tensors]
     for norm, tensor in zip(_torch.norms_of(tensors), tensors, strict=True):
         assert torch.equal(norm, torch.linalg.vector_norm(tensor))
     _torch.scale_all(tensors, torch.tensor(0.5))
-    assert all(torch.equal(*pair) for pair in zip(tensors, wanted, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
 
 
 def test_without_torch_function_subclasses_are_plain_tensors() -> None:
@@ -471,9 +473,9 @@ def test_current_backward_has_a_number_of_its_own_for_each_backward() -> None:
     assert _torch.current_backward() == -1
     (first + second).sum().backward()
     (leaf * first.detach()).sum().backward()
-    again = leaf * 2
-    again.register_hook(lambda _: seen.append(_torch.current_backward()))
-    again.sum().backward()
+    repeated = leaf * 2
+    repeated.register_hook(lambda _: seen.append(_torch.current_backward()))
+    repeated.sum().backward()
     assert seen[0] == seen[1] != seen[2]
     assert -1 not in seen
 

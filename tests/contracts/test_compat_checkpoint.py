@@ -27,7 +27,7 @@ SAVED = [dtype for dtype in DTYPES if not NOT_SAVED.fullmatch(str(dtype))]
 
 def _names_in(pickled: bytes) -> set[tuple[str, str]]:
     """Return the module and name of all that a pickle asks for, without loading it."""
-    asked: set[tuple[str, str]] = set()
+    requests: set[tuple[str, str]] = set()
     texts: list[str] = []
     memo: list[Any] = []
     for opcode, argument, _ in pickletools.genops(pickled):
@@ -38,10 +38,10 @@ def _names_in(pickled: bytes) -> set[tuple[str, str]]:
         elif opcode.name in ("BINGET", "LONG_BINGET") and isinstance(memo[argument], str):
             texts.append(memo[argument])
         elif opcode.name == "STACK_GLOBAL":
-            asked.add((texts[-2], texts[-1]))
+            requests.add((texts[-2], texts[-1]))
         elif opcode.name == "GLOBAL":
-            asked.add(tuple(argument.split(" ")))  # type: ignore[arg-type]
-    return asked
+            requests.add(tuple(argument.split(" ")))  # type: ignore[arg-type]
+    return requests
 
 
 def _write(folder: str) -> None:
@@ -58,25 +58,25 @@ def _write(folder: str) -> None:
 
 def test_dcp_metadata_names_are_all_that_metadata_ask_for_and_no_more(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
-    asked = _names_in((tmp_path / METADATA_FILE).read_bytes())
-    assert {pair for pair in asked if not _checkpoint.is_torch_constant(*pair)} == _checkpoint.DCP_METADATA_NAMES
-    assert {name for module, name in asked if module == "torch"} == {"Size", "float32", "bfloat16", "int64", "bool"}
+    requests = _names_in((tmp_path / METADATA_FILE).read_bytes())
+    assert {pair for pair in requests if not _checkpoint.is_torch_constant(*pair)} == _checkpoint.DCP_METADATA_NAMES
+    assert {name for module, name in requests if module == "torch"} == {"Size", "float32", "bfloat16", "int64", "bool"}
 
 
 @pytest.mark.parametrize("dtype", SAVED, ids=str)
 def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = (torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(4, 3)
     write_tensors(tmp_path, {"x": ChunkedTensor((4, 3), dtype, [Chunk((0, 0), tensor)])}, None, tmp_path)
-    tensors, found = StoredTensors(tmp_path), torch.zeros_like(tensor)
+    tensors, actual = StoredTensors(tmp_path), torch.zeros_like(tensor)
     assert tensors.entry("x").properties.dtype == dtype
-    tensors.read({"x": [Chunk((0, 0), found)]})
-    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    tensors.read({"x": [Chunk((0, 0), actual)]})
+    assert torch.equal(actual.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_is_torch_constant_accepts_types_of_numbers_only() -> None:
     assert all(_checkpoint.is_torch_constant("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES)
-    said = {name for name in dir(torch) if _checkpoint.is_torch_constant("torch", name)}
-    assert {getattr(torch, name) for name in said} == set(DTYPES)
+    message = {name for name in dir(torch) if _checkpoint.is_torch_constant("torch", name)}
+    assert {getattr(torch, name) for name in message} == set(DTYPES)
     for name in ("Size", "ops", "load", "os", "os.system", "hub.load", "float32.__class__", "strided", "device", ""):
         assert not _checkpoint.is_torch_constant("torch", name)
     assert not _checkpoint.is_torch_constant("torch.nn", "float32")
@@ -84,30 +84,30 @@ def test_is_torch_constant_accepts_types_of_numbers_only() -> None:
 
 
 def test_python_unpickler_asks_its_methods_for_what_a_pickle_names_and_changes() -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     class Asks(_checkpoint.PythonUnpickler):
         dispatch = dict(_checkpoint.PythonUnpickler.dispatch)
 
         def find_class(self, module: str, name: str) -> Any:
-            asked.append((module, name))
+            requests.append((module, name))
             return super().find_class(module, name)
 
         def get_extension(self, code: int) -> Any:
-            asked.append(code)
+            requests.append(code)
             self.append(None)
 
         def load_build(self) -> None:
-            asked.append(type(self.stack[-2]))
+            requests.append(type(self.stack[-2]))
             super().load_build()
 
         dispatch[pickle.BUILD[0]] = load_build
 
-    found = Asks(io.BytesIO(pickle.dumps(Metadata({"x": None})))).load()
-    assert found == Metadata({"x": None})
-    assert asked == [(Metadata.__module__, "Metadata"), Metadata]
+    actual = Asks(io.BytesIO(pickle.dumps(Metadata({"x": None})))).load()
+    assert actual == Metadata({"x": None})
+    assert requests == [(Metadata.__module__, "Metadata"), Metadata]
     assert Asks(io.BytesIO(b"\x80\x02\x82\x07.")).load() is None
-    assert asked[2:] == [7]
+    assert requests[2:] == [7]
 
 
 def test_chunk_locations_yields_every_chunk(tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ def test_chunk_locations_yields_every_chunk(tmp_path: Path) -> None:
     with open(tmp_path / METADATA_FILE, "rb") as file:
         metadata = read_metadata(file)
     places = list(_checkpoint.chunk_locations(metadata))
-    found = sorted({(name, file) for name, file, _, _ in places})
-    both = [(f"torch.{dtype}", f"__{rank}_0.distcp") for dtype in ("bfloat16", "float32", "int64") for rank in (0, 1)]
-    assert found == sorted([*both, ("on the last rank", "__1_0.distcp")])
-    assert all((tmp_path / file).is_file() for _, file in found)
-    for file in {file for _, file in found}:
+    actual = sorted({(name, file) for name, file, _, _ in places})
+    pair = [(f"torch.{dtype}", f"__{rank}_0.distcp") for dtype in ("bfloat16", "float32", "int64") for rank in (0, 1)]
+    assert actual == sorted([*pair, ("on the last rank", "__1_0.distcp")])
+    assert all((tmp_path / file).is_file() for _, file in actual)
+    for file in {file for _, file in actual}:
         lengths = sum(length for _, other, _, length in places if other == file)
         assert lengths == (tmp_path / file).stat().st_size
     assert list(_checkpoint.chunk_locations(Metadata({}))) == []

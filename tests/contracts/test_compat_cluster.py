@@ -63,18 +63,18 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
     select = trainer._checkpoint_connector._select_ckpt_path
     model = {"model_provided": True, "model_connected": True}
     assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
-    asked = []
-    for found, of_given in (("mine.ckpt", "mine.ckpt"), (None, "given.ckpt")):
-        with lightning_resuming.resume_from(trainer, lambda given, found=found: asked.append(given) or found):
+    requests = []
+    for result, given_values in (("mine.ckpt", "mine.ckpt"), (None, "given.ckpt")):
+        with lightning_resuming.resume_from(trainer, lambda inputs, result=result: requests.append(inputs) or result):
             select = trainer._checkpoint_connector._select_ckpt_path
-            assert select(TrainerFn.FITTING, None, **model) == lightning_resuming.resumed_path(trainer) == found
-            assert select(TrainerFn.FITTING, "given.ckpt", **model) == of_given
+            assert select(TrainerFn.FITTING, None, **model) == lightning_resuming.resumed_path(trainer) == result
+            assert select(TrainerFn.FITTING, "given.ckpt", **model) == given_values
             assert select(TrainerFn.TESTING, "given.ckpt", **model) == "given.ckpt"
         assert lightning_resuming.resumed_path(trainer) is None
     trainer.ckpt_path = "set.ckpt"
-    with lightning_resuming.resume_from(trainer, asked.append):
+    with lightning_resuming.resume_from(trainer, requests.append):
         assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == "set.ckpt"
-    assert asked == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
+    assert requests == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
 
 
 class Restarts(Callback):
@@ -108,9 +108,9 @@ def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:
     store.set("of", "this test")
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        before = store.num_keys()
+        initial = store.num_keys()
         assert _torch.default_store().add("left", 2) == 2
-        assert store.num_keys() == before + 1
+        assert store.num_keys() == initial + 1
         dist.all_reduce(torch.zeros(1))
         group = dist.new_group(backend="gloo")
         dist.broadcast(torch.zeros(1), 0, group=group)

@@ -44,9 +44,9 @@ def test_arguments_are_named() -> None:
 
 def test_what_is_written_in_place_is_known() -> None:
     x, y = torch.zeros(2), torch.ones(2)
-    assert [one is x for one in dispatch.written_by(ATEN.add_.Tensor, (x, y), {})] == [True]
+    assert [first is x for first in dispatch.written_by(ATEN.add_.Tensor, (x, y), {})] == [True]
     assert list(dispatch.written_by(ATEN.add.Tensor, (x, y), {})) == []
-    assert [one is y for one in dispatch.written_by(ATEN.add.out, (x, x), {"out": y})] == [True]
+    assert [first is y for first in dispatch.written_by(ATEN.add.out, (x, x), {"out": y})] == [True]
 
 
 def test_views_have_one_storage() -> None:

@@ -47,7 +47,7 @@ def _on_a_rank() -> dict[str, Any]:
     whole = torch.arange(5 * 4.0).view(5, 4)
     cut = distribute_tensor(whole, mesh, [Shard(0)])
     single = [torch.distributed.new_group([rank]) for rank in range(num_ranks)]
-    here = [LocalShard(torch.zeros(2), ShardMetadata([0], [2], f"rank:{rank}/cpu"))]
+    local = [LocalShard(torch.zeros(2), ShardMetadata([0], [2], f"rank:{rank}/cpu"))]
     net = Net()
     fully_shard(net.low, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -55,9 +55,9 @@ def _on_a_rank() -> dict[str, Any]:
     net.reshard()
     state = _fully_shard.without_fully_shard(dict(vars(net)))
     plain = _fully_shard.class_before_fully_shard(net)
-    alone: nn.Module = plain.__new__(plain)
-    alone.__setstate__({key: value for key, value in state.items() if key != "_modules"} | {"_modules": {}})
-    hooks = list(alone._forward_pre_hooks.values())
+    single_values: nn.Module = plain.__new__(plain)
+    single_values.__setstate__({key: value for key, value in state.items() if key != "_modules"} | {"_modules": {}})
+    hooks = list(single_values._forward_pre_hooks.values())
     high = copy.deepcopy(net.high)
     num_before = len(high._state_dict_pre_hooks), len(high._load_state_dict_pre_hooks)
     _fully_shard.drop_state_dict_hooks(high)
@@ -80,11 +80,11 @@ def _on_a_rank() -> dict[str, Any]:
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
         "writes": (gathering, _fully_shard.unsharded_version(gathered) - writes),
         "offsets": _tensors.local_offsets(cut),
-        "first replica": _tensors.is_first_replica(init_from_local_shards(here, [2], process_group=single[rank])),
+        "first replica": _tensors.is_first_replica(init_from_local_shards(local, [2], process_group=single[rank])),
         "local": cut.to_local(),
         "class": plain.__name__,
-        "is cut": isinstance(net, FSDPModule) and not isinstance(alone, FSDPModule),
-        "hooks left": [hook.__name__ for hook in hooks] + list(alone._forward_hooks.values()),
+        "is cut": isinstance(net, FSDPModule) and not isinstance(single_values, FSDPModule),
+        "hooks left": [hook.__name__ for hook in hooks] + list(single_values._forward_hooks.values()),
         "pickles": torch.save(dict(state, _modules={}, _parameters={}), io.BytesIO()) is None,
         "state dict hooks": (num_before, len(high._state_dict_pre_hooks), len(high._load_state_dict_pre_hooks)),
         "still sharded": all(isinstance(parameter, DTensor) for parameter in net.parameters()),
@@ -93,38 +93,40 @@ def _on_a_rank() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def actual() -> list[dict[str, Any]]:
     return run_on_ranks(_on_a_rank, 2)
 
 
-def test_local_offsets_are_where_the_local_tensor_begins(found: list[dict[str, Any]]) -> None:
+def test_local_offsets_are_where_the_local_tensor_begins(actual: list[dict[str, Any]]) -> None:
     whole = torch.arange(5 * 4.0).view(5, 4)
-    for of_rank in found:
-        (row, column), local = of_rank["offsets"], of_rank["local"]
+    for rank_result in actual:
+        (row, column), local = rank_result["offsets"], rank_result["local"]
         assert torch.equal(whole[row : row + local.shape[0], column : column + local.shape[1]], local)
 
 
-def test_is_first_replica_is_true_in_the_group_of_rank_0(found: list[dict[str, Any]]) -> None:
-    assert [of_rank["first replica"] for of_rank in found] == [True, False]
+def test_is_first_replica_is_true_in_the_group_of_rank_0(actual: list[dict[str, Any]]) -> None:
+    assert [rank_result["first replica"] for rank_result in actual] == [True, False]
 
 
-def test_class_before_fully_shard_and_without_fully_shard_leave_what_the_user_made(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        assert of_rank["class"] == "Net"
-        assert of_rank["is cut"]
-        assert of_rank["hooks left"] == ["_count"]
-        assert of_rank["pickles"], "nothing of fully_shard's is left in it"
+def test_class_before_fully_shard_and_without_fully_shard_leave_what_the_user_made(
+    actual: list[dict[str, Any]],
+) -> None:
+    for rank_result in actual:
+        assert rank_result["class"] == "Net"
+        assert rank_result["is cut"]
+        assert rank_result["hooks left"] == ["_count"]
+        assert rank_result["pickles"], "nothing of fully_shard's is left in it"
 
 
-def test_drop_state_dict_hooks_removes_those_of_fully_shard(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        assert of_rank["state dict hooks"] == ((1, 1), 0, 0)
+def test_drop_state_dict_hooks_removes_those_of_fully_shard(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        assert rank_result["state dict hooks"] == ((1, 1), 0, 0)
 
 
-def test_apply_to_tensors_keeps_a_sharded_module_in_step(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        assert of_rank["still sharded"]
-        assert of_rank["emptied"] == 0.0
+def test_apply_to_tensors_keeps_a_sharded_module_in_step(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        assert rank_result["still sharded"]
+        assert rank_result["emptied"] == 0.0
 
 
 def test_is_view_tells_views() -> None:
@@ -140,20 +142,20 @@ def test_set_device_and_mesh_sets_what_a_lightning_module_returns() -> None:
     assert module.device_mesh == "a mesh"
 
 
-def test_unsharded_parameters_are_the_weights_in_both_forms(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        assert of_rank["gathered"] == (True, (4, 5))
+def test_unsharded_parameters_are_the_weights_in_both_forms(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        assert rank_result["gathered"] == (True, (4, 5))
 
 
-def test_drop_unreduced_gradient_drops_what_was_accumulated_without_reduction(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        assert of_rank["unsent"] == (True, True)
+def test_drop_unreduced_gradient_drops_what_was_accumulated_without_reduction(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        assert rank_result["unsent"] == (True, True)
 
 
-def test_unsharded_version_counts_writes_and_not_all_gathers(found: list[dict[str, Any]]) -> None:
+def test_unsharded_version_counts_writes_and_not_all_gathers(actual: list[dict[str, Any]]) -> None:
     """Use of clean_up_after_failure: see test_fsdp_traps.py."""
-    for of_rank in found:
-        assert of_rank["writes"] == (0, 1)
+    for rank_result in actual:
+        assert rank_result["writes"] == (0, 1)
 
 
 def test_wrapped_optimizers_are_those_that_manual_optimization_sees() -> None:
@@ -190,23 +192,23 @@ def _undone() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (rank_and_num_ranks()[1],))
     inner = nn.Linear(3, 4)
     module = nn.Sequential(inner, nn.Linear(4, 5))
-    before = {name: set(vars(part)) for name, part in module.named_modules()}
-    kept = module.register_forward_hook(_hook_of_the_users)
+    initial = {name: set(vars(part)) for name, part in module.named_modules()}
+    retained = module.register_forward_hook(_hook_of_the_users)
     fully_shard(module, mesh=mesh)
     assert module(torch.ones(2, 3)).shape == (2, 5)
     module.reshard()
     full = {name: parameter.full_tensor() for name, parameter in module.named_parameters()}
     for name, value in full.items():
-        path, _, own = name.rpartition(".")
-        setattr(module.get_submodule(path), own, nn.Parameter(value))
+        path, _, own_part = name.rpartition(".")
+        setattr(module.get_submodule(path), own_part, nn.Parameter(value))
     for part in list(module.modules()):
         _fully_shard.undo_fully_shard(part, "no.package", ())
-    same = {name: set(vars(part)) ^ before[name] for name, part in module.named_modules()}
+    is_equal = {name: set(vars(part)) ^ initial[name] for name, part in module.named_modules()}
     memory = io.BytesIO()
     torch.save(module, memory)
-    assert list(module._forward_hooks) == [kept.id]
+    assert list(module._forward_hooks) == [retained.id]
     fully_shard(module, mesh=mesh)  # as if for the first time
-    return {"same": same, "class": type(module).__name__, "size": memory.tell()}
+    return {"same": is_equal, "class": type(module).__name__, "size": memory.tell()}
 
 
 def _hook_of_the_users(*_: Any) -> None:
@@ -214,19 +216,19 @@ def _hook_of_the_users(*_: Any) -> None:
 
 
 def test_undo_fully_shard_leaves_a_module_that_is_pickled_and_sharded_again() -> None:
-    for of_rank in run_on_ranks(_undone, 2):
-        assert not any(of_rank["same"].values()), of_rank
-        assert of_rank["class"] == "FSDPSequential"
-        assert of_rank["size"]
+    for rank_result in run_on_ranks(_undone, 2):
+        assert not any(rank_result["same"].values()), rank_result
+        assert rank_result["class"] == "FSDPSequential"
+        assert rank_result["size"]
 
 
 def _hooked() -> list[bool]:
     rank, num_ranks = rank_and_num_ranks()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-    found = [_torch.has_comm_hook(ddp)]
+    actual = [_torch.has_comm_hook(ddp)]
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    return [*found, _torch.has_comm_hook(ddp)]
+    return [*actual, _torch.has_comm_hook(ddp)]
 
 
 def test_has_comm_hook_tells_that_a_hook_was_registered() -> None:

@@ -76,8 +76,8 @@ class Seen(pl.Callback):
     def note(self, trainer: pl.Trainer, *arguments: Any) -> None:
         connector = trainer._logger_connector
         seen = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
-        kept = (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics)
-        for metrics in (*seen, *kept):
+        retained = (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics)
+        for metrics in (*seen, *retained):
             as_numbers = {k: (v.dtype, v.item()) if isinstance(v, Tensor) else v for k, v in metrics.items()}
             self.found.append(sorted(as_numbers.items()))
 
@@ -99,10 +99,10 @@ def _fit(lean: bool, folder: Path) -> tuple[Any, ...]:
 
 
 def test_a_fit_logs_the_same_bits_everywhere(tmp_path: Path) -> None:
-    ours, theirs = _fit(True, tmp_path / "ours"), _fit(False, tmp_path / "theirs")
-    for step, (found, expected) in enumerate(zip(ours[0], theirs[0], strict=True)):
-        assert repr(found) == repr(expected), step  # by repr: NaN is NaN
-    assert ours[1:] == theirs[1:]
+    distrec, stock = _fit(True, tmp_path / "ours"), _fit(False, tmp_path / "theirs")
+    for step, (actual, expected) in enumerate(zip(distrec[0], stock[0], strict=True)):
+        assert repr(actual) == repr(expected), step  # by repr: NaN is NaN
+    assert distrec[1:] == stock[1:]
 
 
 OPTIONS: dict[str, Any] = {
@@ -175,7 +175,7 @@ class AppliesItself(MeanMetric):
 
 def _moved(kind: type[MeanMetric], lean: bool) -> list[Any]:
     """Return what a metric has noted after each of its logs, and its type."""
-    found: list[Any] = []
+    actual: list[Any] = []
 
     def logs(module: Any, index: int) -> None:
         if index == 0:
@@ -184,21 +184,21 @@ def _moved(kind: type[MeanMetric], lean: bool) -> list[Any]:
             module.mean.set_dtype(torch.float64)
         module.mean.update(float(index))
         module.log("mean", module.mean, on_epoch=True)
-        found.append((getattr(module.mean, "moves", 0), module.mean.dtype))
+        actual.append((getattr(module.mean, "moves", 0), module.mean.dtype))
 
     trainer = pl.Trainer(**OPTIONS)
     with _lightning_logging.log_at_less_python(trainer) if lean else nullcontext():
         trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("kind", [MovesItself, AppliesItself, MeanMetric])
 def test_metrics_are_moved_where_that_changes_something(kind: type[MeanMetric]) -> None:
-    ours, theirs = _moved(kind, True), _moved(kind, False)
-    assert ours == theirs
-    assert len(ours) == 6
+    distrec, stock = _moved(kind, True), _moved(kind, False)
+    assert distrec == stock
+    assert len(distrec) == 6
     if kind is not MeanMetric:
-        assert ours[-1][0] > ours[0][0]
+        assert distrec[-1][0] > distrec[0][0]
 
 
 def test_a_call_that_recurs_takes_few_functions() -> None:

@@ -18,11 +18,11 @@ def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
     plain = {"policy": "", "ttl_hours": 0, "ttl_by_feature": (), "drops": False, "percent_reserved": 0.0}
     assert _collisions.hash_zch_settings(hash_zch("users")) == plain
     evicts = hash_zch("users", evicts=True, opt_in_prob=100, percent_reserved_slots=25)
-    found = {"policy": "LRU_EVICTION", "ttl_hours": 1, "percent_reserved": 25}
-    assert _collisions.hash_zch_settings(evicts) == plain | found
-    of_features = EvictsByFeature().mc._managed_collision_collection._managed_collision_modules["goods"]
-    found = {"policy": "PER_FEATURE_TTL_EVICTION", "ttl_by_feature": (1, 2)}
-    assert _collisions.hash_zch_settings(of_features) == plain | found
+    actual = {"policy": "LRU_EVICTION", "ttl_hours": 1, "percent_reserved": 25}
+    assert _collisions.hash_zch_settings(evicts) == plain | actual
+    features_values = EvictsByFeature().mc._managed_collision_collection._managed_collision_modules["goods"]
+    actual = {"policy": "PER_FEATURE_TTL_EVICTION", "ttl_by_feature": (1, 2)}
+    assert _collisions.hash_zch_settings(features_values) == plain | actual
     assert _collisions.hash_zch_settings(hash_zch("users", disable_fallback=True)) == plain | {"drops": True}
     assert _collisions.why_hash_zch_differs(evicts, "users") == ""
     for options, reason in (
@@ -68,12 +68,12 @@ def test_mch_has_the_settings_and_the_state_that_we_take() -> None:
     assert "output_segments that end at 48" in _collisions.why_mch_differs(other)
     state = _collisions.mch_state(module)
     assert state.keys() | {_collisions.MCH_SEGMENTS, _collisions.MCH_LOOKUPS} == module.state_dict().keys()
-    by_row = {name: torch.arange(ROWS["users"]).flip(0) for name in state}
-    by_row[_collisions.MCH_IDS] = 10 * torch.arange(ROWS["users"])
-    _collisions.set_mch_state(module, by_row, torch.tensor([7]))
+    per_row = {name: torch.arange(ROWS["users"]).flip(0) for name in state}
+    per_row[_collisions.MCH_IDS] = 10 * torch.arange(ROWS["users"])
+    _collisions.set_mch_state(module, per_row, torch.tensor([7]))
     assert module.state_dict()[_collisions.MCH_LOOKUPS].tolist() == [7]
-    given = {"": JaggedTensor(torch.tensor([0, 10, 220]), lengths=torch.tensor([3]))}
-    assert module.remap(given)[""].values().tolist() == [23, 22, 1]
+    inputs = {"": JaggedTensor(torch.tensor([0, 10, 220]), lengths=torch.tensor([3]))}
+    assert module.remap(inputs)[""].values().tolist() == [23, 22, 1]
 
 
 def test_update_mch_gives_rows_to_the_ids_of_an_interval() -> None:
@@ -88,16 +88,16 @@ def test_update_mch_gives_rows_to_the_ids_of_an_interval() -> None:
 def _input_dist() -> Any:
     rank, num_ranks = rank_and_num_ranks()
     model = ManagedModel()
-    found: list[Any] = []
+    actual: list[Any] = []
 
     def look(*_: Any) -> None:
         sharded = model.trainer.strategy.run_tables.shards.sharded["mc._embedding_module"]  # type: ignore[attr-defined]
         place, sharding = _torchrec.row_wise_sharding(sharded)
-        found.extend([place, sharded._input_dists[place]._keep_original_indices])
+        actual.extend([place, sharded._input_dists[place]._keep_original_indices])
 
     model.on_train_batch_end = look  # type: ignore[method-assign]
     make_trainer().fit(model, loader(0, 1, rank, num_ranks, 2))
-    return found
+    return actual
 
 
 def test_route_by_bucket_makes_the_input_dist_of_a_row_wise_sharding() -> None:

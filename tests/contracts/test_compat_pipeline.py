@@ -29,18 +29,18 @@ from tests.support.ranks import run_on_ranks
 class Loader(DataLoader):
     """A loader whose state is the number of batches that it gave."""
 
-    given = 0
+    inputs = 0
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            self.given += 1
+            self.inputs += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
+        return {"given": self.inputs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
+        self.inputs = state["given"]
 
 
 class Hooked(pl.LightningModule):
@@ -85,13 +85,13 @@ def test_override_loader_states_decides_what_a_checkpoint_holds() -> None:
 
 
 def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itself() -> None:
-    asked: list[str] = []
+    requests: list[str] = []
     seen: list[Any] = []
     handed: list[Any] = []
 
     class WithData(Hooked):
         def train_dataloader(self) -> Any:
-            asked.append(self.trainer.state.stage.value)
+            requests.append(self.trainer.state.stage.value)
             return loader()
 
     class Looks(pl.Callback):
@@ -100,12 +100,12 @@ def test_train_dataloaders_are_asked_for_once_more_before_lightning_does_so_itse
             seen.append(_lightning.train_dataloaders(trainer))
 
     make_trainer(callbacks=[Looks()]).fit(WithData())
-    assert len(asked) == 2
+    assert len(requests) == 2
     assert type(seen[0]) is Loader
-    given = {"a": loader()}
-    make_trainer(callbacks=[Looks()], limit_train_batches=0).fit(Hooked(), given)
-    assert seen[1] is given
-    assert handed == [None, given]
+    inputs = {"a": loader()}
+    make_trainer(callbacks=[Looks()], limit_train_batches=0).fit(Hooked(), inputs)
+    assert seen[1] is inputs
+    assert handed == [None, inputs]
     assert _lightning.given_train_loaders(make_trainer()) is None
     assert _lightning.train_dataloaders(make_trainer()) is None
 
@@ -146,11 +146,11 @@ def test_skip_transfer_hook_when_skips_batches_that_are_done() -> None:
 
 
 def test_stop_between_steps_notes_a_signal_and_stops_the_loop_once_agreed() -> None:
-    trainer, asked, codes = make_trainer(), [], [None, 143]
-    patches = _lightning.stop_between_steps(trainer, asked.append, codes.pop)
+    trainer, requests, codes = make_trainer(), [], [None, 143]
+    patches = _lightning.stop_between_steps(trainer, requests.append, codes.pop)
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
     trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
-    assert asked == [False, True]
+    assert requests == [False, True]
     assert not trainer.received_sigterm
     with pytest.raises(SIGTERMException) as raised:
         trainer.fit_loop.epoch_loop.advance(None)
@@ -195,18 +195,18 @@ def test_jagged_fields_are_those_of_a_keyed_jagged_tensor() -> None:
 
 def test_keep_length_per_key_spares_a_keyed_jagged_tensor_the_sums() -> None:
     jagged = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(3), lengths=torch.tensor([2, 1]))
-    kept = [2, 1]
-    assert _torchrec.keep_length_per_key(jagged, kept)
-    assert jagged.length_per_key() is kept
+    retained = [2, 1]
+    assert _torchrec.keep_length_per_key(jagged, retained)
+    assert jagged.length_per_key() is retained
     assert not _torchrec.keep_length_per_key(jagged, [1, 2])
 
 
 def test_version_of_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
-    before = _torch.version_of(tensor)
+    initial = _torch.version_of(tensor)
     tensor[:1].add_(1)
-    assert _torch.version_of(tensor) == before + 1
-    assert _torch.versions_of([tensor, torch.zeros(3)]) == [before + 1, 0]
+    assert _torch.version_of(tensor) == initial + 1
+    assert _torch.versions_of([tensor, torch.zeros(3)]) == [initial + 1, 0]
     with torch.inference_mode():
         assert _torch.version_of(torch.zeros(3)) is None
 
@@ -288,7 +288,7 @@ def exchanged(sharding_type: str) -> dict[str, Any]:
         fused = _torchrec_ids.FusedSplits(splits, contexts, (dist.get_rank(), 7), [True, True])
         seen["said"] = fused.wait_for_numbers()
         early = [awaitable.wait() for awaitable in fused.start_ids()]
-        infos = [info for of_type in sharded.sharding_type_to_sharding_infos.values() for info in of_type]
+        infos = [info for type_values in sharded.sharding_type_to_sharding_infos.values() for info in type_values]
         seen["meta"] = all(info.param.is_meta for info in infos) and len(infos) > 0
         seen["streams"] = all(hasattr(thing, "record_stream") for thing in (*early, *contexts))
 
@@ -300,7 +300,7 @@ def _ways_to_send(batch: Any) -> dict[str, tuple[Any, Any, bool, int]]:
     """Return name -> features of two lookups, whether their ids are small, and how many ranks are packed for."""
     ids, lengths = batch["ids"], batch["lengths"]
     wide = torch.where(ids % 2 == 0, ids + 2**40, -ids)
-    of_two_sizes = {"stride_per_key_per_rank": [[lengths.numel() // len(FEATURES)]] * len(FEATURES)}
+    two_sizes_values = {"stride_per_key_per_rank": [[lengths.numel() // len(FEATURES)]] * len(FEATURES)}
 
     def features(ids: Any, dtype: Any = None, lengths: Any = lengths, **options: Any) -> KeyedJaggedTensor:
         weights = None if dtype is None else torch.rand(len(ids)).to(dtype)
@@ -314,8 +314,8 @@ def _ways_to_send(batch: Any) -> dict[str, tuple[Any, Any, bool, int]]:
         "of 32 bits": (features(ids.int()), features(ids, lengths=lengths.int()), True, 64),
         "double": (features(ids, torch.float64), usual, True, 64),
         "batch sizes of their own": (
-            features(ids, **of_two_sizes),
-            features(ids, torch.float32, **of_two_sizes),
+            features(ids, **two_sizes_values),
+            features(ids, torch.float32, **two_sizes_values),
             True,
             64,
         ),
@@ -330,27 +330,27 @@ def _prepare(sharded: Any, lookups: Any) -> tuple[list[Any], list[Any]]:
     return contexts, splits
 
 
-def _arrives_as_upstream(sharded: Any, one: Any, other: Any, is_small: bool, max_packed: int) -> bool:
+def _arrives_as_upstream(sharded: Any, first: Any, other: Any, is_small: bool, max_packed: int) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_torchrec_ids, "MAX_PACKED_RANKS", max_packed)
-        contexts, splits = _prepare(sharded, (one, other))
+        contexts, splits = _prepare(sharded, (first, other))
         started = _torchrec_ids.FusedSplits(splits, contexts, (), [is_small] * 2).start_ids()
-    found = [awaitable.wait() for awaitable in started]
-    for features, context, ids in zip((one, other), contexts, found, strict=True):
-        theirs = sharded.create_context()
-        expected = sharded.input_dist(theirs, features).wait().wait()
+    actual = [awaitable.wait() for awaitable in started]
+    for features, context, ids in zip((first, other), contexts, actual, strict=True):
+        stock = sharded.create_context()
+        expected = sharded.input_dist(stock, features).wait().wait()
         for a, b in zip(ids.features, expected.features, strict=True):
-            for mine, his in (
+            for local, his in (
                 (a.values(), b.values()),
                 (a.lengths(), b.lengths()),
                 (a.weights_or_none(), b.weights_or_none()),
             ):
-                if (mine is None) != (his is None) or (
-                    mine is not None and (mine.dtype != his.dtype or not torch.equal(mine, his))
+                if (local is None) != (his is None) or (
+                    local is not None and (local.dtype != his.dtype or not torch.equal(local, his))
                 ):
                     return False
-        for mine, his in zip(context.sharding_contexts, theirs.sharding_contexts, strict=True):
-            if mine.batch_size_per_rank != his.batch_size_per_rank:
+        for local, his in zip(context.sharding_contexts, stock.sharding_contexts, strict=True):
+            if local.batch_size_per_rank != his.batch_size_per_rank:
                 return False
     return True
 
@@ -387,7 +387,7 @@ def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> N
 def _routes() -> tuple[bool, bool]:
     """Return whether weights that stay have routes, and their places arrive in the order of the ids."""
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}, weighted=True)
-    found: list[Any] = []
+    actual: list[Any] = []
 
     class Look(pl.Callback):
         def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -402,11 +402,11 @@ def _routes() -> tuple[bool, bool]:
             sent = batch["ids"][route.sent_places.view(torch.int32)]
             arrived = sent.new_empty(sum(route.received))
             dist.all_to_all_single(arrived, sent, route.received, route.sent)
-            same = torch.equal(arrived[ids.weights().view(torch.int32)], ids.values())
-            found.extend((same, len(_torchrec.lookups_of(sharded)) == 1))
+            is_equal = torch.equal(arrived[ids.weights().view(torch.int32)], ids.values())
+            actual.extend((is_equal, len(_torchrec.lookups_of(sharded)) == 1))
 
     train_sharded(model, 1, {"sharding_types": ["table_wise"]}, callbacks=[Look()])
-    return tuple(found)
+    return tuple(actual)
 
 
 def test_weight_routes_lead_where_the_ids_are_and_lookups_of_has_one_for_each_sharding_type() -> None:

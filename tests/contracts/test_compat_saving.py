@@ -32,5 +32,5 @@ def test_lightning_reads_a_folder_wherever_it_reads_a_file(tmp_path: Path) -> No
         loaded = Layer.load_from_checkpoint(path, map_location=map_location)
         assert all(torch.equal(value, trained.state_dict()[name]) for name, value in loaded.state_dict().items())
     stock = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-    found = stock.test(Layer(3), torch.utils.data.DataLoader([0]), ckpt_path=path, verbose=False)
-    assert found[0]["first"] == trained.layer.weight[0, 0].item()
+    actual = stock.test(Layer(3), torch.utils.data.DataLoader([0]), ckpt_path=path, verbose=False)
+    assert actual[0]["first"] == trained.layer.weight[0, 0].item()

@@ -31,13 +31,13 @@ def kernel_of(optimizer: EmbOptimType) -> Any:
 
 def learn(kernel: Any, look_up: Any, ids: Tensor, offsets: Tensor) -> Tensor:
     """Look up and update twice, with two learning rates."""
-    found = []
+    actual = []
     for rate in (0.1, 0.3):
         kernel.set_learning_rate(rate)
         rows = look_up(ids, offsets)
         (rows * torch.arange(16)).sum().backward()
-        found.append(rows.detach())
-    return torch.cat([*found, *kernel.split_embedding_weights()[0].view(-1, 16)[None]])
+        actual.append(rows.detach())
+    return torch.cat([*actual, *kernel.split_embedding_weights()[0].view(-1, 16)[None]])
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_kernel_call_leaves_the_bits_of_the_kernel_and_runs_its_python_once(opti
     kernel.weights_host = torch.nn.Parameter(kernel.weights_host.detach().clone())
     call(*small)
     assert len(calls) == 2
-    given: list[Any] = []
+    inputs: list[Any] = []
     with torch.no_grad():
-        handle = kernel.register_forward_hook(lambda *_: given.append(_[2]), with_kwargs=True)
+        handle = kernel.register_forward_hook(lambda *_: inputs.append(_[2]), with_kwargs=True)
         call(*small)
         handle.remove()
         call(*small)
-    assert given[0]["indices"].dtype == torch.int64
+    assert inputs[0]["indices"].dtype == torch.int64
     assert len(calls) == 4
 
 
@@ -78,20 +78,20 @@ def _sharding(sharding_type: str) -> list[Any]:
 
     def look() -> None:
         sharded: Any = model.trainer.strategy.run_tables.shards.sharded["ebc"]
-        found = _torchrec_pooled.pooled_sharding(sharded)
-        if found is None:
+        actual = _torchrec_pooled.pooled_sharding(sharded)
+        if actual is None:
             return
         blocks = getattr(sharded._input_dists[0], "_feature_block_sizes_tensor", None)
         names = sharded._embedding_shardings[0].feature_names()
-        of_ranks = [name for of_rank in found.features for name in of_rank]
-        widths = [width for of_rank in found.widths for width in of_rank]
+        rank_results = [name for rank_result in actual.features for name in rank_result]
+        widths = [width for rank_result in actual.widths for width in rank_result]
         seen.append((
-            of_ranks == (names if blocks is None else names * 2),
-            found.names == sharded._embedding_names,
-            found.num_rows is None or [-(-rows // 2) for rows in found.num_rows] == blocks.tolist(),
-            widths[: len(found.names)] == sharded._embedding_dims,
-            found.group.size(),
-            found.divisor,
+            rank_results == (names if blocks is None else names * 2),
+            actual.names == sharded._embedding_names,
+            actual.num_rows is None or [-(-rows // 2) for rows in actual.num_rows] == blocks.tolist(),
+            widths[: len(actual.names)] == sharded._embedding_dims,
+            actual.group.size(),
+            actual.divisor,
         ))
 
     model.on_train_end = look  # type: ignore[method-assign]

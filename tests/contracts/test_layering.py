@@ -108,41 +108,41 @@ def place_of(file: Path, root: Path) -> str:
 
 def place_imported(imported: Import, root: Path) -> str | None:
     """Return the place that an import reaches into, or None for other packages."""
-    top, *rest = imported.module.split(".")
+    top, *tail = imported.module.split(".")
     if top in ("recipes", "tests"):
         return top
     if top != PACKAGE:
         return None
-    for parts in ([*rest, imported.name or ""], rest):
+    for parts in ([*tail, imported.name or ""], tail):
         file = root.joinpath(PACKAGE, *parts)
         if parts and file.with_suffix(".py").is_file():
             return place_of(file.with_suffix(".py"), root)
         if parts and parts[-1] and file.is_dir():
             return "/".join(parts)
-    return "/".join(rest) or "__init__"
+    return "/".join(tail) or "__init__"
 
 
 def forbidden_arrows(root: Path) -> list[str]:
     """Return a line for every import that the house does not allow, as "file:line: reason"."""
-    found = []
+    actual = []
     for file in sorted((root / PACKAGE).rglob("*.py")):
         place = place_of(file, root)
         if place not in MAY_IMPORT:
-            found.append(f"{file.relative_to(root)}:1: '{place}' has no place in the house; give it one in MAY_IMPORT")
+            actual.append(f"{file.relative_to(root)}:1: '{place}' has no place in the house; give it one in MAY_IMPORT")
             continue
         for imported in imports_of(file, root):
             target = place_imported(imported, root)
             if target in (None, place) or target in MAY_IMPORT[place] or f"{place} -> {target}" in NOT_YET:
                 continue
             allowed = ", ".join(sorted(MAY_IMPORT[place])) or "nothing of the package"
-            where = f"{file.relative_to(root)}:{imported.line}"
-            found.append(f"{where}: {place} may not import {target}; it may import {allowed}")
-    return found
+            location = f"{file.relative_to(root)}:{imported.line}"
+            actual.append(f"{location}: {place} may not import {target}; it may import {allowed}")
+    return actual
 
 
 def test_no_import_points_the_wrong_way():
-    found = forbidden_arrows(ROOT)
-    assert not found, "\n" + "\n".join(found)
+    actual = forbidden_arrows(ROOT)
+    assert not actual, "\n" + "\n".join(actual)
 
 
 def test_packages_never_import_one_another():
@@ -228,6 +228,6 @@ def test_the_checker_accepts_a_house_in_order(house):
 def test_the_checker_catches(house, path, text, arrow):
     root, write = house
     write(path, text)
-    found = forbidden_arrows(root)
-    assert len(found) == 1
-    assert arrow in found[0]
+    actual = forbidden_arrows(root)
+    assert len(actual) == 1
+    assert arrow in actual[0]

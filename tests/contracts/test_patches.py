@@ -36,7 +36,7 @@ def test_the_table_of_patches_lists_all_of_them_and_fits_leave_nothing_behind() 
     results = [json.loads(line.partition(RESULT)[2]) for line in printed.splitlines() if RESULT in line]
     assert len(results) == 2
     documented = _documented()
-    everything = set().union(*documented.values())
+    all_items = set().union(*documented.values())
     assert documented.keys() == {"import", "run", "`Communication`"}
     for changes in results:
         assert sorted(documented["import"]) == changes["import"] == changes["all strategies"]
@@ -44,13 +44,13 @@ def test_the_table_of_patches_lists_all_of_them_and_fits_leave_nothing_behind() 
         for name in STRATEGIES:
             for fit in (name, f"{name}, fails"):
                 fitted: dict[str, Any] = changes[fit]
-                assert _undocumented(fitted["during"], everything) == [], fit
+                assert _undocumented(fitted["during"], all_items) == [], fit
                 assert "lightning.pytorch.core.module.LightningModule.log" in fitted["during"], fit
                 assert fitted["after"] == [], fit
                 assert fitted["objects"] == [], fit
                 assert ("on every rank" in fitted["raised"]) == fit.endswith("fails"), fitted["raised"]
                 seen |= set(fitted["during"])
-        assert [pattern for pattern in everything if not any(fnmatch(name, pattern) for name in seen)] == []
+        assert [pattern for pattern in all_items if not any(fnmatch(name, pattern) for name in seen)] == []
 
 
 class _Upstream:

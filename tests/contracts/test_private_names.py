@@ -14,10 +14,10 @@ OURS = {"lightning_distrec", "recipes", "tests"}
 
 def is_private(imported: Import) -> bool:
     """Tell whether an import names something private of another package; __version__ and its like are public."""
-    top, *rest = imported.module.split(".")
+    top, *tail = imported.module.split(".")
     if top in OURS or top in sys.stdlib_module_names:
         return False
-    names = [*rest, imported.name or ""]
+    names = [*tail, imported.name or ""]
     return any(name.startswith("_") and not name.endswith("__") for name in names)
 
 
@@ -34,12 +34,12 @@ def private_imports(root: Path) -> list[str]:
 
 
 def test_private_upstream_names_are_imported_by_compat_only():
-    found = private_imports(ROOT)
-    assert not found, "import these in lightning_distrec/_compat/, with a test of their own:\n" + "\n".join(found)
+    actual = private_imports(ROOT)
+    assert not actual, "import these in lightning_distrec/_compat/, with a test of their own:\n" + "\n".join(actual)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("from torch import _foreach_norm\n", "plan.py:1: torch._foreach_norm"),
         ("from torch.distributed._tensor import DTensor\n", "plan.py:1: torch.distributed._tensor.DTensor"),
@@ -48,11 +48,11 @@ def test_private_upstream_names_are_imported_by_compat_only():
         ("from fbgemm_gpu import _load_library\n", "plan.py:1: fbgemm_gpu._load_library"),
     ],
 )
-def test_the_checker_catches(tmp_path, text, told):
+def test_the_checker_catches(tmp_path, text, reported):
     file = tmp_path / "lightning_distrec" / "plan.py"
     file.parent.mkdir()
     file.write_text(text)
-    assert private_imports(tmp_path) == [f"lightning_distrec/{told}"]
+    assert private_imports(tmp_path) == [f"lightning_distrec/{reported}"]
 
 
 def test_the_checker_lets_public_names_our_own_and_those_of_compat_pass(tmp_path):

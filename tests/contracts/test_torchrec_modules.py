@@ -31,23 +31,23 @@ TABLES = {EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag, nn.Embed
 
 def _modules_of_torchrec() -> Iterator[Any]:
     for package in (torchrec.distributed, torchrec.modules):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not re.search(r"\.(tests|test_utils|benchmark)\b", found.name):
+        for result in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not re.search(r"\.(tests|test_utils|benchmark)\b", result.name):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    yield importlib.import_module(found.name)
+                    yield importlib.import_module(result.name)
 
 
 def _sharded_by_torchrec() -> set[type]:
     """Return the modules for which TorchRec has a sharder."""
-    found, waiting = set(), [ModuleSharder]
+    actual, waiting = set(), [ModuleSharder]
     assert len(list(_modules_of_torchrec())) > 50
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
         if kind.__module__.startswith("torchrec.") and not inspect.isabstract(kind):
-            found.add(kind.module_type.fget(object.__new__(kind)))
-    return found
+            actual.add(kind.module_type.fget(object.__new__(kind)))
+    return actual
 
 
 def _group_of(kind: type) -> str:
@@ -95,10 +95,10 @@ def test_what_stays_on_every_rank_says_why() -> None:
     managed = ManagedModel().mc
     root.own = Own(managed._embedding_module, managed._managed_collision_collection)
     root.by_hand = nn.Sequential(ManagedModel().mc._managed_collision_collection)
-    found = find_tables(root)
-    assert found.tables == []
+    actual = find_tables(root)
+    assert actual.tables == []
     reasons = {"pool": "rank 0's values", "jagged": "rank 0's values", "pruned": "prunes nothing"}
     reasons |= {"own": "Own is a subclass and may map ids", "by_hand.0": "is used outside of a ManagedCollision"}
-    assert found.left_alone.keys() == reasons.keys()
+    assert actual.left_alone.keys() == reasons.keys()
     for path, reason in reasons.items():
-        assert reason in found.left_alone[path]
+        assert reason in actual.left_alone[path]

@@ -117,8 +117,8 @@ def in_text(text: str) -> Iterator[tuple[int, str]]:
     """Yield line from 0 on, and key of PHRASES, for each that a text contains; a line's end counts as a blank."""
     for pattern in PHRASES:
         spread = re.sub(r"(?<=\w) ", r"\\s+", pattern)
-        for found in re.finditer(spread, text, re.IGNORECASE):
-            yield text.count("\n", 0, found.start()), pattern
+        for result in re.finditer(spread, text, re.IGNORECASE):
+            yield text.count("\n", 0, result.start()), pattern
 
 
 def in_python(source: str) -> Iterator[tuple[int, str]]:
@@ -147,8 +147,8 @@ def old_words(root: Path) -> Iterator[Hit]:
 
 def test_no_old_word_comes_back() -> None:
     instead = NAMES | PHRASES
-    found = [hit for hit in old_words(ROOT) if (hit[0], hit[2]) not in EXCEPTIONS]
-    assert not found, "\n" + "\n".join(f"{file}:{line}: '{key}': write {instead[key]}" for file, line, key in found)
+    actual = [hit for hit in old_words(ROOT) if (hit[0], hit[2]) not in EXCEPTIONS]
+    assert not actual, "\n" + "\n".join(f"{file}:{line}: '{key}': write {instead[key]}" for file, line, key in actual)
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,11 @@ def _failures_of(page: Path) -> Iterator[str]:
             yield f"{page.name}, block of line {block.line}:\n{traceback.format_exc(limit=-4)}"
 
 
-def _run(block: Block, where: str, names: dict[str, Any]) -> None:
+def _run(block: Block, place: str, names: dict[str, Any]) -> None:
     if block.not_run:
         return
     if block.language == "python" and not block.file:
-        exec(compile(block.text, where, "exec"), names)
+        exec(compile(block.text, place, "exec"), names)
     elif block.language == "yaml":
         _make_classes(yaml.safe_load(block.text))
     elif block.language == "console":
@@ -104,8 +104,8 @@ def _make_classes(node: Any) -> None:
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each command of a console block with the lines that it is shown to print."""
-    for one in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
-        command, *shown = one.splitlines()
+    for first in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, *shown = first.splitlines()
         yield command.partition("  #")[0].strip(), shown
 
 
@@ -138,11 +138,11 @@ def _called(args: list[str]) -> tuple[str, Any]:
 
 def _compare(command: str, shown: list[str], output: str) -> None:
     """Raise AssertionError where a shown line is not in the output; numbers and lines are not compared."""
-    there = {_words(line) for line in output.splitlines()}
+    remote = {_words(line) for line in output.splitlines()}
     all_of_it = " ".join(_words(line) for line in output.splitlines())
     for line in shown:
         words = _words(line)
-        if words.strip(" .") and words not in there and words not in all_of_it:
+        if words.strip(" .") and words not in remote and words not in all_of_it:
             raise AssertionError(f"'{command}' prints no line like\n  {line}\nbut\n{output}")
 
 

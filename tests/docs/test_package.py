@@ -29,8 +29,8 @@ def _build(kind: str, folder: Path, address: str = "") -> Path:
 def _files_of_recipes() -> set[str]:
     """Return the recipes' files that belong to the project, relative to its root."""
     kinds = {".py", ".yaml", ".md", ".png", ".sh"}
-    found = (path for path in (ROOT / "recipes").rglob("*") if path.suffix in kinds and "data" not in path.parts)
-    return {str(path.relative_to(ROOT)) for path in found}
+    actual = (path for path in (ROOT / "recipes").rglob("*") if path.suffix in kinds and "data" not in path.parts)
+    return {str(path.relative_to(ROOT)) for path in actual}
 
 
 @pytest.fixture(scope="module")
@@ -70,5 +70,5 @@ def test_without_an_address_the_package_claims_none(tmp_path: Path) -> None:
 def test_the_sdist_can_be_built_and_tested(tmp_path: Path) -> None:
     with tarfile.open(_build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    wanted = {"hatch_build.py", "Makefile", "LICENSE", "CHANGELOG.md", "docs/index.md", "tests/conftest.py"}
-    assert wanted | _files_of_recipes() <= names
+    expected = {"hatch_build.py", "Makefile", "LICENSE", "CHANGELOG.md", "docs/index.md", "tests/conftest.py"}
+    assert expected | _files_of_recipes() <= names

@@ -39,9 +39,9 @@ def test_the_reference_has_the_arguments_of_a_strategy_and_no_others(name):
         "fsdp_tuned": lightning_distrec.TunedFSDPStrategy,
     }
     page = "reference/strategy_options.md"
-    own = _section(page, name).partition("| `planning` | Default |")[0]
+    own_part = _section(page, name).partition("| `planning` | Default |")[0]
     everywhere = _arguments(DistRecStrategy)
-    assert _documented(own) | _documented(_section(page, "All strategies")) == (
+    assert _documented(own_part) | _documented(_section(page, "All strategies")) == (
         _arguments(classes[name]) - {"run_options"} | everywhere
     )
 
@@ -64,8 +64,8 @@ def test_the_reference_has_every_error():
     from lightning_distrec import errors
 
     text = (DOCS / "reference" / "errors.md").read_text("utf-8")
-    own = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
-    assert own - {"DistRecError"} == set(re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE))
+    own_part = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+    assert own_part - {"DistRecError"} == set(re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE))
 
 
 def test_the_files_that_the_architecture_names_exist():

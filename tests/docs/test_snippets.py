@@ -48,9 +48,9 @@ def test_the_check_finds_what_does_not_run(tmp_path):
         "```console\n$ make nothing\n```\n"
         "<!-- not run: because -->\n```python\nraise ValueError\n```\n"
     )
-    found = run_pages([page], tmp_path)[str(page)]
-    assert len(found) == 5
-    for message, wanted in zip(
-        found, ("AssertionError", "'num_rows'", "no-such-option", "no such line", "cannot be run here"), strict=True
+    actual = run_pages([page], tmp_path)[str(page)]
+    assert len(actual) == 5
+    for message, expected in zip(
+        actual, ("AssertionError", "'num_rows'", "no-such-option", "no such line", "cannot be run here"), strict=True
     ):
-        assert wanted in message
+        assert expected in message

@@ -29,15 +29,15 @@ def fit_and_test(kernel: str, folder: Path, average: bool) -> Any:
     trainer.save_checkpoint(folder / "first.ckpt")
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, DataLoader(batches, batch_size=None))
-    found = trainer.test(model, DataLoader(batches, batch_size=None), ckpt_path=str(folder / "first.ckpt"))
-    return found, {name: value.cpu() for name, value in model.final_state.items()}
+    actual = trainer.test(model, DataLoader(batches, batch_size=None), ckpt_path=str(folder / "first.ckpt"))
+    return actual, {name: value.cpu() for name, value in model.final_state.items()}
 
 
 @pytest.mark.parametrize("average", [False, True])
 def test_rows_that_are_loaded_after_a_fit_are_those_that_are_tested(tmp_path: Path, average: bool) -> None:
     cached = run_on_ranks(fit_and_test, num_ranks(), "fused_uvm_caching", tmp_path / "a", average, timeout_seconds=120)
     plain = run_on_ranks(fit_and_test, num_ranks(), "fused", tmp_path / "b", average, timeout_seconds=120)
-    for (found, weights), (wanted, of_plain) in zip(cached, plain, strict=True):
-        assert found[0]["val_loss"] == pytest.approx(wanted[0]["val_loss"], abs=1e-6)
-        for name, value in of_plain.items():
+    for (actual, weights), (expected, plain_values) in zip(cached, plain, strict=True):
+        assert actual[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-6)
+        for name, value in plain_values.items():
             torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-5, msg=name)

@@ -73,13 +73,13 @@ class ExamplesOnDevice(Examples):
 class Counted(pl.Callback):
     """Keeps how many lookups were sent ahead, and lets the stream of the step lag behind the host."""
 
-    said = ""
+    message = ""
 
     def on_train_batch_start(self, *_: Any) -> None:
         sleep()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.said = str(trainer.strategy.lookups_ahead.get("training 0"))
+        self.message = str(trainer.strategy.lookups_ahead.get("training 0"))
 
 
 def fit(kind: type, optimizer: str, depth: int, types: list[str]) -> tuple[dict[str, Tensor], str]:
@@ -87,8 +87,8 @@ def fit(kind: type, optimizer: str, depth: int, types: list[str]) -> tuple[dict[
     count = Counted()
     strategy = {"prefetch": {"depth": depth}, "sharding_types": types, "convert_embeddings": "all"}
     trainer = make_trainer(strategy, accelerator=ACCELERATOR, callbacks=[count])
-    own = issubclass(kind, Examples)
-    batches = None if own else DataLoader([batch_of(kind, number) for number in range(STEPS)], batch_size=None)
+    own_part = issubclass(kind, Examples)
+    batches = None if own_part else DataLoader([batch_of(kind, number) for number in range(STEPS)], batch_size=None)
     trainer.fit(model, batches)
     return {name: value.cpu() for name, value in model.final_state.items()}, count.said
 
@@ -99,8 +99,8 @@ def fit_both(kind: type, optimizer: str, depth: int, types: list[str]) -> Any:
 
 def check(kind: type, optimizer: str, depth: int, sharding_type: str) -> None:
     """Compare weights after a fit with batches in flight with those after one without."""
-    both = run_on_ranks(fit_both, num_ranks(), kind, optimizer, depth, [sharding_type], timeout_seconds=120)
-    for (plain, _), (ahead, count) in both:
+    pair = run_on_ranks(fit_both, num_ranks(), kind, optimizer, depth, [sharding_type], timeout_seconds=120)
+    for (plain, _), (ahead, count) in pair:
         if kind is PlainBags:  # its computed ids are looked at in more steps than one
             assert not count.startswith("0 ")
         else:

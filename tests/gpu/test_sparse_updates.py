@@ -56,11 +56,11 @@ def fit(update: str, accelerator: str, clip: float | None) -> tuple[dict[str, Te
 
 @pytest.mark.parametrize("update", ["sparse", "dense"])
 def test_gradients_of_shards_are_those_of_a_cpu_and_backward_waits_for_nothing(update: str) -> None:
-    found = run_on_ranks(fit, num_ranks(), update, ACCELERATOR, 0.1, timeout_seconds=120)
-    wanted = run_on_ranks(fit, num_ranks(), update, "cpu", 0.1, timeout_seconds=120)
-    for (weights, waits), (of_cpu, _) in zip(found, wanted, strict=True):
+    actual = run_on_ranks(fit, num_ranks(), update, ACCELERATOR, 0.1, timeout_seconds=120)
+    expected = run_on_ranks(fit, num_ranks(), update, "cpu", 0.1, timeout_seconds=120)
+    for (weights, waits), (cpu_values, _) in zip(actual, expected, strict=True):
         assert waits == []
-        for name, value in of_cpu.items():
+        for name, value in cpu_values.items():
             torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4, msg=name)
 
 
@@ -81,10 +81,10 @@ def save(folder: str, is_async: bool) -> tuple[dict[str, Tensor], int]:
     pinned = 0
     if DEVICE == "cuda" and hasattr(torch.cuda, "host_memory_stats"):
         pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
-    again = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.01})
+    repeated = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.01})
     tester = make_trainer(strategy, accelerator=ACCELERATOR, max_steps=LATER + 1)
-    tester.fit(again, DataLoader(batches, batch_size=None), ckpt_path=f"{folder}/{is_async}.ckpt")
-    return {name: value.cpu() for name, value in again.final_state.items()}, pinned
+    tester.fit(repeated, DataLoader(batches, batch_size=None), ckpt_path=f"{folder}/{is_async}.ckpt")
+    return {name: value.cpu() for name, value in repeated.final_state.items()}, pinned
 
 
 def test_a_checkpoint_that_is_written_while_training_goes_on_holds_what_there_was(tmp_path: Any) -> None:

@@ -41,8 +41,8 @@ class Outcome:
 def run(checkout: Path, strategy: str, folder: str, results: Path, seconds: int) -> None:
     """Run the tests of one folder, in a copy of the checkout: they look for files that other runs leave there."""
     copy = results / strategy / folder
-    for of_tests in ("tests_pytorch", "legacy"):
-        shutil.copytree(checkout / "tests" / of_tests, copy / "tests" / of_tests)
+    for tests_values in ("tests_pytorch", "legacy"):
+        shutil.copytree(checkout / "tests" / tests_values, copy / "tests" / tests_values)
     shutil.copy(checkout / "pyproject.toml", copy)
     environment = os.environ | {
         "LIGHTNING_OWN_STRATEGY": strategy,
@@ -72,20 +72,20 @@ def read(path: Path) -> dict[str, Outcome]:
     return outcomes
 
 
-def table(strategy: str, control: dict[str, Outcome], ours: dict[str, Outcome]) -> str:
+def table(strategy: str, control: dict[str, Outcome], distrec: dict[str, Outcome]) -> str:
     """Return counts of both runs and a line for each test that only ours fails, or does not end."""
     lines = []
-    for name, of in ((CONTROL, control), (strategy, ours)):
-        counts = Counter(test.outcome for test in of.values())
-        made = [test for test in of.values() if test.made and test.outcome != "skipped"]
+    for name, entry in ((CONTROL, control), (strategy, distrec)):
+        counts = Counter(test.outcome for test in entry.values())
+        made = [test for test in entry.values() if test.made and test.outcome != "skipped"]
         passed = sum(test.outcome == "passed" for test in made)
         lines.append(
-            f"{name}: {len(of)} tests, {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} "
+            f"{name}: {len(entry)} tests, {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} "
             f"skipped; {len(made)} made the strategy, {passed} of them passed"
         )
     missing = Outcome("failed", "did not run: its process ended")
     passes = {name for name, test in control.items() if test.outcome == "passed"}
-    only_ours = {name: test for name in sorted(passes) if (test := ours.get(name, missing)).outcome != "passed"}
+    only_ours = {name: test for name in sorted(passes) if (test := distrec.get(name, missing)).outcome != "passed"}
     lines += ["", f"pass with {CONTROL} and not with {strategy}: {len(only_ours)}"]
     lines += [f"  {name}\n    {test.reason}" for name, test in only_ours.items()]
     return "\n".join(lines)
@@ -101,23 +101,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=int, default=3600, help="the longest that a folder may take")
     parser.add_argument("--results", type=Path, default=Path("lightning_own_results"))
     parser.add_argument("--skip-control", action="store_true", help="compare with the control of an earlier run")
-    given = parser.parse_args(arguments)
-    results, strategies = given.results.absolute(), [given.strategy]
-    if not given.skip_control:
+    inputs = parser.parse_args(arguments)
+    results, strategies = inputs.results.absolute(), [inputs.strategy]
+    if not inputs.skip_control:
         strategies.insert(0, CONTROL)
     for strategy in strategies:
         shutil.rmtree(results / strategy, ignore_errors=True)
         (results / f"{strategy}.jsonl").unlink(missing_ok=True)
     results.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ThreadPoolExecutor(inputs.jobs) as pool:
         runs = [
-            pool.submit(run, given.checkout.absolute(), strategy, folder, results, given.seconds)
-            for folder in given.only
+            pool.submit(run, inputs.checkout.absolute(), strategy, folder, results, inputs.seconds)
+            for folder in inputs.only
             for strategy in strategies
         ]
     for done in runs:
         done.result()
-    print(table(given.strategy, *(read(results / f"{strategy}.jsonl") for strategy in (CONTROL, given.strategy))))
+    print(table(inputs.strategy, *(read(results / f"{strategy}.jsonl") for strategy in (CONTROL, inputs.strategy))))
 
 
 if __name__ == "__main__":

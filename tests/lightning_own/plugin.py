@@ -36,20 +36,20 @@ earlier: list[str] = []
 """By tests before it, since the process was last rid of them."""
 
 
-def in_place_of(given: Any, is_auto: bool) -> Any:
+def in_place_of(inputs: Any, is_auto: bool) -> Any:
     """Return the strategy that replaces the one that a Trainer has chosen, or that one."""
-    is_single = is_auto and type(given) is SingleDeviceStrategy and given.root_device.type == "cpu"
-    if type(given) is not DDPStrategy and not is_single:
-        return given
-    ddp = getattr(given, "_ddp_kwargs", {})
+    is_single = is_auto and type(inputs) is SingleDeviceStrategy and inputs.root_device.type == "cpu"
+    if type(inputs) is not DDPStrategy and not is_single:
+        return inputs
+    ddp = getattr(inputs, "_ddp_kwargs", {})
     options = {name: ddp[name] for name in OF_DDP if name in ddp and NAME in ("ddp", "ddp_tuned")}
-    if backend := getattr(given, "_process_group_backend", None):
+    if backend := getattr(inputs, "_process_group_backend", None):
         options["process_group_backend"] = backend
     strategy = OURS[NAME](**options)
-    if isinstance(given, DDPStrategy):
-        strategy._start_method = given._start_method.replace("spawn", "fork")
-        if given.parallel_devices:
-            strategy.parallel_devices = given.parallel_devices
+    if isinstance(inputs, DDPStrategy):
+        strategy._start_method = inputs._start_method.replace("spawn", "fork")
+        if inputs.parallel_devices:
+            strategy.parallel_devices = inputs.parallel_devices
     made.append(type(strategy).__name__)
     return strategy
 

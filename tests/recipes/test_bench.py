@@ -36,16 +36,16 @@ def bench(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
 @pytest.mark.slow
 def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     recipe = "recipes/next_character/cpu.yaml"
-    found, text = bench(tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2")
-    assert [(row["strategy"], row["devices"], row["failure"]) for row in found] == [
+    actual, text = bench(tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2")
+    assert [(row["strategy"], row["devices"], row["failure"]) for row in actual] == [
         ("ddp_tuned", 1, None),
         ("ddp_tuned", 2, None),
     ]
-    for row in found:
+    for row in actual:
         # 16 windows a rank; rates are told by the same median.
         assert row["samples_per_second"] * row["step_ms"] / 1000 == pytest.approx(16 * row["devices"])
         assert row["peak_bytes"] > 10**8
-    assert found[0]["efficiency"] == 1.0
+    assert actual[0]["efficiency"] == 1.0
     assert "Medians over 2 steps and 1 round" in text
     assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
 
@@ -63,7 +63,7 @@ def test_a_strategy_that_refuses_the_module_is_a_row_that_gives_the_reason(tmp_p
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
     arguments = ("--config", str(tmp_path / "job.yaml"), "--strategies", "fsdp_tuned,ddp_tuned", "--devices", "1")
-    found, text = bench(tmp_path, *arguments)
-    assert found[0]["failure"].startswith("'users' has sparse gradients, which FSDP2 does not reduce.")
-    assert found[1]["failure"] is None
+    actual, text = bench(tmp_path, *arguments)
+    assert actual[0]["failure"].startswith("'users' has sparse gradients, which FSDP2 does not reduce.")
+    assert actual[1]["failure"] is None
     assert "fsdp_tuned on 1: 'users' has sparse gradients" in text

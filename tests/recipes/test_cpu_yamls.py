@@ -88,5 +88,7 @@ def test_each_recipe_has_what_a_reader_expects(name: str) -> None:
     assert "## Results" in readme
     for file in ("cpu.yaml", "gpu.yaml"):
         trainer = yaml.safe_load((folder / file).read_text())["trainer"]
-        saved = [one["init_args"].get("every_n_train_steps") for one in trainer["callbacks"] if "init_args" in one]
+        saved = [
+            first["init_args"].get("every_n_train_steps") for first in trainer["callbacks"] if "init_args" in first
+        ]
         assert any(saved), f"{file}: a restarted job resumes from a step, not from an epoch"

@@ -50,10 +50,10 @@ def test_a_users_recent_likes_and_dislikes_are_the_latest_of_strictly_earlier_ti
     examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
     events = events_in_order_of_time(path)
     for number, event in enumerate(events):
-        before = earlier(events, event, "user_id")
+        initial = earlier(events, event, "user_id")
         bags = bags_of(examples[number])
-        likes = [e["item_id"] for e in before if e["rating"] >= 4]
-        dislikes = [e["item_id"] for e in before if e["rating"] < 4]
+        likes = [e["item_id"] for e in initial if e["rating"] >= 4]
+        dislikes = [e["item_id"] for e in initial if e["rating"] < 4]
         assert bags["recent_likes"] == [likes[-HISTORY_LENGTH:]]
         assert bags["recent_dislikes"] == [dislikes[-HISTORY_LENGTH:]]
 
@@ -65,9 +65,9 @@ def test_dense_numbers_count_strictly_earlier_events_only(path):
     for number, event in enumerate(events):
         expected = []
         for column in ("user_id", "item_id"):
-            before = earlier(events, event, column)
-            likes = sum(e["rating"] >= 4 for e in before)
-            expected += [0.25 * np.log(1 + len(before)), 4 * ((likes + 2.5) / (len(before) + 5) - 0.5)]
+            initial = earlier(events, event, column)
+            likes = sum(e["rating"] >= 4 for e in initial)
+            expected += [0.25 * np.log(1 + len(initial)), 4 * ((likes + 2.5) / (len(initial) + 5) - 0.5)]
         assert examples.dense[number].tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -83,7 +83,7 @@ def test_a_user_has_no_row_of_their_own_on_the_first_day(path):
 
 
 def test_changing_the_future_changes_no_example_of_the_past(path, tmp_path):
-    before = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    initial = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
     times = read_folder(path).ratings.times
     half = times[len(times) // 2]
     lines = (path / "made.inter").read_text().splitlines()
@@ -93,9 +93,9 @@ def test_changing_the_future_changes_no_example_of_the_past(path, tmp_path):
         for line in lines[1:]
     ]
     (path / "made.inter").write_text("\n".join([lines[0], *turned]) + "\n")
-    after = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    final = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
     for number in np.flatnonzero(times <= half):
-        old, new = before[number], after[number]
+        old, new = initial[number], final[number]
         assert all(torch.equal(old[name], new[name]) for name in ("ids", "lengths", "dense"))
 
 

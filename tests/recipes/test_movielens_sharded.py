@@ -39,7 +39,7 @@ def _train(sharded: bool, data_dir: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_sharded_and_unsharded_runs_reach_the_same_validation_auroc(data_dir: str) -> None:
-    sharded, unsharded = (run_on_ranks(_train, 2, how, data_dir)[0] for how in (True, False))
+    sharded, unsharded = (run_on_ranks(_train, 2, mode, data_dir)[0] for mode in (True, False))
     assert sharded["val_auroc"] == pytest.approx(unsharded["val_auroc"], abs=0.002)
     assert sharded["val_log_loss"] == pytest.approx(unsharded["val_log_loss"], abs=0.002)
     print(f"validation AUROC: sharded {sharded['val_auroc']:.6f}, unsharded {unsharded['val_auroc']:.6f}")

@@ -47,7 +47,9 @@ def test_each_character_has_its_number() -> None:
 
 def test_a_window_is_followed_by_what_comes_next() -> None:
     windows = Windows(torch.arange(10), length=3)
-    assert [(now.tolist(), following.tolist()) for now, following in (windows[i] for i in range(len(windows)))] == [
+    assert [
+        (current.tolist(), following.tolist()) for current, following in (windows[i] for i in range(len(windows)))
+    ] == [
         ([0, 1, 2], [1, 2, 3]),
         ([3, 4, 5], [4, 5, 6]),
         ([6, 7, 8], [7, 8, 9]),

@@ -69,14 +69,14 @@ def test_the_loss_leaves_out_the_same_film_and_corrects_by_its_share() -> None:
     people, films = torch.randn(4, 3), torch.randn(4, 3)
     items, shares = torch.tensor([7, 8, 7, 9]), torch.tensor([0.5, 0.1, 0.5, 0.2])
     losses = []
-    for own in range(4):
+    for own_part in range(4):
         scores = [
-            (people[own] @ films[other] / 0.1 - shares[other].log()).item()
+            (people[own_part] @ films[other] / 0.1 - shares[other].log()).item()
             for other in range(4)
-            if other == own or items[other] != items[own]
+            if other == own_part or items[other] != items[own_part]
         ]
-        mine = sum(1 for other in range(own) if items[other] != items[own])
-        losses.append(functional.cross_entropy(torch.tensor([scores]), torch.tensor([mine])))
+        local = sum(1 for other in range(own_part) if items[other] != items[own_part])
+        losses.append(functional.cross_entropy(torch.tensor([scores]), torch.tensor([local])))
     expected = torch.stack(losses).mean()
     torch.testing.assert_close(in_batch_loss(people, films, items, shares.log(), temperature=0.1), expected)
 
@@ -89,9 +89,9 @@ def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> No
     assert [bag.item() for bag in bags[:size]] == (1 + data.sequences.users[events]).tolist()
     histories = bags[list(PERSON_TABLES).index("history") * size :][:size]
     for event, history, seen in zip(events, histories, batch["seen"], strict=True):
-        before = data.sequences.items[data.sequences.starts[event] : event].tolist()
-        assert history.tolist() == before[-20:]
-        assert [film for film in seen.tolist() if film] == before
+        initial = data.sequences.items[data.sequences.starts[event] : event].tolist()
+        assert history.tolist() == initial[-20:]
+        assert [film for film in seen.tolist() if film] == initial
     train = data.train_dataloader().dataset.__getitems__(range(20))
     users = train["person_ids"][:20].tolist()
     assert [number for number in range(20) if users[number] == 0] == [0, 10]
@@ -103,11 +103,11 @@ def test_serving_recommends_what_scores_best_and_was_not_watched(data: NextFilmD
     model.configure_model()
     vectors = film_vectors(model.eval(), data.catalogue)
     assert vectors.shape == (20, 8)
-    found, scores = recommend(model, data.catalogue, vectors, user=3, watched=[4, 9], k=5)
+    actual, scores = recommend(model, data.catalogue, vectors, user=3, watched=[4, 9], k=5)
     with torch.no_grad():
         person = model.encode_people(data.catalogue.person_batch(torch.tensor([3]), torch.tensor([[4, 9]])))[0]
     expected = sorted(set(range(1, 21)) - {4, 9}, key=lambda film: -float(vectors[film - 1] @ person))[:5]
-    assert found == expected
+    assert actual == expected
     assert scores == sorted(scores, reverse=True)
     assert len(recommend(model, data.catalogue, vectors, 0, [], k=50)[0]) == 20
 

@@ -36,8 +36,8 @@ def fragment(name: str) -> Path:
 def with_options(class_name: str, folder: Path) -> Path:
     """Return a YAML in which the strategy is a class with options."""
     file = folder / f"{class_name}.yaml"
-    chosen = {"class_path": f"lightning_distrec.{class_name}", "init_args": OPTIONS[class_name]}
-    file.write_text(yaml.safe_dump({"trainer": {"strategy": chosen}}))
+    selection = {"class_path": f"lightning_distrec.{class_name}", "init_args": OPTIONS[class_name]}
+    file.write_text(yaml.safe_dump({"trainer": {"strategy": selection}}))
     return file
 
 
@@ -48,9 +48,9 @@ def print_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     def show(*files: Path) -> dict[str, Any]:
         configs = [argument for file in files for argument in ("--config", str(file))]
         monkeypatch.setattr(sys, "argv", ["lightning-distrec", "fit", *configs, "--print_config"])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as remaining:
             main()
-        assert left.value.code == 0
+        assert remaining.value.code == 0
         return yaml.safe_load(capsys.readouterr().out)
 
     return show
@@ -66,8 +66,8 @@ def test_a_fragment_sets_its_strategy_and_nothing_else(file: Path) -> None:
 def test_the_strategy_is_replaced_whether_it_was_a_name_or_a_class_with_options(
     name: str, tmp_path: Path, print_config: Callable[..., dict[str, Any]]
 ) -> None:
-    alone = print_config(BY_NAME)
-    expected = alone | {"trainer": alone["trainer"] | {"strategy": name}}
+    single = print_config(BY_NAME)
+    expected = single | {"trainer": single["trainer"] | {"strategy": name}}
     assert print_config(BY_NAME, fragment(name)) == expected
     for class_name in CLASSES.values():
         assert print_config(BY_NAME, with_options(class_name, tmp_path), fragment(name)) == expected

@@ -39,16 +39,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
 """Case -> the strategy, its options, what the log says, and how far losses may be from those of the plain run."""
 
 
-def _losses(folder: Path, strategy: str, options: dict[str, Any], said: str, batch_size: int) -> list[float]:
-    chosen = {"class_path": f"lightning_distrec.{strategy}", "init_args": options | {"timeout_seconds": 60.0}}
+def _losses(folder: Path, strategy: str, options: dict[str, Any], message: str, batch_size: int) -> list[float]:
+    selection = {"class_path": f"lightning_distrec.{strategy}", "init_args": options | {"timeout_seconds": 60.0}}
     folder.mkdir()
-    (folder / "strategy.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": chosen, "callbacks": []}}))
+    (folder / "strategy.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": selection, "callbacks": []}}))
     done = fit_by_console(
         *("--config", RECIPE, "--config", str(folder / "strategy.yaml")),
         *(f"--trainer.logger.init_args.save_dir={folder}", f"--data.batch_size={batch_size}"),
         *("--trainer.max_epochs=1", "--trainer.limit_train_batches=6", "--trainer.limit_val_batches=4"),
     )
-    assert said in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     with open(next(folder.rglob("metrics.csv"))) as file:
         rows = list(csv.DictReader(file))
     return [float(row[name]) for name in ("train_loss", "val_loss") for row in rows if row.get(name)]
@@ -58,9 +58,9 @@ def _losses(folder: Path, strategy: str, options: dict[str, Any], said: str, bat
 def test_runs_with_options_have_the_losses_of_the_plain_run(tmp_path: Path) -> None:
     plain = _losses(tmp_path / "plain", "TunedDDPStrategy", {}, "", 16)
     assert len(plain) == 2
-    for case, (strategy, options, said, most) in CASES.items():
+    for case, (strategy, options, message, most) in CASES.items():
         # All ranks of a pipeline have the same batch, which is that of both ranks in the plain run.
         size = 32 if strategy == "PipelineParallelStrategy" else 16
-        losses = _losses(tmp_path / case, strategy, options, said, size)
+        losses = _losses(tmp_path / case, strategy, options, message, size)
         assert losses == pytest.approx(plain, abs=most, rel=0), case
         assert (losses != plain) == bool(most), case

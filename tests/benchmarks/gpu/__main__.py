@@ -47,18 +47,18 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--only", nargs="+", choices=(*PARTS, "tests"), help="parts to run; without it, all")
     parser.add_argument("--json", type=Path, help="where the results go; after a run of all parts, beside the page")
-    given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
+    inputs = parser.parse_args()
+    if inputs.device == "cuda" and not torch.cuda.is_available():
         print(NO_DEVICE)
         return 0
-    os.environ["GPU_TESTS_ON"] = given.device  # read by tests/gpu, here and in all processes
-    device = torch.cuda.get_device_name() if given.device == "cuda" else "this CPU"
-    results: dict[str, Any] = {"device": device, "small": given.small, "versions": versions(), "parts": {}}
-    for name in given.only or ("tests", *PARTS):
-        results["parts"][name] = found = _run(name, given.device, given.small)
-        print(f"{name}: {json.dumps(found, indent=1)}", file=sys.stderr, flush=True)
-    is_full = given.device == "cuda" and not given.only and not given.small
-    if (path := given.json or (PAGE.with_name("performance_gpu.json") if is_full else None)) is not None:
+    os.environ["GPU_TESTS_ON"] = inputs.device  # read by tests/gpu, here and in all processes
+    device = torch.cuda.get_device_name() if inputs.device == "cuda" else "this CPU"
+    results: dict[str, Any] = {"device": device, "small": inputs.small, "versions": versions(), "parts": {}}
+    for name in inputs.only or ("tests", *PARTS):
+        results["parts"][name] = actual = _run(name, inputs.device, inputs.small)
+        print(f"{name}: {json.dumps(actual, indent=1)}", file=sys.stderr, flush=True)
+    is_full = inputs.device == "cuda" and not inputs.only and not inputs.small
+    if (path := inputs.json or (PAGE.with_name("performance_gpu.json") if is_full else None)) is not None:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if is_full:
         write_section(section(results))
@@ -68,17 +68,17 @@ def main() -> int:
 
 
 def _run(name: str, device: str, small: bool) -> dict[str, Any]:
-    began, found, failed = time.monotonic(), parts.Found(), ""
+    began, actual, failed = time.monotonic(), parts.Found(), ""
     if name == "tests":
         failed = _tests()
     else:
         function, limit = PARTS[name]
         try:
-            found = run_on_ranks(parts.in_process, 1, function, device, small, timeout_seconds=limit)[0]
-            failed = ", ".join(f"over its limit: {what}" for what in found.wrong)
+            actual = run_on_ranks(parts.in_process, 1, function, device, small, timeout_seconds=limit)[0]
+            failed = ", ".join(f"over its limit: {name}" for name in actual.wrong)
         except RankFailed as error:
             failed = str(error)[-1500:]
-    return {"seconds": time.monotonic() - began, "failed": failed, **asdict(found)}
+    return {"seconds": time.monotonic() - began, "failed": failed, **asdict(actual)}
 
 
 def _tests() -> str:

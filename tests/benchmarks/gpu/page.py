@@ -16,10 +16,10 @@ def section(results: dict[str, Any]) -> str:
     for name, part in parts.items():
         lines.append(f"**{name}** ({part['seconds']:.0f} s){': ' + part['failed'] if part['failed'] else ''}")
         if part["differences"]:
-            rows = [(what, f"{found:.1e}", f"{limit:.0e}") for what, (found, limit) in part["differences"].items()]
+            rows = [(name, f"{actual:.1e}", f"{limit:.0e}") for name, (actual, limit) in part["differences"].items()]
             lines.append(table(["compared", "largest difference", "limit"], rows))
         if part["numbers"]:
-            rows = [(what, _number(value)) for what, value in part["numbers"].items()]
+            rows = [(name, _number(value)) for name, value in part["numbers"].items()]
             lines.append(table(["", "found"], rows))
         lines += part["notes"]
     return "\n\n".join(lines)
@@ -31,6 +31,6 @@ def _number(value: float) -> str:
 
 def write_section(text: str, page: Path = PAGE) -> None:
     """Put the text between the markers of the page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    initial, _, tail = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, final = tail.partition(END)
+    page.write_text(f"{initial}{BEGIN}\n\n{text}\n\n{END}{final}", encoding="utf-8")

@@ -37,7 +37,7 @@ class Found:
     @property
     def wrong(self) -> list[str]:
         """What is over its limit, or no number."""
-        return [name for name, (found, limit) in self.differences.items() if not found <= limit]
+        return [name for name, (actual, limit) in self.differences.items() if not actual <= limit]
 
 
 def accelerator(device: str) -> str:
@@ -45,8 +45,8 @@ def accelerator(device: str) -> str:
     return "gpu" if device == "cuda" else device
 
 
-def _largest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    return max(float((found[name].cpu() - value.cpu()).abs().max()) for name, value in wanted.items())
+def _largest(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((actual[name].cpu() - value.cpu()).abs().max()) for name, value in expected.items())
 
 
 def kernels(device: str, small: bool) -> Found:
@@ -62,7 +62,7 @@ def kernels(device: str, small: bool) -> Found:
     on_gpu = device == "cuda"
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     optimizers = {"SGD": EmbOptimType.EXACT_SGD, "Adagrad": EmbOptimType.EXACT_ADAGRAD}
-    found = Found()
+    actual = Found()
     for mode in ("sum", "mean"):
         for name, kind in optimizers.items():
             torch.manual_seed(1)
@@ -82,16 +82,16 @@ def kernels(device: str, small: bool) -> Found:
             weight = kernel.split_embedding_weights()[0]
             plain = torch.nn.EmbeddingBag(rows, dim, mode=mode, dtype=torch.double, include_last_offset=True)
             plain.weight.data.copy_(weight.cpu())
-            given = {"lr": 0.1} | ({"eps": 1e-8} if name == "Adagrad" else {})
-            optimizer = getattr(torch.optim, name)(plain.parameters(), **given)
-            out, wanted = kernel(ids.to(device), offsets.to(device)), plain(ids, offsets)
+            inputs = {"lr": 0.1} | ({"eps": 1e-8} if name == "Adagrad" else {})
+            optimizer = getattr(torch.optim, name)(plain.parameters(), **inputs)
+            out, expected = kernel(ids.to(device), offsets.to(device)), plain(ids, offsets)
             (out * factors.to(device)).sum().backward()
-            (wanted * factors.double()).sum().backward()
+            (expected * factors.double()).sum().backward()
             optimizer.step()
-            found.differences[f"{name}, {mode}, forward"] = (float((out.cpu() - wanted).abs().max()), 1e-4)
-            after = kernel.split_embedding_weights()[0].cpu()
-            found.differences[f"{name}, {mode}, rows after a step"] = (float((after - plain.weight).abs().max()), 1e-4)
-    return found
+            actual.differences[f"{name}, {mode}, forward"] = (float((out.cpu() - expected).abs().max()), 1e-4)
+            final = kernel.split_embedding_weights()[0].cpu()
+            actual.differences[f"{name}, {mode}, rows after a step"] = (float((final - plain.weight).abs().max()), 1e-4)
+    return actual
 
 
 def parity(device: str, small: bool) -> Found:
@@ -105,7 +105,7 @@ def parity(device: str, small: bool) -> Found:
         "Adam, 16-mixed": ({"precision": "16-mixed"}, 5e-3),
         "Adam, bf16-mixed": ({"precision": "bf16-mixed"}, 5e-3),
     }
-    found = Found()
+    actual = Found()
     for name, (options, limit) in cases.items():
         states = []
         for trainer in (
@@ -115,53 +115,53 @@ def parity(device: str, small: bool) -> Found:
             model = seeded(ClickModel, torch.optim.Adam, {"lr": 0.001})
             trainer.fit(model, DataLoader(batches, batch_size=None))
             states.append(model.final_state)
-        found.differences[name] = (_largest(*states), limit)
-    return found
+        actual.differences[name] = (_largest(*states), limit)
+    return actual
 
 
 def races(device: str, small: bool) -> Found:
     """Compare three batches in flight with one, while kernels sleep and losses stay on the device."""
     from tests.gpu.test_prefetching import Deaf, JaggedBatches, Sequences, SlowCopies, fit_both
 
-    found = Found()
+    actual = Found()
     for kind in (Deaf,) if small else (Deaf, SlowCopies, Sequences, JaggedBatches):
         (plain, _), (ahead, count) = fit_both(kind, "Adam", 3, ["row_wise"])
-        found.differences[f"{kind.__name__}, depth 3 against 1"] = (_largest(ahead, plain), 1e-5)
-        found.notes.append(f"{kind.__name__}: {count} were sent ahead.")
-    return found
+        actual.differences[f"{kind.__name__}, depth 3 against 1"] = (_largest(ahead, plain), 1e-5)
+        actual.notes.append(f"{kind.__name__}: {count} were sent ahead.")
+    return actual
 
 
 def sanitizer(device: str, small: bool) -> Found:
     """Run a prefetched fit under torch's CUDA sanitizer, which raises where streams are not ordered."""
-    found = Found()
+    actual = Found()
     if device != "cuda":
-        found.notes.append("torch's CUDA sanitizer needs a GPU.")
-        return found
+        actual.notes.append("torch's CUDA sanitizer needs a GPU.")
+        return actual
     from torch.cuda._sanitizer import enable_cuda_sanitizer
 
     enable_cuda_sanitizer()
     model = seeded(Deaf, torch.optim.Adam, {"lr": 0.001}, pooling="mean")
     trainer = make_trainer({"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
     trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(12)], batch_size=None))
-    found.numbers["steps without a race"] = trainer.global_step
-    return found
+    actual.numbers["steps without a race"] = trainer.global_step
+    return actual
 
 
 def syncs(device: str, small: bool) -> Found:
     """Count what the host waits for in a prefetched step: as torch warns of it; on a CPU, on emulated streams."""
-    found = Found()
+    actual = Found()
     if device == "cuda":
         waits = _waits_on_gpu()
-        found.notes.append("torch.cuda.set_sync_debug_mode does not see waits for events and streams.")
+        actual.notes.append("torch.cuda.set_sync_debug_mode does not see waits for events and streams.")
     else:
         _, noted, _ = found_in(Deaf, torch.optim.SGD, "table_wise", "row_wise")
         begins = [i for i, wait in enumerate(noted) if wait == STEP]
         steps = [noted[begin:end] for begin, end in zip(begins, begins[1:], strict=False)][6:-3]
-        places = [f"{stream}: {where.partition(' <')[0]}" for step in steps for stream, what, where in step if what]
+        places = [f"{stream}: {place.partition(' <')[0]}" for step in steps for stream, name, place in step if name]
         waits = {place: count / len(steps) for place, count in Counter(places).items()}
-        found.notes.append("Counted on emulated streams; 'step' with consensus.py is the host's own memory.")
-    found.numbers |= waits
-    return found
+        actual.notes.append("Counted on emulated streams; 'step' with consensus.py is the host's own memory.")
+    actual.numbers |= waits
+    return actual
 
 
 class Watched(pl.Callback):
@@ -190,7 +190,7 @@ def _waits_on_gpu() -> dict[str, float]:
 
 def checkpoints(device: str, small: bool) -> Found:
     """Save while training goes on, resume from that, and let rows with a cache go through fit and test."""
-    steps, found = 10, Found()
+    steps, actual = 10, Found()
     batches = [make_batch(1000 * step) for step in range(steps)]
 
     def fit(folder: str, path: str | None) -> dict[str, Tensor]:
@@ -204,20 +204,20 @@ def checkpoints(device: str, small: bool) -> Found:
     with TemporaryDirectory() as folder:
         through = fit(f"{folder}/a", None)
         resumed = fit(f"{folder}/b", f"{folder}/a/step=5.ckpt")
-        found.differences["resumed from an asynchronous checkpoint"] = (_largest(resumed, through), 1e-5)
+        actual.differences["resumed from an asynchronous checkpoint"] = (_largest(resumed, through), 1e-5)
         if device != "cuda":
-            found.notes.append("fused_uvm_caching needs a GPU.")
-            return found
+            actual.notes.append("fused_uvm_caching needs a GPU.")
+            return actual
         from tests.gpu.test_host_rows import fit_and_test
 
-        (cached,), of_cached = fit_and_test("fused_uvm_caching", Path(folder, "c"), False)
-        (plain,), of_plain = fit_and_test("fused", Path(folder, "d"), False)
-        found.differences["cached rows, fit"] = (_largest(of_cached, of_plain), 1e-5)
-        found.differences["cached rows, test"] = (abs(cached["val_loss"] - plain["val_loss"]), 1e-5)
+        (cached,), cached_values = fit_and_test("fused_uvm_caching", Path(folder, "c"), False)
+        (plain,), plain_values = fit_and_test("fused", Path(folder, "d"), False)
+        actual.differences["cached rows, fit"] = (_largest(cached_values, plain_values), 1e-5)
+        actual.differences["cached rows, test"] = (abs(cached["val_loss"] - plain["val_loss"]), 1e-5)
         if hasattr(torch.cuda, "host_memory_stats"):
             stats = torch.cuda.host_memory_stats()
-            found.numbers["MiB pinned at most"] = stats.get("allocated_bytes.peak", 0) / 2**20
-    return found
+            actual.numbers["MiB pinned at most"] = stats.get("allocated_bytes.peak", 0) / 2**20
+    return actual
 
 
 Part = Callable[[str, bool], Found]

@@ -29,7 +29,7 @@ def speed(device: str, small: bool) -> Found:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=0, world_size=1)
     tables, rows, dim = (3, 1000, 16) if small else (TABLES, ROWS, DIM)
     turn = Turn(2, 4, 3) if small else Turn(10, 30, 3)
-    found = Found()
+    actual = Found()
     for batch_size in (64,) if small else BATCH_SIZES:
         batches = Batches(rows, 2 if small else 8, 0, tables, batch_size)
         times: dict[str, list[float]] = {}
@@ -45,20 +45,20 @@ def speed(device: str, small: bool) -> Found:
             busy, wall = _profiled(contender, device)
             losses[name] = [float(loss) for loss in contender.losses]
             rate = 1000 * batch_size / statistics.median(times[name])
-            found.numbers[f"{name}, batches of {batch_size}: examples per second"] = rate
+            actual.numbers[f"{name}, batches of {batch_size}: examples per second"] = rate
             if busy is not None:
-                found.numbers[f"{name}, batches of {batch_size}: idle share"] = 1 - busy / wall
+                actual.numbers[f"{name}, batches of {batch_size}: idle share"] = 1 - busy / wall
             del contender
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
         ratio = statistics.median(times["ours"]) / statistics.median(times["by hand"])
-        found.numbers[f"batches of {batch_size}: time of a step, ours by by hand"] = ratio
+        actual.numbers[f"batches of {batch_size}: time of a step, ours by by hand"] = ratio
         difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-        found.differences[f"losses, batches of {batch_size}"] = (difference, 1e-4)
+        actual.differences[f"losses, batches of {batch_size}"] = (difference, 1e-4)
     if device != "cuda":
-        found.notes.append("A CPU has no idle share.")
-    return found
+        actual.notes.append("A CPU has no idle share.")
+    return actual
 
 
 class Clock:
@@ -84,10 +84,12 @@ def _profiled(contender: Any, device: str) -> tuple[float | None, float]:
     if device != "cuda":
         contender.turn()
         return None, 0.0
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as actual:
         contender.turn()
         torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type.name == "CUDA" and not e.name.startswith(("Memcpy", "Memset"))]
+    events = [
+        e for e in actual.events() if e.device_type.name == "CUDA" and not e.name.startswith(("Memcpy", "Memset"))
+    ]
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     busy, end = 0.0, spans[0][0]
     for begin, until in spans:

@@ -139,44 +139,44 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    refusals = {said: (_refusal, option, *more.values()) for said, (option, more) in REFUSED.items()}
+def actual() -> list[dict[str, Any]]:
+    refusals = {message: (_refusal, option, *extra.values()) for message, (option, extra) in REFUSED.items()}
     return run_each_on_ranks(CASES | refusals, 2)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "," in case])
-def test_recomputing_changes_no_bit(found: list[dict[str, Any]], case: str) -> None:
-    for of_rank in found:
-        plain = of_rank[case.partition(",")[0]]
-        assert of_rank[case]["losses"] == plain["losses"]
+def test_recomputing_changes_no_bit(actual: list[dict[str, Any]], case: str) -> None:
+    for rank_result in actual:
+        plain = rank_result[case.partition(",")[0]]
+        assert rank_result[case]["losses"] == plain["losses"]
         for name, value in plain["weights"].items():
-            assert torch.equal(of_rank[case]["weights"][name], value), name
+            assert torch.equal(rank_result[case]["weights"][name], value), name
 
 
-def test_recomputing_layers_keep_less(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        kept = {case: of_rank[case]["kept"] for case in CASES if case != "averaged"}
-        assert kept["ddp, all"][1] < 0.35 * kept["ddp"][1]
-        assert kept["ddp, all"][1] < kept["ddp, by path"][1] < kept["ddp"][1]
-        assert kept["ddp, nothing"] == pytest.approx(kept["ddp, all"], rel=0.15), "in the first step too"
-        assert kept["fsdp, all"][1] < kept["fsdp"][1]
+def test_recomputing_layers_keep_less(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        retained = {case: rank_result[case]["kept"] for case in CASES if case != "averaged"}
+        assert retained["ddp, all"][1] < 0.35 * retained["ddp"][1]
+        assert retained["ddp, all"][1] < retained["ddp, by path"][1] < retained["ddp"][1]
+        assert retained["ddp, nothing"] == pytest.approx(retained["ddp, all"], rel=0.15), "in the first step too"
+        assert retained["fsdp, all"][1] < retained["fsdp"][1]
 
 
-def test_as_few_layers_recompute_as_it_takes_to_reach_a_target(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        whole, half, auto = (of_rank[case]["kept"] for case in ("ddp", "ddp, half", "ddp, auto"))
+def test_as_few_layers_recompute_as_it_takes_to_reach_a_target(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        whole, half, auto = (rank_result[case]["kept"] for case in ("ddp", "ddp, half", "ddp, auto"))
         assert half[1] <= 0.6 * whole[1] < half[1] + whole[1] / NUM_LAYERS
-        assert half[0] == pytest.approx(of_rank["ddp, all"]["kept"][0], rel=0.15), "the first step recomputes all"
+        assert half[0] == pytest.approx(rank_result["ddp, all"]["kept"][0], rel=0.15), "the first step recomputes all"
         assert auto[1] == pytest.approx(whole[1], rel=0.05)
-    (message,) = found[0]["ddp, half"]["messages"]
+    (message,) = actual[0]["ddp, half"]["messages"]
     assert re.match(r"activation checkpointing: 2 of 4 layers recompute .layers.0 to layers.1.\. A step keeps", message)
     size = re.search(r"about (\S+ \S+) of", message)
     assert size is not None
-    assert parse_bytes(size[1], "kept") == pytest.approx(found[0]["ddp, half"]["kept"][1], rel=0.1)
-    (message,) = found[0]["ddp, nothing"]["messages"]
+    assert parse_bytes(size[1], "kept") == pytest.approx(actual[0]["ddp, half"]["kept"][1], rel=0.1)
+    (message,) = actual[0]["ddp, nothing"]["messages"]
     assert "4 of 4 layers recompute" in message
     assert message.endswith("the target is 1 B, which all layers together do not reach.")
-    assert "0 of 4 layers recompute. A step" in found[0]["averaged"][0]
+    assert "0 of 4 layers recompute. A step" in actual[0]["averaged"][0]
 
 
 @pytest.mark.parametrize(
@@ -190,23 +190,23 @@ def test_as_few_layers_recompute_as_it_takes_to_reach_a_target(found: list[dict[
         ("fsdp, all", DenseOptions(fsdp=FSDPOptions(wrap=["Layer"], activation_checkpointing=True))),
     ],
 )
-def test_what_remains_is_estimated(found: list[dict[str, Any]], case: str, options: DenseOptions) -> None:
+def test_what_remains_is_estimated(actual: list[dict[str, Any]], case: str, options: DenseOptions) -> None:
     memory = _memory(case, options)
-    whole, kept = (found[0][each]["kept"][1] for each in (case.partition(",")[0], case))
+    whole, retained = (actual[0][item]["kept"][1] for item in (case.partition(",")[0], case))
     states = NUM_LAYERS * torch.get_rng_state().nbytes  # of the random generator: left out of estimates
     if case.startswith("fsdp"):  # what a forward allocates has gathered parameters too
         spared = _memory("fsdp", DenseOptions())["activations"] - memory["activations"]
-        assert spared == pytest.approx(whole - kept, rel=0.1, abs=states + 1000)
+        assert spared == pytest.approx(whole - retained, rel=0.1, abs=states + 1000)
     else:
-        assert memory["activations"] == pytest.approx(kept, rel=0.1, abs=states + 1000)
+        assert memory["activations"] == pytest.approx(retained, rel=0.1, abs=states + 1000)
     if case in ("ddp, all", "ddp, nothing"):
-        assert memory["recomputed"] == pytest.approx((whole - kept) / NUM_LAYERS, rel=0.1)
+        assert memory["recomputed"] == pytest.approx((whole - retained) / NUM_LAYERS, rel=0.1)
 
 
-def test_what_remains_below_a_target_is_estimated(found: list[dict[str, Any]]) -> None:
-    whole = found[0]["ddp"]["kept"][1]
+def test_what_remains_below_a_target_is_estimated(actual: list[dict[str, Any]]) -> None:
+    whole = actual[0]["ddp"]["kept"][1]
     memory = _memory("ddp", DenseOptions(ddp_checkpointing=f"{int(0.6 * whole)}B"))
-    assert memory["activations"] == pytest.approx(found[0]["ddp, half"]["kept"][1], rel=0.1)
+    assert memory["activations"] == pytest.approx(actual[0]["ddp, half"]["kept"][1], rel=0.1)
 
 
 def _memory(case: str, options: DenseOptions) -> dict[str, float]:
@@ -217,14 +217,14 @@ def _memory(case: str, options: DenseOptions) -> dict[str, float]:
     settings = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
     job = Job(num_ranks=2, num_nodes=1, memory_bytes=10**10)
     advice = advise(module, job, settings, "cpu", profile, options=ChosenOptions(dense=options))
-    return next(each for each in advice.estimates if each.strategy.startswith(case.partition(",")[0])).memory
+    return next(item for item in advice.estimates if item.strategy.startswith(case.partition(",")[0])).memory
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_layers_that_cannot_recompute_are_refused(found: list[dict[str, Any]], said: str) -> None:
-    for of_rank in found:
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(of_rank[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_layers_that_cannot_recompute_are_refused(actual: list[dict[str, Any]], message: str) -> None:
+    for rank_result in actual:
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(rank_result[message])
 
 
 def test_what_the_option_cannot_be() -> None:

@@ -91,29 +91,29 @@ def _moving(optimizer: Any, folder: str, fits: int) -> tuple[dict[str, Tensor], 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
 def test_a_moving_average_is_that_of_the_unsharded_run(optimizer: Any, tmp_path: Path) -> None:
-    found = run_on_warm_ranks(_moving, 2, optimizer, str(tmp_path), 1)
+    actual = run_on_warm_ranks(_moving, 2, optimizer, str(tmp_path), 1)
     reference = Reference(optimizer, EPOCHS)
     limit = 1e-6 if optimizer is SGD else 1e-5
     # The callback moves the average into the model before the model's own on_train_end.
-    assert max(largest_difference(found[0][0], reference.state).values()) <= limit
+    assert max(largest_difference(actual[0][0], reference.state).values()) <= limit
     for rank in range(2):
-        assert found[rank][1] == pytest.approx([of_ranks[rank] for of_ranks in reference.validated], abs=1e-4)
+        assert actual[rank][1] == pytest.approx([rank_results[rank] for rank_results in reference.validated], abs=1e-4)
     saved = plain_checkpoint(tmp_path / "saved.ckpt")
     assert max(largest_difference(saved["state_dict"], reference.after_two_epochs).values()) <= limit
     assert max(largest_difference(saved["current_model_state"], reference.after_two_epochs).values()) > 1e-4
 
 
 def test_a_second_fit_averages_again() -> None:
-    found = run_on_warm_ranks(_moving, 2, SGD, "", 2)[0][0]
+    actual = run_on_warm_ranks(_moving, 2, SGD, "", 2)[0][0]
     first = Reference(SGD, EPOCHS)
-    again = seeded(Averaged, *SGD)
-    again.load_state_dict(first.state)
-    averaged = AveragedModel(again, avg_fn=get_ema_avg_fn(0.9))
-    stepper = again.configure_optimizers()
+    repeated = seeded(Averaged, *SGD)
+    repeated.load_state_dict(first.state)
+    averaged = AveragedModel(repeated, avg_fn=get_ema_avg_fn(0.9))
+    stepper = repeated.configure_optimizers()
     for step in range(STEPS * EPOCHS):
-        train_step(again, stepper, step % STEPS)
-        averaged.update_parameters(again)
-    assert max(largest_difference(found, averaged.module.state_dict()).values()) <= 1e-6
+        train_step(repeated, stepper, step % STEPS)
+        averaged.update_parameters(repeated)
+    assert max(largest_difference(actual, averaged.module.state_dict()).values()) <= 1e-6
 
 
 def _stochastic(optimizer: Any) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def _stochastic(optimizer: Any) -> dict[str, Tensor]:
 
 
 def test_stochastic_weight_averaging_is_that_of_the_unsharded_run() -> None:
-    found = run_on_warm_ranks(_stochastic, 2, SGD)[0]
+    actual = run_on_warm_ranks(_stochastic, 2, SGD)[0]
     model = seeded(Averaged, *SGD)
     stepper = model.configure_optimizers()
     averaged, scheduler = AveragedModel(model), None
@@ -138,7 +138,7 @@ def test_stochastic_weight_averaging_is_that_of_the_unsharded_run() -> None:
             train_step(model, stepper, step)
         if scheduler is not None:
             scheduler.step()
-    assert max(largest_difference(found, averaged.module.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, averaged.module.state_dict()).values()) <= 1e-6
 
 
 def _summaries() -> tuple[str, str, int]:
@@ -160,13 +160,13 @@ def _summaries() -> tuple[str, str, int]:
 
 def test_summaries_count_whole_tables() -> None:
     plain, rich, local = run_on_warm_ranks(_summaries, 2)[0]
-    of_tables = 60 * 16 + 37 * 8 + 11 * 8
-    assert local < of_tables  # what a rank has is less, also after the summary
-    whole = of_tables + 56 * 16 + 16
+    tables_values = 60 * 16 + 37 * 8 + 11 * 8
+    assert local < tables_values  # what a rank has is less, also after the summary
+    whole = tables_values + 56 * 16 + 16
     assert "ebc" in plain
-    for said in (plain, rich):
-        assert "1.3 K" in said, said  # 1,344 of tables
-        assert f"{whole / 1000:.1f} K" in said, said
+    for message in (plain, rich):
+        assert "1.3 K" in message, message  # 1,344 of tables
+        assert f"{whole / 1000:.1f} K" in message, message
 
 
 def _copies() -> str:
@@ -176,9 +176,9 @@ def _copies() -> str:
     copied = copy.deepcopy(model)
     assert torch.equal(copied.mlp[0].weight, model.mlp[0].weight)
     assert isinstance(copied.ebc, nn.Module)
-    with pytest.raises(ShardingError) as told:
+    with pytest.raises(ShardingError) as reported:
         copied(make_batch(0))
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_a_deep_copy_has_no_rows_and_reports_it_when_it_is_called() -> None:

@@ -38,9 +38,9 @@ def _train_and_call(kind: type[TwoTower], depth: int) -> dict[str, Any]:
     users, items = pairs(STEPS, rank)
     called = model(users, items)
     called.sum().backward()  # a loop of the user's own may go on training dense layers
-    found = {"called": called.detach(), "recommended": _recommend(model, users, items)}
-    found["predicted"] = torch.cat(trainer.predict(model, loader([(users, items)])))  # type: ignore[arg-type]
-    return found | {"recommended again": _recommend(model, users, items)}
+    actual = {"called": called.detach(), "recommended": _recommend(model, users, items)}
+    actual["predicted"] = torch.cat(trainer.predict(model, loader([(users, items)])))  # type: ignore[arg-type]
+    return actual | {"recommended again": _recommend(model, users, items)}
 
 
 def _wanted(kind: type[TwoTower], num_ranks: int) -> list[dict[str, Any]]:
@@ -48,20 +48,20 @@ def _wanted(kind: type[TwoTower], num_ranks: int) -> list[dict[str, Any]]:
     if kind is SkipsEvenBatches:
         batches = batches[1::2]
     trained = train_unsharded(seeded(TwoTower), batches)
-    found = []
+    actual = []
     for rank in range(num_ranks):
         users, items = pairs(STEPS, rank)
         scores, best = trained(users, items).detach(), _recommend(trained, users, items)
-        found.append({"called": scores, "predicted": scores, "recommended": best, "recommended again": best})
-    return found
+        actual.append({"called": scores, "predicted": scores, "recommended": best, "recommended again": best})
+    return actual
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_trained_module_is_called_outside_of_the_trainer(num_ranks: int) -> None:
     kinds: list[type[TwoTower]] = [TwoTower, SkipsEvenBatches] if num_ranks == 1 else [TwoTower]
     cases = {f"{kind.__name__} {depth}": (_train_and_call, kind, depth) for kind in kinds for depth in (1, 3)}
-    found = run_each_on_ranks(cases, num_ranks)
+    actual = run_each_on_ranks(cases, num_ranks)
     for name, (_, kind, _) in cases.items():
-        for rank, wanted in enumerate(_wanted(kind, num_ranks)):
-            for what, values in wanted.items():
-                torch.testing.assert_close(found[rank][name][what], values, atol=1e-5, rtol=0, msg=f"{name}: {what}")
+        for rank, expected in enumerate(_wanted(kind, num_ranks)):
+            for label, values in expected.items():
+                torch.testing.assert_close(actual[rank][name][label], values, atol=1e-5, rtol=0, msg=f"{name}: {label}")

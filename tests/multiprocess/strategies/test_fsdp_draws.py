@@ -63,10 +63,10 @@ def _drawn(draw: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_weights_drawn_in_hooks_under_fsdp_are_those_of_one_process() -> None:
-    found = run_each_on_ranks({draw: (_drawn, draw) for draw in DRAWS}, 2)
+    actual = run_each_on_ranks({draw: (_drawn, draw) for draw in DRAWS}, 2)
     for draw in DRAWS:
-        wanted = copy.deepcopy(_built(draw))
-        wanted.draw_all()
-        after = torch.rand(2)
-        assert too_far(found[0][draw][0], wanted.state_dict(), 0.0) == {}, draw
-        assert all(torch.equal(of_rank[draw][1], after) for of_rank in found), draw
+        expected = copy.deepcopy(_built(draw))
+        expected.draw_all()
+        final = torch.rand(2)
+        assert too_far(actual[0][draw][0], expected.state_dict(), 0.0) == {}, draw
+        assert all(torch.equal(rank_result[draw][1], final) for rank_result in actual), draw

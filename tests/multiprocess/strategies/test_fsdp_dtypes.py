@@ -82,8 +82,8 @@ def _fit(kind: type[Recording], options: dict[str, Any], **settings: Any) -> Out
 
 def _by_hand(
     kind: type[Recording],
-    of_block: MixedPrecisionPolicy,
-    of_root: MixedPrecisionPolicy,
+    block_values: MixedPrecisionPolicy,
+    root_values: MixedPrecisionPolicy,
     autocast: torch.dtype | None = None,
     scaled: bool = False,
     buffers: torch.dtype | None = None,
@@ -93,8 +93,8 @@ def _by_hand(
     for block in (model.low, model.high):
         if buffers is not None:
             block.shift = block.shift.to(buffers)
-        fully_shard(block, mp_policy=of_block)
-    fully_shard(model, mp_policy=of_root)
+        fully_shard(block, mp_policy=block_values)
+    fully_shard(model, mp_policy=root_values)
     optimizer = model.configure_optimizers()
     scaler = _scaler() if scaled else torch.amp.GradScaler("cpu", enabled=False)
     for _ in range(2):
@@ -137,8 +137,8 @@ EACH: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
 
 
 def _both(case: str) -> tuple[Outcome, Outcome]:
-    (args, settings, by_hand) = EACH[case]
-    return _fit(*args, **settings), _by_hand(*by_hand)
+    (args, settings, per_hand) = EACH[case]
+    return _fit(*args, **settings), _by_hand(*per_hand)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -163,31 +163,31 @@ def _refusal(options: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def actual() -> list[dict[str, Any]]:
     cases = {case: (_both, case) for case in EACH}
-    return run_each_on_ranks(cases | {said: (_refusal, *case) for said, case in REFUSED.items()}, 2)
+    return run_each_on_ranks(cases | {message: (_refusal, *case) for message, case in REFUSED.items()}, 2)
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_types_are_those_of_a_loop_by_hand(found: list[dict[str, Any]], case: str) -> None:
-    for of_rank in found:
-        ours, by_hand = of_rank[case]
-        assert ours[0] == pytest.approx(by_hand[0], rel=1e-6)
-    ours, by_hand = found[0][case]
-    for name, value in by_hand[1].items():
-        torch.testing.assert_close(ours[1][name], value, atol=1e-6, rtol=1e-6, msg=name)
+def test_types_are_those_of_a_loop_by_hand(actual: list[dict[str, Any]], case: str) -> None:
+    for rank_result in actual:
+        distrec, per_hand = rank_result[case]
+        assert distrec[0] == pytest.approx(per_hand[0], rel=1e-6)
+    distrec, per_hand = actual[0][case]
+    for name, value in per_hand[1].items():
+        torch.testing.assert_close(distrec[1][name], value, atol=1e-6, rtol=1e-6, msg=name)
 
 
-def test_types_are_not_those_of_float32(found: list[dict[str, Any]]) -> None:
-    exact = {case: found[0][case][0][0][-1] for case in EACH}
+def test_types_are_not_those_of_float32(actual: list[dict[str, Any]]) -> None:
+    exact = {case: actual[0][case][0][0][-1] for case in EACH}
     assert len(set(exact.values())) == len(EACH), "every option changes the numbers"
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_types_that_contradict_the_precision_are_refused(found: list[dict[str, Any]], said: str) -> None:
-    for of_rank in found:
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(of_rank[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_types_that_contradict_the_precision_are_refused(actual: list[dict[str, Any]], message: str) -> None:
+    for rank_result in actual:
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(rank_result[message])
 
 
 def test_a_type_that_does_not_exist_is_refused() -> None:

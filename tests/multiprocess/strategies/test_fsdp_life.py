@@ -32,9 +32,9 @@ def _whole(trainer: pl.Trainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}  # type: ignore[attr-defined]
 
 
-def _close(ours: dict[str, Tensor], other: dict[str, Tensor], most: float = 1e-6) -> None:
-    assert ours.keys() == other.keys()
-    for name, value in ours.items():
+def _close(distrec: dict[str, Tensor], other: dict[str, Tensor], most: float = 1e-6) -> None:
+    assert distrec.keys() == other.keys()
+    for name, value in distrec.items():
         torch.testing.assert_close(value, other[name], atol=most, rtol=most, msg=name)
 
 
@@ -65,12 +65,12 @@ def _saved_and_resumed(folder: str) -> dict[str, list[float]]:
     """A run that never stopped, and runs that go on from its first checkpoint."""
     straight = _straight(folder)
     one_file = _straight(f"{folder}/whole", _sharded(checkpoint={"distributed": False}))
-    of_ddp = _straight(f"{folder}/ddp", TunedDDPStrategy())
+    ddp_values = _straight(f"{folder}/ddp", TunedDDPStrategy())
     async_save = _straight(f"{folder}/async", _sharded(checkpoint={"async_save": True}))
     return {
         "straight": straight[4:],
         "straight, one file": one_file[4:],
-        "straight, ddp": of_ddp[4:],
+        "straight, ddp": ddp_values[4:],
         "straight, saved behind the steps": async_save[4:],
         "resumed": _resumed(f"{folder}/step=4.ckpt"),
         "in two replicas": _resumed(f"{folder}/step=4.ckpt", _sharded(replicas=2)),
@@ -82,9 +82,9 @@ def _saved_and_resumed(folder: str) -> dict[str, list[float]]:
 
 
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    for found in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
-        for case, losses in found.items():
-            assert losses == pytest.approx(found["straight"], abs=1e-5), case
+    for result in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
+        for case, losses in result.items():
+            assert losses == pytest.approx(result["straight"], abs=1e-5), case
 
 
 def _weights_of(path: str) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ def test_one_file_is_a_checkpoint_of_lightning(tmp_path: Path) -> None:
 def _further_runs() -> tuple[list[float], list[float]]:
     """Fit, validate and fit again with one module; and the same losses without the run in between."""
     rank, num_ranks = rank_and_num_ranks()
-    found = []
+    actual = []
     for looks in (True, False):
         pl.seed_everything(5)
         model = Layers()
@@ -132,8 +132,8 @@ def _further_runs() -> tuple[list[float], list[float]]:
                 trainer.validate(model, loader(rank, num_ranks), verbose=False)
                 assert len(model.losses) > len(recorded)
                 model.losses = recorded
-        found.append(model.losses)
-    return found[0], found[1]
+        actual.append(model.losses)
+    return actual[0], actual[1]
 
 
 def _alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -141,10 +141,10 @@ def _alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     rank, num_ranks = rank_and_num_ranks()
     torch.manual_seed(rank)
     model = Layers()
-    mine = {name: value.clone() for name, value in model.state_dict().items()}
+    local = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = _trainer(_sharded())
     trainer.validate(model, loader(rank, num_ranks), verbose=False)
-    return mine, _whole(trainer)
+    return local, _whole(trainer)
 
 
 class KeepsCopies(pl.Callback):
@@ -159,8 +159,8 @@ class KeepsCopies(pl.Callback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for mine, now in zip(self.copy.parameters(), pl_module.parameters(), strict=True):
-            mine.lerp_(now, 0.1)
+        for local, current in zip(self.copy.parameters(), pl_module.parameters(), strict=True):
+            local.lerp_(current, 0.1)
         self.losses.append(float(functional.mse_loss(self.copy(batch[0]), batch[1])))
         self.losses.append(float(self.part(batch[0]).sum()))
 
@@ -180,8 +180,8 @@ def _averaged(strategy: Any) -> dict[str, Tensor]:
     model = Layers()
     trainer = _trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.8)])
     trainer.fit(model, loader(*rank_and_num_ranks()))
-    ours = isinstance(strategy, TunedFSDPStrategy)
-    return _whole(trainer) if ours else {name: value.clone() for name, value in model.state_dict().items()}
+    distrec = isinstance(strategy, TunedFSDPStrategy)
+    return _whole(trainer) if distrec else {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def _both(run: Any, stock: Any = "ddp") -> tuple[Any, Any]:
@@ -202,24 +202,24 @@ def lives() -> list[dict[str, Any]]:
 
 
 def test_a_validation_between_two_fits_changes_nothing(lives: list[dict[str, Any]]) -> None:
-    for of_rank in lives:
-        looked, plain = of_rank["further runs"]
+    for rank_result in lives:
+        looked, plain = rank_result["further runs"]
         assert looked == pytest.approx(plain, abs=1e-6)
 
 
 def test_ranks_begin_with_the_weights_of_rank_0(lives: list[dict[str, Any]]) -> None:
-    mine, whole = lives[0]["alone"]
-    _close(mine, whole)
-    assert not torch.equal(lives[1]["alone"][0]["out.weight"], mine["out.weight"])
+    local, whole = lives[0]["alone"]
+    _close(local, whole)
+    assert not torch.equal(lives[1]["alone"][0]["out.weight"], local["out.weight"])
 
 
 def test_deep_copies_keep_averages_and_run(lives: list[dict[str, Any]]) -> None:
-    for of_rank in lives:
-        ours, stock = of_rank["copies"]
-        assert ours[0] == pytest.approx(stock[0], abs=1e-5)
-        assert ours[1] == pytest.approx(stock[1], abs=1e-4)
+    for rank_result in lives:
+        distrec, stock = rank_result["copies"]
+        assert distrec[0] == pytest.approx(stock[0], abs=1e-5)
+        assert distrec[1] == pytest.approx(stock[1], abs=1e-4)
 
 
 def test_averages_of_lightning_are_those_of_ddp(lives: list[dict[str, Any]]) -> None:
-    ours, stock = lives[0]["averaged"]
-    _close(ours, stock, 1e-5)
+    distrec, stock = lives[0]["averaged"]
+    _close(distrec, stock, 1e-5)

@@ -118,14 +118,14 @@ def _on_meta() -> tuple[dict[str, Tensor], list[float]]:
 
 
 def _compiled() -> tuple[list[float], list[float]]:
-    found = []
+    actual = []
     for compiles in (True, False):
         pl.seed_everything(5)
         model = Layers()
         passed: Any = torch.compile(model, backend="aot_eager") if compiles else model
         _trainer(TunedFSDPStrategy(**SMALL), max_epochs=1).fit(passed, loader(*rank_and_num_ranks()))
-        found.append(model.losses)
-    return found[0], found[1]
+        actual.append(model.losses)
+    return actual[0], actual[1]
 
 
 class Reaches(Recording):
@@ -209,22 +209,22 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    refusals = {said: (_refusal, *case) for said, case in REFUSED.items()}
+def actual() -> list[dict[str, Any]]:
+    refusals = {message: (_refusal, *case) for message, case in REFUSED.items()}
     return run_each_on_ranks(CASES | refusals, 2)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_numbers_of_16_bits_are_those_of_a_loop_by_hand(found: list[dict[str, Any]], precision: str) -> None:
-    for of_rank in found:
-        assert of_rank[precision][0][0] == pytest.approx(of_rank[precision][1][0], rel=1e-6)
-    ours, by_hand = (weights for _, weights in found[0][precision])
-    for name, value in ours.items():
-        assert torch.equal(value, by_hand[name]), name
+def test_numbers_of_16_bits_are_those_of_a_loop_by_hand(actual: list[dict[str, Any]], precision: str) -> None:
+    for rank_result in actual:
+        assert rank_result[precision][0][0] == pytest.approx(rank_result[precision][1][0], rel=1e-6)
+    distrec, per_hand = (weights for _, weights in actual[0][precision])
+    for name, value in distrec.items():
+        assert torch.equal(value, per_hand[name]), name
 
 
-def test_weights_without_memory_are_drawn_and_are_rank_0s(found: list[dict[str, Any]]) -> None:
-    weights, losses = found[0]["on meta"]
+def test_weights_without_memory_are_drawn_and_are_rank_0s(actual: list[dict[str, Any]]) -> None:
+    weights, losses = actual[0]["on meta"]
     torch.manual_seed(7)
     drawn = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Reset())
     torch.manual_seed(7)
@@ -235,20 +235,20 @@ def test_weights_without_memory_are_drawn_and_are_rank_0s(found: list[dict[str, 
     assert losses[-1] < losses[0]
 
 
-def test_a_compiled_module_has_the_losses_of_one_that_is_not(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        assert of_rank["compiled"][0] == pytest.approx(of_rank["compiled"][1], abs=1e-5)
+def test_a_compiled_module_has_the_losses_of_one_that_is_not(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        assert rank_result["compiled"][0] == pytest.approx(rank_result["compiled"][1], abs=1e-5)
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank(found: list[dict[str, Any]], said: str) -> None:
-    for of_rank in found:
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(of_rank[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(actual: list[dict[str, Any]], message: str) -> None:
+    for rank_result in actual:
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(rank_result[message])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"wrap": "Linear"}, r"wrap='Linear': must be 'auto', or a list .*: \['Linear'\]"),
         ({"min_num_parameters": 0}, "min_num_parameters=0: must be at least 1"),
@@ -257,8 +257,8 @@ def test_what_cannot_be_is_refused_on_every_rank(found: list[dict[str, Any]], sa
         ({"reshard_after_forward": "never"}, "reshard_after_forward='never': must be 'auto', true or false"),
     ],
 )
-def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TunedFSDPStrategy(**arguments)
 
 

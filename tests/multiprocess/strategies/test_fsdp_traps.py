@@ -230,14 +230,14 @@ def _as_under_ddp(name: str) -> dict[str, State]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def actual() -> list[dict[str, Any]]:
     calls: dict[str, Any] = {name: (_as_under_ddp, name) for name in RUNS}
-    return run_each_on_ranks(calls | {said: (_refusal, said) for said in REFUSED}, 2, 100)
+    return run_each_on_ranks(calls | {message: (_refusal, message) for message in REFUSED}, 2, 100)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_weights_are_those_of_ddp(found: list[dict[str, Any]], name: str) -> None:
-    states = found[0][name]
+def test_weights_are_those_of_ddp(actual: list[dict[str, Any]], name: str) -> None:
+    states = actual[0][name]
     for way in ("blocks", "root", "recomputed"):
         assert states[way].keys() == states["ddp"].keys()
         for key, value in states[way].items():
@@ -328,19 +328,19 @@ REFUSED: dict[str, Callable[[], None]] = {
 }
 
 
-def _refusal(said: str) -> str:
+def _refusal(message: str) -> str:
     try:
-        REFUSED[said]()
+        REFUSED[message]()
     except (ConfigError, UnsupportedError) as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_would_be_lost_is_reported_on_every_rank(found: list[dict[str, Any]], said: str) -> None:
-    for of_rank in found:
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(of_rank[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_be_lost_is_reported_on_every_rank(actual: list[dict[str, Any]], message: str) -> None:
+    for rank_result in actual:
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(rank_result[message])
 
 
 def _resumes_averages(folder: str) -> list[tuple[State, State]]:

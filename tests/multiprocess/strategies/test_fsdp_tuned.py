@@ -52,20 +52,20 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _check_same(ours: Outcome, other: Outcome, rank: int, most: float = 1e-5) -> None:
-    assert ours[0] == pytest.approx(other[0], abs=most)
+def _check_same(distrec: Outcome, other: Outcome, rank: int, most: float = 1e-5) -> None:
+    assert distrec[0] == pytest.approx(other[0], abs=most)
     if rank == 0:
-        assert ours[1].keys() == other[1].keys()
-    for name, value in ours[1].items():
+        assert distrec[1].keys() == other[1].keys()
+    for name, value in distrec[1].items():
         torch.testing.assert_close(value, other[1][name], atol=most, rtol=most, msg=name)
 
 
 @pytest.mark.parametrize("num_ranks", slow_except([2], [2, 3]))
 def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
     for rank, results in enumerate(run_each_on_ranks(CASES, num_ranks)):
-        for name, (ours, stock) in results.items():
+        for name, (distrec, stock) in results.items():
             print(name)
-            _check_same(ours, stock, rank)
+            _check_same(distrec, stock, rank)
 
 
 def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcome:
@@ -87,8 +87,8 @@ def test_weights_are_those_of_one_process_with_the_batches_of_all(num_ranks: int
     for case, (_, weights) in first.items():
         _, kind, _, settings = AS_ONE[case]
         pl.seed_everything(5)
-        alone = KINDS[kind]()
+        single = KINDS[kind]()
         trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | settings)
-        trainer.fit(alone, whole_batches(num_ranks))
-        for name, value in alone.state_dict().items():
+        trainer.fit(single, whole_batches(num_ranks))
+        for name, value in single.state_dict().items():
             torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")

@@ -87,7 +87,7 @@ def _case(case: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def actual() -> list[dict[str, Any]]:
     return run_each_on_ranks({case: (_case, case) for case in CASES}, 2)
 
 
@@ -96,7 +96,7 @@ def _scaled() -> dict[str, Tensor]:
 
 
 def test_loss_scaling_reaches_tables_and_sharded_layers() -> None:
-    found = run_on_warm_ranks(_scaled, 2)[0]
+    actual = run_on_warm_ranks(_scaled, 2)[0]
     model = seeded(WithScale, *OPTIMIZERS["SGD"])
     optimizer, scaler = model.configure_optimizers(), torch.amp.GradScaler("cpu", 256.0)
     for step, batch in enumerate(global_batches(STEPS)):
@@ -106,7 +106,7 @@ def test_loss_scaling_reaches_tables_and_sharded_layers() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    for key, value in found.items():
+    for key, value in actual.items():
         torch.testing.assert_close(value, model.state_dict()[key], atol=1e-3, rtol=0, msg=key)
 
 
@@ -115,13 +115,13 @@ def _clip(parameters: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_one_process(found: list[dict[str, Any]], case: str) -> None:
+def test_weights_are_those_of_one_process(actual: list[dict[str, Any]], case: str) -> None:
     _, kind, name = CASES[case]
     clips = case.endswith(("clipped", "by hand"))
     reference = train_plain(seeded(kind, *OPTIMIZERS[name]), global_batches(STEPS), *([_clip] if clips else []))
-    ours = found[0][case]
-    assert ours.keys() == reference.keys()
-    for key, value in ours.items():
+    distrec = actual[0][case]
+    assert distrec.keys() == reference.keys()
+    for key, value in distrec.items():
         torch.testing.assert_close(value, reference[key], atol=limit_of(name), rtol=1e-5, msg=key)
 
 
@@ -131,56 +131,56 @@ def _saved_and_resumed(folder: str) -> dict[str, Any]:
     straight = seeded(WithScale, *OPTIMIZERS["Adam"])
     settings: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "gradient_clip_val": 0.05}
     make_trainer(HYBRID, **settings).fit(straight, rank_loader(STEPS, rank))
-    found = {"straight": straight.losses[3:]}
+    actual = {"straight": straight.losses[3:]}
     for name, strategy in {"resumed": HYBRID, "dense on every rank": EVERY_CUT}.items():
         model = WithScale(*OPTIMIZERS["Adam"])
         trainer = make_trainer(strategy, gradient_clip_val=0.05)
         trainer.fit(model, rank_loader(STEPS, rank), ckpt_path=f"{folder}/step=3.ckpt")
-        found[name] = model.losses
+        actual[name] = model.losses
         trainer.validate(model, rank_loader(2, rank), verbose=False)
-        found[f"{name}, validated"] = [float(trainer.callback_metrics["val_loss"])]
-    return found
+        actual[f"{name}, validated"] = [float(trainer.callback_metrics["val_loss"])]
+    return actual
 
 
 def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    for found in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
-        assert found["resumed"] == pytest.approx(found["straight"], abs=1e-6)
-        assert found["dense on every rank"] == pytest.approx(found["straight"], abs=1e-6)
-        assert found["resumed, validated"] == pytest.approx(found["dense on every rank, validated"], abs=1e-6)
+    for result in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
+        assert result["resumed"] == pytest.approx(result["straight"], abs=1e-6)
+        assert result["dense on every rank"] == pytest.approx(result["straight"], abs=1e-6)
+        assert result["resumed, validated"] == pytest.approx(result["dense on every rank, validated"], abs=1e-6)
 
 
 def _twice_and_averaged() -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, strategy in {"fsdp": HYBRID, "ddp": EVERY_CUT}.items():
         model = seeded(WithScale, *OPTIMIZERS["Adam"])
         for _ in range(2):
             make_trainer(strategy, accumulate_grad_batches=2).fit(model, rank_loader(STEPS, rank))
         averaged = seeded(WithScale, *OPTIMIZERS["Adam"])
         make_trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(averaged, rank_loader(STEPS, rank))
-        found[name] = model.losses, averaged.final_state
-    return found
+        actual[name] = model.losses, averaged.final_state
+    return actual
 
 
 def test_further_fits_accumulation_and_averages_are_those_of_dense_layers_under_ddp() -> None:
     results = run_on_warm_ranks(_twice_and_averaged, 2)
-    for found in results:
-        assert found["fsdp"][0] == pytest.approx(found["ddp"][0], abs=1e-5)
-    ours, other = (results[0][name][1] for name in ("fsdp", "ddp"))
-    for name, value in ours.items():
+    for result in results:
+        assert result["fsdp"][0] == pytest.approx(result["ddp"][0], abs=1e-5)
+    distrec, other = (results[0][name][1] for name in ("fsdp", "ddp"))
+    for name, value in distrec.items():
         torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"dense": "zero"}, "dense='zero' is not known. Use 'ddp' or 'fsdp'"),
         ({"fsdp": {"wrap": []}}, "is for dense='fsdp', and dense is 'ddp'"),
         ({"dense": "fsdp", "fsdp": {"replicas": 0}}, "replicas=0: must be 'nodes', or at least 1"),
     ],
 )
-def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TorchRecShardedStrategy(**arguments)
 
 
@@ -195,6 +195,6 @@ def _without_tables() -> str:
 
 
 def test_a_module_without_tables_is_pointed_to_its_strategy() -> None:
-    for said in run_on_warm_ranks(_without_tables, 2):
-        assert "dense='fsdp': the module has no embedding tables" in said
-        assert "strategy='fsdp_tuned'" in said
+    for message in run_on_warm_ranks(_without_tables, 2):
+        assert "dense='fsdp': the module has no embedding tables" in message
+        assert "strategy='fsdp_tuned'" in message

@@ -42,37 +42,37 @@ def _every_order() -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     model = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
     trainer = make_trainer()
-    found: dict[str, Any] = {}
-    found["before"] = trainer.validate(model, rank_loader(4, rank), verbose=False)[0]["val_loss"]
-    found["predicted"] = torch.cat(trainer.predict(model, rank_loader(1, rank)))
+    actual: dict[str, Any] = {}
+    actual["before"] = trainer.validate(model, rank_loader(4, rank), verbose=False)[0]["val_loss"]
+    actual["predicted"] = torch.cat(trainer.predict(model, rank_loader(1, rank)))
     trainer.fit(model, rank_loader(10, rank), rank_loader(4, rank))
-    found["first fit"] = model.final_state
-    found["test"] = trainer.test(model, rank_loader(4, rank), verbose=False)[0]["val_loss"]
+    actual["first fit"] = model.final_state
+    actual["test"] = trainer.test(model, rank_loader(4, rank), verbose=False)[0]["val_loss"]
     second = make_trainer(num_sanity_val_steps=2)
     second.fit(model, rank_loader(10, rank, first=10), rank_loader(4, rank))
-    found["second fit"] = model.final_state
+    actual["second fit"] = model.final_state
     loaders = [rank_loader(4, rank), rank_loader(2, rank, first=4)]
-    found["two loaders"] = second.validate(model, loaders, verbose=False)
-    return found
+    actual["two loaders"] = second.validate(model, loaders, verbose=False)
+    return actual
 
 
 def test_fit_validate_test_and_predict_work_in_any_order_and_twice() -> None:
-    found = run_on_warm_ranks(_every_order, 2)
+    actual = run_on_warm_ranks(_every_order, 2)
     start = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
-    assert found[0]["before"] == pytest.approx(sum(_losses(start, range(4))) / 4, abs=1e-6)
+    assert actual[0]["before"] == pytest.approx(sum(_losses(start, range(4))) / 4, abs=1e-6)
     for rank in range(2):
-        torch.testing.assert_close(found[rank]["predicted"], start(make_batch(rank)).detach(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(actual[rank]["predicted"], start(make_batch(rank)).detach(), atol=1e-6, rtol=0)
     first = train_unsharded(start, 10, 2)
-    assert max(largest_difference(found[0]["first fit"], first.final_state).values()) <= 1e-5
-    assert found[0]["test"] == pytest.approx(sum(_losses(first, range(4))) / 4, abs=1e-5)
+    assert max(largest_difference(actual[0]["first fit"], first.final_state).values()) <= 1e-5
+    assert actual[0]["test"] == pytest.approx(sum(_losses(first, range(4))) / 4, abs=1e-5)
     # A second fit calls configure_optimizers again: weights go on, Adagrad's sums start anew, as always in Lightning.
     optimizer = first.configure_optimizers()
     for step in range(10, 20):
         optimizer.zero_grad()
         first.training_step(join_batches([make_batch(1000 * step + r) for r in range(2)]), step).backward()
         optimizer.step()
-    assert max(largest_difference(found[0]["second fit"], first.state_dict()).values()) <= 1e-5
-    two = found[0]["two loaders"]
+    assert max(largest_difference(actual[0]["second fit"], first.state_dict()).values()) <= 1e-5
+    two = actual[0]["two loaders"]
     assert two[0]["val_loss/dataloader_idx_0"] == pytest.approx(sum(_losses(first, range(4))) / 4, abs=1e-5)
     assert two[1]["val_loss/dataloader_idx_1"] == pytest.approx(sum(_losses(first, range(4, 6))) / 2, abs=1e-5)
 
@@ -105,7 +105,7 @@ def _manual() -> tuple[dict[str, Tensor], set[str]]:
 
 
 def test_manual_optimization_with_two_optimizers_equals_unsharded() -> None:
-    found, steps = run_on_warm_ranks(_manual, 2)[0]
+    actual, steps = run_on_warm_ranks(_manual, 2)[0]
     model = seeded(ManualModel, torch.optim.Adagrad, {"lr": 0.1})
     tables, dense = model.configure_optimizers()
     for step in range(10):
@@ -115,7 +115,7 @@ def test_manual_optimization_with_two_optimizers_equals_unsharded() -> None:
         for optimizer in (tables, dense):
             optimizer.step()
             optimizer.zero_grad()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-5
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-5
     assert steps == 20
 
 
@@ -125,7 +125,7 @@ def _bf16() -> dict[str, Tensor]:
 
 
 def test_bf16_mixed_is_no_further_from_float32_than_the_unsharded_run_in_bf16() -> None:
-    found = run_on_warm_ranks(_bf16, 2)[0]
+    actual = run_on_warm_ranks(_bf16, 2)[0]
     start = seeded(ClickModel, torch.optim.SGD, {"lr": 1.0})
     exact = train_unsharded(start, 10, 2).final_state
     rounded = train_unsharded(start, 10, 2, lambda: torch.autocast("cpu", torch.bfloat16)).final_state
@@ -134,7 +134,7 @@ def test_bf16_mixed_is_no_further_from_float32_than_the_unsharded_run_in_bf16() 
         return sum(float((a[key] - b[key]).pow(2).sum()) for key in a) ** 0.5
 
     assert 0 < distance(rounded, exact) < 0.5 * distance(start.state_dict(), exact)
-    assert 0 < distance(found, exact) < 1.5 * distance(rounded, exact)
+    assert 0 < distance(actual, exact) < 1.5 * distance(rounded, exact)
 
 
 def _evaluation_counters() -> list[int]:
@@ -220,9 +220,9 @@ def _reordered() -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_features_may_come_in_another_order_at_every_call() -> None:
-    found, predicted = run_on_warm_ranks(_reordered, 2)[0]
+    actual, predicted = run_on_warm_ranks(_reordered, 2)[0]
     reference = train_unsharded(seeded(ReorderedModel, torch.optim.SGD, {"lr": 1.0}), 10, 2)
-    assert max(largest_difference(found, reference.final_state).values()) <= 1e-6
+    assert max(largest_difference(actual, reference.final_state).values()) <= 1e-6
     torch.testing.assert_close(predicted, reference(make_batch(0)).detach(), atol=1e-5, rtol=0)
 
 
@@ -274,7 +274,7 @@ def _nested() -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def test_nested_shared_and_frozen_collections_and_param_groups_equal_unsharded() -> None:
-    found, kinds = run_on_warm_ranks(_nested, 2)[0]
+    actual, kinds = run_on_warm_ranks(_nested, 2)[0]
     model = seeded(NestedModel)
     optimizer = model.configure_optimizers()
     for step in range(10):
@@ -282,7 +282,7 @@ def test_nested_shared_and_frozen_collections_and_param_groups_equal_unsharded()
         model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
         optimizer.step()
     assert kinds == {"towers.left.0.t": "fused", "towers.right.t": "fused", "still.still": "frozen"}
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
 def _plain_ddp() -> list[float]:
@@ -310,10 +310,10 @@ class PlainModel(pl.LightningModule):
 
 
 def test_a_module_without_tables_trains_as_under_ddp() -> None:
-    found = run_on_warm_ranks(_plain_ddp, 2)
+    actual = run_on_warm_ranks(_plain_ddp, 2)
     weight = torch.ones(2, requires_grad=True)
     for step in range(5):
         loss = sum((torch.full((4, 2), float(rank + step)) @ weight).pow(2).mean() for rank in range(2)) / 2
         (gradient,) = torch.autograd.grad(loss, weight)
         weight = (weight - 0.01 * gradient).detach().requires_grad_()
-    assert found[0] == found[1] == pytest.approx(weight.tolist(), abs=1e-6)
+    assert actual[0] == actual[1] == pytest.approx(weight.tolist(), abs=1e-6)

@@ -148,46 +148,46 @@ RUNS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[str, Any]]:
+def rank_results() -> list[dict[str, Any]]:
     """What each rank found in each run."""
     return run_each_on_ranks(RUNS, 2)
 
 
 @pytest.fixture(scope="module")
-def found(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def actual(rank_results: list[dict[str, Any]]) -> dict[str, Any]:
     """What rank 0 found in each run."""
-    return of_ranks[0]
+    return rank_results[0]
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_combined_loaders_give_each_step_a_batch_of_each(found: dict[str, Any], mode: str) -> None:
+def test_combined_loaders_give_each_step_a_batch_of_each(actual: dict[str, Any], mode: str) -> None:
     pairs = list(zip(global_batches(5), cycle(global_batches(3, first=50)), strict=False))
-    batches = [{"one": one, "other": other} for one, other in pairs[: 5 if mode == "max_size_cycle" else 3]]
-    assert_equal(found[mode], lambda name: train_plain(seeded(TwoLoaders, *OPTIMIZERS[name]), batches))
+    batches = [{"one": first, "other": other} for first, other in pairs[: 5 if mode == "max_size_cycle" else 3]]
+    assert_equal(actual[mode], lambda name: train_plain(seeded(TwoLoaders, *OPTIMIZERS[name]), batches))
 
 
-def test_a_training_step_that_fetches_its_batches_is_exact(found: dict[str, Any]) -> None:
-    assert_equal(found["iterator"], train_plain_click_model)
+def test_a_training_step_that_fetches_its_batches_is_exact(actual: dict[str, Any]) -> None:
+    assert_equal(actual["iterator"], train_plain_click_model)
 
 
-def test_every_epoch_may_have_a_loader_of_its_own(found: dict[str, Any]) -> None:
+def test_every_epoch_may_have_a_loader_of_its_own(actual: dict[str, Any]) -> None:
     batches = [batch for epoch in range(3) for batch in global_batches(2 + epoch, first=10 * epoch)]
-    assert_equal(found["reloaded"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches))
+    assert_equal(actual["reloaded"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches))
 
 
-def test_overfit_batches_repeats_the_first_batches(found: dict[str, Any]) -> None:
+def test_overfit_batches_repeats_the_first_batches(actual: dict[str, Any]) -> None:
     batches = 3 * global_batches(2)
-    assert_equal(found["overfit"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches))
+    assert_equal(actual["overfit"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches))
 
 
-def test_anomaly_detection_changes_no_number(found: dict[str, Any]) -> None:
+def test_anomaly_detection_changes_no_number(actual: dict[str, Any]) -> None:
     for case in ("anomaly", "anomaly sparse", "anomaly every cut"):
-        assert_equal(found[case], train_plain_click_model)
+        assert_equal(actual[case], train_plain_click_model)
 
 
-def test_anomaly_detection_finds_a_gradient_that_is_not_a_number(of_ranks: list[dict[str, Any]]) -> None:
-    for found in of_ranks:
-        assert "Function 'NaNGradientBackward' returned nan values" in found["goes wrong"]
+def test_anomaly_detection_finds_a_gradient_that_is_not_a_number(rank_results: list[dict[str, Any]]) -> None:
+    for result in rank_results:
+        assert "Function 'NaNGradientBackward' returned nan values" in result["goes wrong"]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[type, Callable[[int, int], Any]]] = {
 def _train_ordinary(options: dict[str, Any]) -> dict[str, Any]:
     """Return by model what was trained, predicted and sharded. Ranks other than 0 begin with other weights."""
     rank, _ = rank_and_num_ranks()
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, (kind, batch_of) in MODELS.items():
         model = seeded(kind)
         if rank:  # rank 0's weights count, as under DDP
@@ -40,10 +40,10 @@ def _train_ordinary(options: dict[str, Any]) -> dict[str, Any]:
                 nn.init.zeros_(parameter)
         trainer = make_trainer(options, enable_model_summary=True)
         trainer.fit(model, loader([batch_of(step, rank) for step in range(STEPS)]))
-        found[name] = whole_state(model)
-        found[f"{name} predicted"] = trainer.predict(model, loader([batch_of(STEPS, rank)]))
-        found[f"{name} sharded"] = [path for path, child in model.named_modules() if isinstance(child, ShardedProxy)]
-    return found
+        actual[name] = whole_state(model)
+        actual[f"{name} predicted"] = trainer.predict(model, loader([batch_of(STEPS, rank)]))
+        actual[f"{name} sharded"] = [path for path, child in model.named_modules() if isinstance(child, ShardedProxy)]
+    return actual
 
 
 ITEMS_ONLY = {name: ["item_embedding"] for name in MODELS}
@@ -63,15 +63,15 @@ def test_ordinary_models_train_and_predict_as_in_one_unsharded_process(num_ranks
     calls: dict[str, tuple[Any, ...]] = {
         way: (_train_ordinary, options) for way, (options, _) in WAYS[num_ranks].items()
     }
-    found = run_each_on_ranks(calls, num_ranks)
+    actual = run_each_on_ranks(calls, num_ranks)
     for name, (kind, batch_of) in MODELS.items():
         batches = [[batch_of(step, rank) for rank in range(num_ranks)] for step in range(STEPS)]
         trained = train_unsharded(seeded(kind), batches)
         trained.eval()
         for way, (_, sharded) in WAYS[num_ranks].items():
-            assert found[0][way][f"{name} sharded"] == sharded[name]
-            assert not too_far(found[0][way][name], trained.state_dict(), 1e-5)
+            assert actual[0][way][f"{name} sharded"] == sharded[name]
+            assert not too_far(actual[0][way][name], trained.state_dict(), 1e-5)
             for rank in range(num_ranks):
                 with torch.no_grad():
-                    wanted = trained.predict_step(batch_of(STEPS, rank), 0)
-                torch.testing.assert_close(found[rank][way][f"{name} predicted"][0], wanted, atol=1e-4, rtol=0)
+                    expected = trained.predict_step(batch_of(STEPS, rank), 0)
+                torch.testing.assert_close(actual[rank][way][f"{name} predicted"][0], expected, atol=1e-4, rtol=0)

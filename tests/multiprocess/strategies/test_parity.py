@@ -109,14 +109,14 @@ def test_sharded_weights_equal_those_of_one_unsharded_process(name: str, num_ran
     state, kinds = run_on_warm_ranks(_train, num_ranks, name)[0]
     optimizer, options, kind = OPTIMIZERS[name]
     start = seeded(EveryCut, optimizer, options, cuts_for(name))
-    wanted = train_unsharded(start, STEPS, num_ranks).final_state
+    expected = train_unsharded(start, STEPS, num_ranks).final_state
     for pooling in POOLINGS:
         for cut in cuts_for(name):
             table = f"{pooling}_{cut}"
             assert kinds[table] == f"{'dense' if cut == 'data_parallel' else kind} {cut}"
-    differences = {key: float((state[key] - wanted[key]).abs().max()) for key in wanted}
-    moved = {key: float((start.state_dict()[key] - wanted[key]).abs().max()) for key in wanted}
-    assert state.keys() == wanted.keys()
+    differences = {key: float((state[key] - expected[key]).abs().max()) for key in expected}
+    moved = {key: float((start.state_dict()[key] - expected[key]).abs().max()) for key in expected}
+    assert state.keys() == expected.keys()
     assert min(moved.values()) > 1e-4, moved
     too_far = {key: value for key, value in differences.items() if not value <= limit_of(name)}
     assert not too_far, f"{name} on {num_ranks} ranks: {too_far}"
@@ -145,8 +145,8 @@ def test_sharded_sequence_tables_equal_those_of_one_unsharded_process(name: str,
     cuts = ("table_wise", "row_wise") + (() if name == "RowWiseAdagrad" else ("column_wise",))
     sharded = run_on_warm_ranks(_train_sequences, num_ranks, name, cuts)[0]
     optimizer, options, _ = OPTIMIZERS[name]
-    wanted = train_unsharded(seeded(SequenceModel, optimizer, options), STEPS, num_ranks).final_state
+    expected = train_unsharded(seeded(SequenceModel, optimizer, options), STEPS, num_ranks).final_state
     for cut, state in sharded.items():
-        assert state.keys() == wanted.keys()
-        difference = max(float((state[key] - wanted[key]).abs().max()) for key in wanted)
+        assert state.keys() == expected.keys()
+        difference = max(float((state[key] - expected[key]).abs().max()) for key in expected)
         assert difference <= limit_of(name), f"{name} {cut}: {difference}"

@@ -62,19 +62,19 @@ def problem_of(job: Job, outcome: Outcome) -> str:
     if outcome.failed or outcome.refused:
         return outcome.failed
     with _one_thread():
-        wanted, begun = train_unsharded(job), start(job).state_dict()
-    if outcome.state.keys() != wanted.keys():
-        return f"the state has {sorted(outcome.state)}, not {sorted(wanted)}"
+        expected, begun = train_unsharded(job), start(job).state_dict()
+    if outcome.state.keys() != expected.keys():
+        return f"the state has {sorted(outcome.state)}, not {sorted(expected)}"
     frozen = {name for name, table in job.tables().items() if table.frozen}
     limit = 1e-3 if job.precision == "bf16-mixed" else 1e-6 if job.optimizer.startswith("SGD") else 1e-5
     problems = []
-    for key, value in wanted.items():
+    for key, value in expected.items():
         path = key.replace("embedding_bags.", "").replace("embeddings.", "").removesuffix(".weight")
         allowed = 0.0 if path in frozen else limit * max(1.0, float(value.abs().max()))
-        found = outcome.state[key]
-        if found.shape != value.shape or not float((found - value).abs().max()) <= allowed:
+        actual = outcome.state[key]
+        if actual.shape != value.shape or not float((actual - value).abs().max()) <= allowed:
             moved = float((value - begun[key]).abs().max())
-            off = float((found - value).abs().max()) if found.shape == value.shape else tuple(found.shape)
+            off = float((actual - value).abs().max()) if actual.shape == value.shape else tuple(actual.shape)
             problems.append(f"{path} is off by {off}, where {allowed:.1e} is allowed and it moved by {moved:.1e}")
     return "\n".join(problems)
 
@@ -121,5 +121,5 @@ def test_wrong_weights_and_failed_ranks_are_reported() -> None:
 @pytest.mark.parametrize("num_ranks", slow_except([2], [1, 2, 3]))
 def test_any_job_trains_to_the_weights_of_one_unsharded_process(num_ranks: int) -> None:
     seen = check(jobs_of(num_ranks, JOBS, SEED))
-    print(num_ranks, "ranks:", ", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+    print(num_ranks, "ranks:", ", ".join(f"{count} {name}" for name, count in sorted(seen.items())))
     assert seen["trained"] > seen["refused"]

@@ -39,16 +39,16 @@ def test_published_modules_train_recommend_and_export_as_in_one_process(
 ) -> None:
     saved, exported = str(tmp_path / "saved.ckpt"), str(tmp_path / "exported.pt")
     on_ranks = run_on_ranks(published.train, 2, name, str(packages), saved)
-    (alone,) = run_on_ranks(published.train, 1, name, str(packages))
+    (single,) = run_on_ranks(published.train, 1, name, str(packages))
     command = [sys.executable, "-m", "lightning_distrec", "export", saved, exported]
     command += ["--pickles"] if "TFT" in name else []
     path = os.pathsep.join([*sys.path, *map(str, published.folders(packages))])
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path}, timeout=60)
     assert too_far(torch.load(exported), on_ranks[0]["state"], 0.0) == {}
-    wanted = without_bias_of_keys(alone["state"])
-    for rank, found in enumerate(on_ranks):
-        assert found["tables"], "nothing was sharded"
-        assert too_far(without_bias_of_keys(found["state"]), wanted, LIMIT) == {}
-        torch.testing.assert_close(found["recommended"], alone["recommended"], atol=1e-5, rtol=1e-5)
-        if alone["predicted"] is not None:
-            torch.testing.assert_close(found["predicted"], alone["predicted"][rank::2], atol=1e-5, rtol=1e-5)
+    expected = without_bias_of_keys(single["state"])
+    for rank, result in enumerate(on_ranks):
+        assert result["tables"], "nothing was sharded"
+        assert too_far(without_bias_of_keys(result["state"]), expected, LIMIT) == {}
+        torch.testing.assert_close(result["recommended"], single["recommended"], atol=1e-5, rtol=1e-5)
+        if single["predicted"] is not None:
+            torch.testing.assert_close(result["predicted"], single["predicted"][rank::2], atol=1e-5, rtol=1e-5)

@@ -114,9 +114,9 @@ def refusals() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_is_refused_by_name_on_every_rank_before_the_first_step(refusals: list[dict[str, str]], name: str) -> None:
-    for said in refusals:
-        assert re.match(MESSAGES[name], said[name], re.DOTALL), said[name]
-    kinds = {said[name].split(":")[0] for said in refusals}
+    for message in refusals:
+        assert re.match(MESSAGES[name], message[name], re.DOTALL), message[name]
+    kinds = {message[name].split(":")[0] for message in refusals}
     assert len(kinds) == 1
 
 
@@ -182,9 +182,9 @@ def _left_alone() -> tuple[list[str], str]:
 
 
 def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> None:
-    (told, start_table), (silent, _) = run_on_warm_ranks(_left_alone, 2)
+    (reported, start_table), (silent, _) = run_on_warm_ranks(_left_alone, 2)
     reason = "is not sharded, every rank has all of it: DebugEmbeddingBagCollection does more than look up rows"
-    assert told == [f"'debugged' {reason}."]
+    assert reported == [f"'debugged' {reason}."]
     assert silent == []
     assert reason in " ".join(start_table.split())
 
@@ -204,9 +204,9 @@ def _updates_by_itself() -> str:
 
 
 def test_a_collection_that_updates_itself_is_refused() -> None:
-    for said in run_on_warm_ranks(_updates_by_itself, 2):
-        assert said.startswith("ShardingError: 'ebc' is a FusedEmbeddingBagCollection, which updates its tables ")
-        assert "Use EmbeddingBagCollection" in said
+    for message in run_on_warm_ranks(_updates_by_itself, 2):
+        assert message.startswith("ShardingError: 'ebc' is a FusedEmbeddingBagCollection, which updates its tables ")
+        assert "Use EmbeddingBagCollection" in message
 
 
 class KeepsAList(ClickModel):
@@ -217,11 +217,11 @@ class KeepsAList(ClickModel):
         self.hidden = [self.ebc]
 
     def forward(self, batch: Any) -> Any:
-        self.ebc, kept = self.hidden[0], self.ebc
+        self.ebc, retained = self.hidden[0], self.ebc
         try:
             return super().forward(batch)
         finally:
-            self.ebc = kept
+            self.ebc = retained
 
 
 def _keeps_a_list() -> None:
@@ -250,7 +250,7 @@ def test_one_device_works_and_shows_that_nothing_is_sharded() -> None:
 
 
 def _widths() -> list[str]:
-    said = []
+    message = []
     for tables in (
         {"wide": {"min_partition": 4}, "narrow": {"min_partition": 8}},
         {"wide": {"min_partition": 12}},
@@ -259,8 +259,8 @@ def _widths() -> list[str]:
         try:
             train_sharded(model, 1, {"sharding_types": ["column_wise"], "tables": tables})
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            message.append(f"{type(error).__name__}: {error}")
+    return message
 
 
 class Wide(SequenceModel):

@@ -37,8 +37,8 @@ class Ratings(pl.LightningModule):
         self.top = nn.Linear(16, 1)
 
     def forward(self, users: Tensor, films: Tensor) -> Tensor:
-        both = torch.cat([self.users(users), self.films(films)], 1)
-        return self.top(self.again(self.hidden(both).relu())).squeeze(1)
+        pair = torch.cat([self.users(users), self.films(films)], 1)
+        return self.top(self.again(self.hidden(pair).relu())).squeeze(1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         users, films = batch
@@ -63,15 +63,15 @@ def _messages(model: Any, trainer: pl.Trainer, in_fit: bool) -> dict[str, str]:
         ways["unshard"] = lambda: trainer.strategy.unshard()
     else:
         ways["torch.save(trainer)"] = lambda: torch.save(trainer, io.BytesIO())
-    found = {}
+    actual = {}
     for name, way in ways.items():
         try:
             way()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            actual[name] = f"{type(error).__name__}: {error}"
         else:
-            found[name] = "it worked"
-    return found
+            actual[name] = "it worked"
+    return actual
 
 
 class Looks(pl.Callback):
@@ -89,46 +89,46 @@ def _run(kind: str, rank_0_only: bool) -> dict[str, Any]:
     trainer = pl.Trainer(strategy=strategy(**arguments), devices=num_ranks, callbacks=[looks], **DEFAULTS)
     trainer.fit(model, loader([pairs(step, rank) for step in range(3)]))
     trainer.callbacks.remove(looks)
-    found: dict[str, Any] = {"in fit": looks.messages}
+    actual: dict[str, Any] = {"in fit": looks.messages}
     full = {key: value.clone() for key, value in trainer.strategy.full_state_dict().items()}
-    found["full"] = full
+    actual["full"] = full
     unsharded = trainer.strategy.unshard(rank_0_only=rank_0_only)
     if unsharded is None:
-        return found | {"meta": [p.is_meta for p in model.parameters()]}
+        return actual | {"meta": [p.is_meta for p in model.parameters()]}
     assert unsharded is model
-    found["after"] = _messages(model, trainer, in_fit=False)
+    actual["after"] = _messages(model, trainer, in_fit=False)
     assert type(model) is Ratings
     assert type(model.users) is nn.Embedding
     assert model.again.weight is model.hidden.weight
-    found["frozen"] = [name for name, p in model.named_parameters() if not p.requires_grad]
-    found["state"] = {key: value.clone() for key, value in model.state_dict().items()}
-    found["output"] = model(*IDS).detach()
+    actual["frozen"] = [name for name, p in model.named_parameters() if not p.requires_grad]
+    actual["state"] = {key: value.clone() for key, value in model.state_dict().items()}
+    actual["output"] = model(*IDS).detach()
     assert torch.equal(copy.deepcopy(model)(*IDS), model(*IDS))
     assert torch.equal(torch.export.export(model, IDS).module()(*IDS), model(*IDS))
     Ratings().load_state_dict(model.state_dict(), strict=True)
     buffer = io.BytesIO()
     torch.save(model, buffer)
-    found["file"] = buffer.getvalue()
+    actual["file"] = buffer.getvalue()
     if not rank_0_only:  # it can be sharded once more
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, loader([pairs(step, rank) for step in range(3)]))
         full = trainer.strategy.full_state_dict()
-        found["trained on"] = full["users.weight"].clone() if rank == 0 else None
+        actual["trained on"] = full["users.weight"].clone() if rank == 0 else None
         trainer.strategy.unshard()
-        found["again"] = model.users.weight.detach().clone()
-    one = pl.Trainer(**(DEFAULTS | {"devices": 1}), strategy=pl.strategies.SingleDeviceStrategy("cpu"))
-    one.fit(model, loader([pairs(step, 0) for step in range(2)]))
-    found["steps"] = one.global_step
-    return found
+        actual["again"] = model.users.weight.detach().clone()
+    first = pl.Trainer(**(DEFAULTS | {"devices": 1}), strategy=pl.strategies.SingleDeviceStrategy("cpu"))
+    first.fit(model, loader([pairs(step, 0) for step in range(2)]))
+    actual["steps"] = first.global_step
+    return actual
 
 
 @pytest.mark.parametrize("rank_0_only", [False, True], ids=["all ranks", "rank 0"])
 def test_unshard_makes_the_module_an_ordinary_one_and_before_it_shards_are_refused(rank_0_only: bool) -> None:
     ranks = run_each_on_ranks({kind: (_run, kind, rank_0_only) for kind in KINDS}, 2)
     for kind in KINDS:
-        wanted = ranks[0][kind]["full"]
-        for rank, found in enumerate(ranks_of_kind(ranks, kind)):
-            in_fit = found["in fit"]
+        expected = ranks[0][kind]["full"]
+        for rank, result in enumerate(ranks_of_kind(ranks, kind)):
+            in_fit = result["in fit"]
             assert in_fit.pop("unshard").startswith("ShardingError: trainer.strategy.unshard() was called while"), kind
             for way, message in in_fit.items():
                 if kind == "ddp":
@@ -141,23 +141,23 @@ def test_unshard_makes_the_module_an_ordinary_one_and_before_it_shards_are_refus
                 for way_out in ("strategy.full_state_dict()", "trainer.save_checkpoint", "strategy.unshard()"):
                     assert way_out in message, (kind, way)
             if rank_0_only and rank:
-                assert all(found["meta"]) or kind == "ddp" or "fsdp" not in kind, kind
+                assert all(result["meta"]) or kind == "ddp" or "fsdp" not in kind, kind
                 continue
-            assert set(found["after"].values()) == {"it worked"}, (kind, found["after"])
-            assert found["frozen"] == ["films.weight"]
-            assert found["state"].keys() == wanted.keys()
-            assert all(torch.equal(found["state"][key], wanted[key]) for key in wanted), kind
-            assert found["steps"] == 2
-            again = torch.load(io.BytesIO(found["file"]), weights_only=False)
-            assert torch.equal(again(*IDS), found["output"])
+            assert set(result["after"].values()) == {"it worked"}, (kind, result["after"])
+            assert result["frozen"] == ["films.weight"]
+            assert result["state"].keys() == expected.keys()
+            assert all(torch.equal(result["state"][key], expected[key]) for key in expected), kind
+            assert result["steps"] == 2
+            repeated = torch.load(io.BytesIO(result["file"]), weights_only=False)
+            assert torch.equal(repeated(*IDS), result["output"])
         if not rank_0_only:
-            for found in ranks_of_kind(ranks, kind):
-                assert torch.equal(found["again"], ranks[0][kind]["trained on"])
-                assert not torch.equal(found["again"], wanted["users.weight"])
+            for result in ranks_of_kind(ranks, kind):
+                assert torch.equal(result["again"], ranks[0][kind]["trained on"])
+                assert not torch.equal(result["again"], expected["users.weight"])
 
 
 def ranks_of_kind(ranks: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [of_rank[kind] for of_rank in ranks]
+    return [rank_result[kind] for rank_result in ranks]
 
 
 def test_a_saved_copy_is_that_of_an_ordinary_module(tmp_path: Path) -> None:

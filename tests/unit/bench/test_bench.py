@@ -47,15 +47,15 @@ def test_cases_take_turns_and_one_that_fails_is_not_run_again() -> None:
 
 
 def test_numbers_are_medians_over_rounds_and_efficiency_is_per_device() -> None:
-    one, two, refused = results = made()
-    assert (one.step_seconds, one.samples_per_second, one.peak_bytes) == (0.012, 950, 30 * 2**20)
-    assert efficiency(one, results) == 1.0
+    first, two, refused = results = made()
+    assert (first.step_seconds, first.samples_per_second, first.peak_bytes) == (0.012, 950, 30 * 2**20)
+    assert efficiency(first, results) == 1.0
     assert efficiency(two, results) == pytest.approx(1425 / 2 / 950)
     assert efficiency(refused, results) is None
-    assert efficiency(one, [one, refused]) is None, "there is nothing to compare with"
-    found = as_json(results)
-    assert found[0]["step_ms_by_round"] == [10, 30, 12]
-    assert found[2] == {"strategy": "fsdp_tuned", "devices": 2, "failure": "'users' has sparse gradients"}
+    assert efficiency(first, [first, refused]) is None, "there is nothing to compare with"
+    actual = as_json(results)
+    assert actual[0]["step_ms_by_round"] == [10, 30, 12]
+    assert actual[2] == {"strategy": "fsdp_tuned", "devices": 2, "failure": "'users' has sparse gradients"}
 
 
 def test_the_table_has_a_row_for_what_was_refused_and_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,9 +77,9 @@ def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
         {"seconds": [0.1, 0.2, 0.3], "samples": [8, 8, 8], "peak_bytes": 5},
         {"seconds": [0.2, 0.1, 0.4], "samples": [8, 8, 4], "peak_bytes": 7},
     ]
-    found = summarize(ranks, 2, 3)
-    assert (found.step_seconds, found.peak_bytes) == (0.2, 7)
-    assert found.samples_per_second == pytest.approx(44 / 3 / 0.2)
+    actual = summarize(ranks, 2, 3)
+    assert (actual.step_seconds, actual.peak_bytes) == (0.2, 7)
+    assert actual.samples_per_second == pytest.approx(44 / 3 / 0.2)
     assert summarize(ranks, 3, 3).failure == "2 of 3 ranks wrote measurements"
     assert summarize([{"seconds": [], "samples": [], "peak_bytes": 1}], 1, 3).failure == (
         "the data ended before 3 steps were measured"
@@ -88,11 +88,11 @@ def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
 
 
 def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
-    given = arguments(TWO, OPTIONS, "folder")
-    assert given[:5] == ["fit", "--config", "a.yaml", "--config", "b.yaml"]
+    inputs = arguments(TWO, OPTIONS, "folder")
+    assert inputs[:5] == ["fit", "--config", "a.yaml", "--config", "b.yaml"]
     for option in ("strategy=ddp_tuned", "devices=2", "max_steps=35", "logger=false", "enable_checkpointing=false"):
-        assert f"--trainer.{option}" in given
-    (callbacks,) = (part.partition("=")[2] for part in given if part.startswith("--trainer.callbacks="))
+        assert f"--trainer.{option}" in inputs
+    (callbacks,) = (part.partition("=")[2] for part in inputs if part.startswith("--trainer.callbacks="))
     assert json.loads(callbacks) == [
         {
             "class_path": "lightning_distrec.bench.measures.Measures",
@@ -102,7 +102,7 @@ def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("message", "reason"),
     [
         (
             "Traceback\nlightning_distrec.errors.UnsupportedError: no such thing\n"
@@ -115,8 +115,8 @@ def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
         ("", "the run ended with exit code 7"),
     ],
 )
-def test_the_reason_is_the_error_that_a_run_ended_with(said: str, why: str) -> None:
-    assert failure_in(said, 7) == why
+def test_the_reason_is_the_error_that_a_run_ended_with(message: str, reason: str) -> None:
+    assert failure_in(message, 7) == reason
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ((), "bench: --config is missing. Give it the YAML file that fit would get."),
         (("--config", "none.yaml"), "--config none.yaml: there is no such file."),
@@ -144,13 +144,13 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_what_cannot_be_is_reported_before_anything_runs(
-    args: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    args: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("")
     monkeypatch.setattr(command, "run_rounds", None)
     assert cli.main(["bench", *args]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_without_matplotlib_all_but_the_picture_is_there(

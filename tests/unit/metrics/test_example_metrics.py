@@ -43,7 +43,7 @@ def test_normalized_entropy_and_calibration_are_those_of_torchrec() -> None:
 
     preds, labels, _, weights = examples()
     preds[0], preds[1] = 0.0, 1.0
-    arguments = [each.double()[None] for each in (labels, preds, weights)]
+    arguments = [item.double()[None] for item in (labels, preds, weights)]
     states = get_ne_states(*arguments, 1e-12)
     truth = compute_ne(
         *(states[k] for k in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")), 1e-12
@@ -54,7 +54,7 @@ def test_normalized_entropy_and_calibration_are_those_of_torchrec() -> None:
     truth = compute_calibration(*get_calibration_states(*arguments).values())
     assert float(updated(Calibration(), preds, labels, weights).compute()) == pytest.approx(float(truth), rel=1e-6)
     # A saturated log-odd is no saturated probability, so these two are left out.
-    ordinary = [each[2:] for each in (preds, labels, weights)]
+    ordinary = [item[2:] for item in (preds, labels, weights)]
     logits = [torch.logit(ordinary[0].double()), *ordinary[1:]]
     for kind in (NormalizedEntropy, Calibration):
         expected = float(updated(kind(), *ordinary).compute())
@@ -159,7 +159,7 @@ def test_each_task_has_metrics_of_its_own() -> None:
     for batch in zip(preds.split(50), labels.split(50), bought.split(50), users.split(50), strict=True):
         its_labels = {"click": batch[1], "purchase": batch[2]}
         metrics.update(torch.stack([batch[0], batch[0]], 1), its_labels, users=batch[3])
-    found = metrics.compute()
+    actual = metrics.compute()
     clicked = bought >= 0
     truth = {
         "val/click/ne": updated(NormalizedEntropy(), preds, labels, size=50),
@@ -169,10 +169,10 @@ def test_each_task_has_metrics_of_its_own() -> None:
         "val/purchase/ne": updated(NormalizedEntropy(), preds[clicked], bought[clicked]),
         "val/purchase/gauc": updated(GAUC(), preds[clicked], bought[clicked], users[clicked]),
     }
-    assert {name: float(found[name]) for name in truth} == pytest.approx({
+    assert {name: float(actual[name]) for name in truth} == pytest.approx({
         k: float(m.compute()) for k, m in truth.items()
     })
-    assert set(metrics.by_name()) == set(found)
+    assert set(metrics.by_name()) == set(actual)
     metrics.reset()
     assert float(metrics.tasks["click"]["ne"].weights) == 0
 

@@ -33,14 +33,14 @@ def drawn(queries: int, candidates: int, targets: int, seed: int = 0) -> tuple[T
 
 def rank_by_sorting(scores: Tensor, target: int, excluded: set[int], ties: str) -> int:
     """Return the place of a target in a sorted list, slowly."""
-    others = {"last": 0, "first": 2}
+    remaining = {"last": 0, "first": 2}
     keys = [
-        (-float(score), others.get(ties, place), place)
+        (-float(score), remaining.get(ties, place), place)
         for place, score in enumerate(scores)
         if place not in excluded and place != target
     ]
-    mine = (-float(scores[target]), 1 if ties in others else target, target)
-    return 1 + sum(key < mine for key in keys)
+    local = (-float(scores[target]), 1 if ties in remaining else target, target)
+    return 1 + sum(key < local for key in keys)
 
 
 @pytest.mark.parametrize("ties", ["last", "first", "id"])
@@ -54,8 +54,8 @@ def test_ranks_are_places_in_a_sorted_list(ties):
                 truth[query, place] = rank_by_sorting(scores[query], target, set(left_out) - set(row), ties)
     assert torch.equal(ranks_in_scores(scores, targets, excluded, ties), truth)
     for max_bytes in (2**28, 300, 1):  # one block, some blocks, one candidate at a time
-        found = target_ranks(queries, targets, candidates, 40, excluded=excluded, ties=ties, max_bytes=max_bytes)
-        assert torch.equal(found, truth)
+        actual = target_ranks(queries, targets, candidates, 40, excluded=excluded, ties=ties, max_bytes=max_bytes)
+        assert torch.equal(actual, truth)
 
 
 def test_a_score_that_is_no_number_gets_the_last_rank():
@@ -67,10 +67,10 @@ def test_a_score_that_is_no_number_gets_the_last_rank():
 def test_ids_name_candidates_in_any_order():
     queries, candidates, targets, _ = drawn(10, 20, 1, seed=1)
     order = torch.randperm(20)
-    found = target_ranks(
+    actual = target_ranks(
         queries, order[targets[:, 0]].where(targets[:, 0] >= 0, -1) * 10, candidates, 20, ids=order * 10
     )
-    assert torch.equal(found, ranks_in_scores(queries @ candidates.T, targets[:, 0]))
+    assert torch.equal(actual, ranks_in_scores(queries @ candidates.T, targets[:, 0]))
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])
@@ -98,12 +98,12 @@ def test_a_collection_keeps_apart_what_was_equal_in_the_first_batch():
     metrics = retrieval_metrics(1, 5, prefix="val/")
     metrics.update(torch.tensor([9, 0]))
     metrics.update(torch.tensor([3, 1, 0, 0]))
-    found = {name: float(value) for name, value in metrics.compute().items()}
+    actual = {name: float(value) for name, value in metrics.compute().items()}
     third = pytest.approx(1 / 3)
-    assert found["val/recall_at_1"] == found["val/hit_rate_at_1"] == found["val/ndcg_at_1"] == third
-    assert found["val/recall_at_5"] == found["val/hit_rate_at_5"] == pytest.approx(2 / 3)
-    assert found["val/ndcg_at_5"] == pytest.approx((1 + 0.5) / 3)
-    assert found["val/mrr"] == pytest.approx((1 / 9 + 1 / 3 + 1) / 3)
+    assert actual["val/recall_at_1"] == actual["val/hit_rate_at_1"] == actual["val/ndcg_at_1"] == third
+    assert actual["val/recall_at_5"] == actual["val/hit_rate_at_5"] == pytest.approx(2 / 3)
+    assert actual["val/ndcg_at_5"] == pytest.approx((1 + 0.5) / 3)
+    assert actual["val/mrr"] == pytest.approx((1 / 9 + 1 / 3 + 1) / 3)
 
 
 def test_without_queries_there_is_no_mean():

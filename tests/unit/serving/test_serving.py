@@ -104,14 +104,14 @@ def ask(folder: Path, *arguments: str, code: str = "") -> str:
 def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path) -> None:
     module = Recommender()
     module.train()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
     served = export_for_serving(module, batch_of(64), tmp_path / "made", first_request=batch_of(1, seed=3))
     assert served.largest_difference == 0
     assert (served.integers, served.other_integers) == (64, 0)
     assert not served.only_this_size
     assert served.num_tables == 5
     assert module.training
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(torch.equal(initial[name], value) for name, value in module.state_dict().items())
     folder = tmp_path / "elsewhere"
     shutil.move(tmp_path / "made", folder)
     assert (folder / "program.pt2").stat().st_size < (folder / "tables.safetensors").stat().st_size * 20
@@ -124,7 +124,7 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
     none = torch.zeros(0, dtype=torch.int64)
     empty["features"] = KeyedJaggedTensor(empty["features"].keys(), none, lengths=torch.zeros(8).long())
     batches = [batch_of(1, seed=3), batch_of(64), batch_of(200, seed=2), empty]
-    wanted = [answers(module, batch) for batch in batches]
+    expected = [answers(module, batch) for batch in batches]
     for number, batch in enumerate(batches):
         save_file({name: tensors_of(batch)[name] for name in about["inputs"]}, folder / f"{number}.safetensors")
     code = (
@@ -132,38 +132,38 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
         "torch.save([server.answer(load_file(f'{number}.safetensors')) for number in range(4)], 'found.pt')"
     )
     ask(folder, code=code)
-    for found, want in zip(torch.load(folder / "found.pt"), wanted, strict=True):
+    for result, want in zip(torch.load(folder / "found.pt"), expected, strict=True):
         # In the process that exports they are equal; other processes may add in another order, by their threads.
-        assert torch.allclose(found["scores"], want["scores"], rtol=1e-6, atol=1e-6)
-        assert torch.equal(found["best"], want["best"])
+        assert torch.allclose(result["scores"], want["scores"], rtol=1e-6, atol=1e-6)
+        assert torch.equal(result["best"], want["best"])
     first = json.loads(ask(folder))
-    assert first["best"] == wanted[0]["best"].tolist()
-    assert torch.tensor(first["scores"]).allclose(wanted[0]["scores"], atol=1e-6)
+    assert first["best"] == expected[0]["best"].tolist()
+    assert torch.tensor(first["scores"]).allclose(expected[0]["scores"], atol=1e-6)
     assert ask(folder, "--check").startswith("largest difference from the trained module: ")
 
 
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_quantized_answers_are_those_of_the_module_with_rounded_rows(bits: int, tmp_path: Path) -> None:
     module, batch = Recommender(), batch_of(64)
-    wanted = answers(module, batch)
+    expected = answers(module, batch)
     served = export_for_serving(module, batch, tmp_path / "q", bits=bits)
     rounded = Recommender()
     for name, weight in module.state_dict().items():
         if "top" not in name:
-            of_table = 8 if weight.shape[1] % 4 else bits
-            rows = dequantized(quantized(weight, of_table), weight.shape[1], of_table)
+            table_values = 8 if weight.shape[1] % 4 else bits
+            rows = dequantized(quantized(weight, table_values), weight.shape[1], table_values)
             rounded.get_parameter(name).data.copy_(rows)
-            steps = (weight.amax(1) - weight.amin(1)) / (2**of_table - 1)
+            steps = (weight.amax(1) - weight.amin(1)) / (2**table_values - 1)
             assert ((rows - weight).abs().amax(1) <= 0.55 * steps + 2e-3 * weight.abs().amax(1)).all()
-    found = answers(rounded, batch)
+    actual = answers(rounded, batch)
     stored = load_file(tmp_path / "q" / "tables.safetensors")
     assert stored["city.rows"].dtype == torch.uint8
     assert served.table_bytes < served.float_bytes / (1.8 if bits == 8 else 2.5)
     from lightning_distrec.serving.answer import Server
 
     answered = Server(tmp_path / "q").answer({**tensors_of(batch)})
-    assert torch.allclose(answered["scores"], found["scores"], atol=1e-5)
-    difference = (answered["scores"] - wanted["scores"]).abs().max().item()
+    assert torch.allclose(answered["scores"], actual["scores"], atol=1e-5)
+    difference = (answered["scores"] - expected["scores"]).abs().max().item()
     assert 0 < difference <= served.largest_difference
     assert not list((tmp_path / "q").glob(".*"))
 
@@ -194,8 +194,8 @@ def test_what_cannot_be_served_is_told_and_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="lacks 'top.bias'"):
         export_for_serving(Recommender(), batch_of(8), tmp_path / "out", state=state)
     (tmp_path / "taken").mkdir()
-    for overwrite, why in ((False, "exists already"), (True, "is no folder that export wrote")):
-        with pytest.raises(CheckpointError, match=why):
+    for overwrite, reason in ((False, "exists already"), (True, "is no folder that export wrote")):
+        with pytest.raises(CheckpointError, match=reason):
             export_for_serving(Recommender(), batch_of(8), tmp_path / "taken", overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
@@ -229,7 +229,7 @@ def test_operators_of_fbgemm_are_named_as_needed(tmp_path: Path) -> None:
 
 
 class Pair(NamedTuple):
-    left: Any
+    remaining: Any
     right: Any
 
 
@@ -245,7 +245,7 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
     jagged = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.ones(3))
     keyed = KeyedTensor(keys=["a"], length_per_key=[2], values=torch.ones(2, 2))
     batch = Pair([Batch(torch.ones(2)), 7], {"jagged": jagged, "keyed": keyed, "none": None})
-    found = tensors_of(batch)
+    actual = tensors_of(batch)
     names = [
         "left.0.dense",
         "right.jagged.values",
@@ -253,8 +253,8 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
         "right.jagged.weights",
         "right.keyed.values",
     ]
-    assert list(found) == names
-    other = with_tensors(batch, {name: tensor * 3 for name, tensor in found.items() if "lengths" not in name})
+    assert list(actual) == names
+    other = with_tensors(batch, {name: tensor * 3 for name, tensor in actual.items() if "lengths" not in name})
     assert type(other) is Pair
     assert other.left[0] == Batch(other.left[0].dense)
     assert other.left[0].dense.tolist() == [3, 3]
@@ -266,7 +266,7 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "reason"),
     [
         (["--format", "torch.export"], "name the YAML"),
         (["--bits", "4"], "--config and --bits are for"),
@@ -274,6 +274,6 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
         (["--format", "torch.export", "--bits", "8", "--config", "x.yaml"], "--bits is for --format quantized"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "a.ckpt", "out", *arguments]) != 0
-    assert why in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
