@@ -232,7 +232,8 @@ same fit without tables (Lightning's loop, one layer, DDP), their sum, and the s
         f"""\
 They correlate at {seen} (aim: at least {MIN_CORRELATION}). {f"**{off}**" if off else "None"} of {len(actual)} differ by
 more than {MAX_DIFFERENCE:.0%}, the worst by {worst:+.0%}. Measured are first quartiles of
-{len(actual[0].rounds)} rounds of {TURN.counted} steps, all of Lightning included; "rounds" are medians of the fastest and slowest round.""",
+{len(actual[0].rounds)} rounds of {TURN.counted} steps, all of Lightning included; "rounds" are
+medians of the fastest and slowest round.""",
         END,
     ])
 
