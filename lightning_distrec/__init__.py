@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.stage_schedule import StageSchedule
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.checkpoint.options import CheckpointOptions
-    from lightning_distrec.pipeline.options import PrefetchOptions
+    from lightning_distrec.prefetch.options import PrefetchOptions
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
     from lightning_distrec.sharding.sharded_l2 import sharded_l2
@@ -75,7 +75,7 @@ _HOMES = {
     "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
     "PlanLogger": "lightning_distrec.callbacks.plan_logger",
     "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
-    "PrefetchOptions": "lightning_distrec.pipeline.options",
+    "PrefetchOptions": "lightning_distrec.prefetch.options",
     "QuantizedComms": "lightning_distrec.sharding.sharders",
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",

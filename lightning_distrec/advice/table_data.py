@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.pipeline.peek import first_batches, loaders_in, why_not
+from lightning_distrec.prefetch.peek import first_batches, loaders_in, why_not
 from lightning_distrec.sharding.planning.id_counts import IdStatistics
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.units import shortened

@@ -36,14 +36,14 @@ class Lookup(Protocol):
 
 
 class DifferingCalls(Protocol):
-    """Calls that differ from what was prefetched: pipeline/differing_calls.py has it."""
+    """Calls that differ from what was prefetched: prefetch/differing_calls.py has it."""
 
     def raise_in_lookup(self) -> None:
         """Raise this rank's failure, if any, in a lookup that is made as it is called; that carries it to all ranks."""
 
 
 class PrefetchedLookups(Protocol):
-    """Lookups that were started before the user's step calls them: pipeline/prefetcher.py has it."""
+    """Lookups that were started before the user's step calls them: prefetch/prefetcher.py has it."""
 
     @property
     def differing(self) -> DifferingCalls:

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec.optimizers.loss_weight import LossReduction
-from lightning_distrec.pipeline.even_batches import EndPolicy
-from lightning_distrec.pipeline.fetcher import ReadyBatch
-from lightning_distrec.pipeline.learning import LookupCounts
-from lightning_distrec.pipeline.options import PrefetchOptions
+from lightning_distrec.prefetch.even_batches import EndPolicy
+from lightning_distrec.prefetch.fetcher import ReadyBatch
+from lightning_distrec.prefetch.learning import LookupCounts
+from lightning_distrec.prefetch.options import PrefetchOptions
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert

@@ -18,9 +18,9 @@ from lightning_distrec._compat.lightning import call_after_closure, move_optimiz
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
 from lightning_distrec._compat.torchrec import skip_idle_record_functions
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.pipeline.even_batches import EndPolicy
-from lightning_distrec.pipeline.learning import LookupCounts
-from lightning_distrec.pipeline.options import PrefetchOptions
+from lightning_distrec.prefetch.even_batches import EndPolicy
+from lightning_distrec.prefetch.learning import LookupCounts
+from lightning_distrec.prefetch.options import PrefetchOptions
 from lightning_distrec.sharding.mapped_tables import unshard_mappings
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharding_groups import make_groups

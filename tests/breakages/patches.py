@@ -208,7 +208,7 @@ BREAKAGES = (
     # ---- prefetching
     Breakage(
         "guessed-number",
-        "lightning_distrec/pipeline/computed",
+        "lightning_distrec/prefetch/computed",
         r"if len\(values\) != 1:",
         "if False:",
         "Ids are computed ahead with a number that may be another one: a run that trains unsharded fails.",
@@ -216,7 +216,7 @@ BREAKAGES = (
     ),
     Breakage(
         "differing-call-alone",
-        "lightning_distrec/pipeline",
+        "lightning_distrec/prefetch",
         r"looked_up = differing\.note\(.*\)",
         "raise difference",
         "One rank fails by a call that differs, and the others wait for it in a lookup.",
@@ -224,7 +224,7 @@ BREAKAGES = (
     ),
     Breakage(
         "order-of-features",
-        "lightning_distrec/pipeline",
+        "lightning_distrec/prefetch",
         r"raise ValueError\(difference\)",
         "pass",
         "A batch whose features come in another order fails, though it trains unsharded.",
@@ -256,7 +256,7 @@ BREAKAGES = (
     ),
     Breakage(
         "resumed-epoch",
-        "lightning_distrec/pipeline",
+        "lightning_distrec/prefetch",
         r'remaining = order\[start\["samples"\] :\]',
         "remaining = order",
         "A resumed epoch trains samples again that it has trained.",
@@ -264,7 +264,7 @@ BREAKAGES = (
     ),
     Breakage(
         "uneven-lengths",
-        "lightning_distrec/pipeline",
+        "lightning_distrec/prefetch",
         r"return (\w+)\(loader, min\((\w+)\)\)",
         r"return \1(loader, max(\2))",
         "Ranks with unequal numbers of batches wait for each other forever.",
@@ -272,7 +272,7 @@ BREAKAGES = (
     ),
     Breakage(
         "written-inputs",
-        "lightning_distrec/pipeline",
+        "lightning_distrec/prefetch",
         r"return is_same and are_unwritten\(.*\)",
         "return is_same",
         "A step that changes its ids in place trains the rows of the ids before the change.",
@@ -280,7 +280,7 @@ BREAKAGES = (
     ),
     Breakage(
         "stale-rows",
-        "lightning_distrec/pipeline",
+        "lightning_distrec/prefetch",
         r" and self\._state == self\._table\.state\(\)",
         "",
         "Rows that were looked up before weights changed are used after: wrong numbers.",
@@ -288,7 +288,7 @@ BREAKAGES = (
     ),
     Breakage(
         "loader-position",
-        "lightning_distrec/pipeline",
+        "lightning_distrec/prefetch",
         r"self\._loader_states = \w+\.loader_states",
         "self._loader_states = loader_states(self.combined_loader)",
         "Checkpoints hold the position of the batch that was drawn ahead: resuming skips batches.",
@@ -329,7 +329,7 @@ BREAKAGES = (
     ),
     Breakage(
         "sizes-waited-for-early",
-        "lightning_distrec/pipeline/prefetcher.py",
+        "lightning_distrec/prefetch/prefetcher.py",
         r"if not current\.waiting: if not",
         "if not current.waiting:\n            step.send_following()\n            if not",
         "On NCCL the GPU idles while the host waits for sizes in each forward.",
@@ -337,7 +337,7 @@ BREAKAGES = (
     ),
     Breakage(
         "jagged-batches-waited-for",
-        "lightning_distrec/pipeline/streams.py",
+        "lightning_distrec/prefetch/streams.py",
         r"non_blocking=True",
         "non_blocking=False",
         "The host waits for each batch that holds a KeyedJaggedTensor.",
@@ -361,7 +361,7 @@ BREAKAGES = (
     ),
     Breakage(
         "batch-not-awaited",
-        "lightning_distrec/pipeline/streams.py",
+        "lightning_distrec/prefetch/streams.py",
         r"stream\.wait_event\(copied\)",
         "pass",
         "On a GPU a step reads its batch before it is copied.",
@@ -409,7 +409,7 @@ BREAKAGES = (
     ),
     Breakage(
         "pinning-of-anything",
-        "lightning_distrec/pipeline/streams.py",
+        "lightning_distrec/prefetch/streams.py",
         r"return data\.pin_memory\(\) if can_be else data",
         "return data.pin_memory()",
         "Loaders that yield CUDA or sparse tensors end the run.",
@@ -514,7 +514,7 @@ BREAKAGES = (
     ),
     Breakage(
         "compares-widths-of-ranks",
-        "lightning_distrec/pipeline/computed",
+        "lightning_distrec/prefetch/computed",
         r"\[paths_of\(source\) for source in arguments\]",
         "[*arguments]",
         "Views of batches that are padded to other widths on the ranks are never prefetched.",

@@ -10,7 +10,7 @@ from tests.breakages.trial import ROOT, place_of
 ROOMS = (
     "cluster",
     "checkpoint",
-    "pipeline",
+    "prefetch",
     "sharding",
     "optimizers",
     "strategies",

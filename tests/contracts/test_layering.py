@@ -13,10 +13,10 @@ PACKAGE = "lightning_distrec"
 MAX_FILES = 18
 MAX_LINES = 400
 
-ROOMS = {"cluster", "sharding", "optimizers", "pipeline", "checkpoint"}
+ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
 GROUND |= {"late_weights", "namespaces", "own_operations", "unpicklable", "absent_tensors"}
-PIPELINE = {"pipeline", "pipeline/provenance", "pipeline/computed"}
+PREFETCH = {"prefetch", "prefetch/provenance", "prefetch/computed"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
@@ -26,7 +26,7 @@ SHARDING = {
 }
 CLUSTER = {"cluster", "cluster/watchdog"}
 CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/incremental"}
-BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PIPELINE | {"optimizers"}
+BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PREFETCH | {"optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
@@ -57,9 +57,9 @@ MAY_IMPORT = {
     "late_weights": set(),
     "_compat": {"errors", "versions"},
     "optimizers": GROUND,
-    "pipeline/provenance": GROUND,
-    "pipeline/computed": GROUND | {"pipeline/provenance"},
-    "pipeline": GROUND | {"pipeline/provenance", "pipeline/computed"},
+    "prefetch/provenance": GROUND,
+    "prefetch/computed": GROUND | {"prefetch/provenance"},
+    "prefetch": GROUND | {"prefetch/provenance", "prefetch/computed"},
     "checkpoint": GROUND,
     "checkpoint/incremental": GROUND | {"checkpoint"},
     "checkpoint/tools": GROUND | {"checkpoint", "checkpoint/incremental"},
@@ -178,7 +178,7 @@ def house(tmp_path):
     write("__init__.py", "")
     write("errors.py", "import torch\n")
     write("_compat/torch.py", "from ..errors import DistRecError\n")
-    for folder in SHARDING | CLUSTER | CHECKPOINT | PIPELINE | STRATEGIES | {"optimizers", "cli"}:
+    for folder in SHARDING | CLUSTER | CHECKPOINT | PREFETCH | STRATEGIES | {"optimizers", "cli"}:
         write(f"{folder}/__init__.py", "")
     write("sharding/plan.py", "from lightning_distrec._compat import x\nfrom .tables import y\n")
     write("sharding/tables.py", "from lightning_distrec import errors\n")
@@ -195,7 +195,7 @@ def test_the_checker_accepts_a_house_in_order(house):
 @pytest.mark.parametrize(
     ("path", "text", "arrow"),
     [
-        ("sharding/plan.py", "\nimport lightning_distrec.pipeline\n", "plan.py:2: sharding may not import pipeline"),
+        ("sharding/plan.py", "\nimport lightning_distrec.prefetch\n", "plan.py:2: sharding may not import prefetch"),
         ("sharding/plan.py", "from ..optimizers import x\n", "sharding may not import optimizers"),
         ("sharding/plan.py", "from .. import checkpoint\n", "sharding may not import checkpoint"),
         ("sharding/plan.py", "from lightning_distrec import cluster\n", "sharding may not import cluster"),
@@ -206,9 +206,9 @@ def test_the_checker_accepts_a_house_in_order(house):
             "plan.py:2: sharding may not import cli",
         ),
         (
-            "pipeline/fetcher.py",
+            "prefetch/fetcher.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning_distrec.sharding import Plan\n",
-            "pipeline/fetcher.py:3: pipeline may not import sharding",
+            "prefetch/fetcher.py:3: prefetch may not import sharding",
         ),
         ("errors.py", "from lightning_distrec._compat import x\n", "errors may not import _compat"),
         ("callbacks/memory.py", "from lightning_distrec.sharding import x\n", "callbacks may not import sharding"),

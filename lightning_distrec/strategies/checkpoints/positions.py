@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_distrec.checkpoint.generators import generator_states, set_generator_states
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.pipeline.position import PositionedLoader, adapt_progress, resumable, states_of_all_ranks
+from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, resumable, states_of_all_ranks
 from lightning_distrec.strategies.checkpoints.plateaus import warn_of_missed_epoch
 
 COUNTERS = ("ready", "started", "processed", "completed")

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec._compat.lightning import train_dataloaders
-from lightning_distrec.pipeline.peek import first_batches, loaders_in, why_not
+from lightning_distrec.prefetch.peek import first_batches, loaders_in, why_not
 
 
 def first_batch(trainer: Trainer) -> tuple[Any, str]:

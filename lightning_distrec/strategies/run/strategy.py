@@ -27,7 +27,7 @@ from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.cluster.threads import VARIABLE
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
-from lightning_distrec.pipeline.even_batches import UnevenInputs, check_uneven_inputs, even
+from lightning_distrec.prefetch.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming

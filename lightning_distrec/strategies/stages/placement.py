@@ -18,7 +18,7 @@ from lightning_distrec.absent_tensors import AbsentTensor, absent_parameter
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.pipeline.peek import unchanged
+from lightning_distrec.prefetch.peek import unchanged
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
 from lightning_distrec.strategies.estimates.block_profile import time_steps
 from lightning_distrec.strategies.estimates.first_batch import first_batch, moved

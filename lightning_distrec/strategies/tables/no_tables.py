@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning_distrec.pipeline.fetcher import ReadyBatch
+from lightning_distrec.prefetch.fetcher import ReadyBatch
 
 NOTHING = nullcontext()
 

@@ -23,17 +23,17 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.even_batches import EndPolicy
-from lightning_distrec.pipeline.fetcher import PrefetchFetcher, ReadyBatch
-from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
-from lightning_distrec.pipeline.learner import Learner
-from lightning_distrec.pipeline.options import PrefetchOptions
-from lightning_distrec.pipeline.prefetcher import IdsExchange, Prefetcher
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
-from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
-from lightning_distrec.pipeline.provenance.sources import BatchRoots
-from lightning_distrec.pipeline.streams import Streams, moved_jagged, pinned
+from lightning_distrec.prefetch.computed.recorder import Recorder
+from lightning_distrec.prefetch.even_batches import EndPolicy
+from lightning_distrec.prefetch.fetcher import PrefetchFetcher, ReadyBatch
+from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
+from lightning_distrec.prefetch.learner import Learner
+from lightning_distrec.prefetch.options import PrefetchOptions
+from lightning_distrec.prefetch.prefetcher import IdsExchange, Prefetcher
+from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
+from lightning_distrec.prefetch.provenance.same_input import has_same_leaves
+from lightning_distrec.prefetch.provenance.sources import BatchRoots
+from lightning_distrec.prefetch.streams import Streams, moved_jagged, pinned
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup

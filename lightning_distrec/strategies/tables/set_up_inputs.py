@@ -15,7 +15,7 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
-from lightning_distrec.pipeline.peek import loaders_in
+from lightning_distrec.prefetch.peek import loaders_in
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion

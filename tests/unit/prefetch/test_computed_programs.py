@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_distrec.pipeline.computed.calls import ComputedCall
-from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.computed.slices import replaying
-from lightning_distrec.pipeline.learning import RecordedCall
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
-from lightning_distrec.pipeline.provenance.sources import BatchRoots
+from lightning_distrec.prefetch.computed.calls import ComputedCall
+from lightning_distrec.prefetch.computed.recorder import Recorder
+from lightning_distrec.prefetch.computed.slices import replaying
+from lightning_distrec.prefetch.learning import RecordedCall
+from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
+from lightning_distrec.prefetch.provenance.sources import BatchRoots
 
 WIDTHS = (4, 7, 12)
 Step = Callable[[Tensor, dict[str, Tensor]], Tensor]

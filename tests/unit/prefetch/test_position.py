@@ -30,8 +30,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_distrec.pipeline.even_batches import ShortenedLoader, even
-from lightning_distrec.pipeline.position import (
+from lightning_distrec.prefetch.even_batches import ShortenedLoader, even
+from lightning_distrec.prefetch.position import (
     PositionedLoader,
     State,
     adapt_progress,

@@ -14,10 +14,10 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.late_weights import LateWeights
-from lightning_distrec.pipeline.learning import RecordedCall
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects, tensors_in
-from lightning_distrec.pipeline.provenance.same_input import are_unwritten, is_same_input, versions
-from lightning_distrec.pipeline.provenance.sources import (
+from lightning_distrec.prefetch.learning import RecordedCall
+from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects, tensors_in
+from lightning_distrec.prefetch.provenance.same_input import are_unwritten, is_same_input, versions
+from lightning_distrec.prefetch.provenance.sources import (
     BatchRoots,
     ConstantSource,
     JaggedSource,

@@ -11,8 +11,8 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import gpu
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.pipeline.provenance.same_input import has_same_leaves
-from lightning_distrec.pipeline.streams import Streams, moved_jagged, pinned
+from lightning_distrec.prefetch.provenance.same_input import has_same_leaves
+from lightning_distrec.prefetch.streams import Streams, moved_jagged, pinned
 from tests.support.emulated_streams import EmulatedStreams, emulated_streams
 
 CPU = torch.device("cpu")

@@ -15,14 +15,14 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, jagged_fields
-from lightning_distrec.pipeline.provenance.same_input import (
+from lightning_distrec.prefetch.provenance.same_input import (
     SCALARS,
     are_unwritten,
     same_geometry,
     same_memory,
     versions,
 )
-from lightning_distrec.pipeline.provenance.sources import (
+from lightning_distrec.prefetch.provenance.sources import (
     BatchRoots,
     ConstantSource,
     JaggedSource,

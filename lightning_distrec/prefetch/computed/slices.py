@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.pipeline.computed.operations import (
+from lightning_distrec.prefetch.computed.operations import (
     BatchTensor,
     Constant,
     Guards,
@@ -20,8 +20,8 @@ from lightning_distrec.pipeline.computed.operations import (
     Result,
     are_equal,
 )
-from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.provenance.sources import BatchRoots, Path, object_at
+from lightning_distrec.prefetch.computed.recorder import Recorder
+from lightning_distrec.prefetch.provenance.sources import BatchRoots, Path, object_at
 
 ENOUGH_SHAPES = 8
 """Recordings of unlike shapes, after which a number that has not changed is a constant."""

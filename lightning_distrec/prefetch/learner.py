@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.pipeline.computed.calls import Trial, Variant
-from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
-from lightning_distrec.pipeline.learning import RecordedCall, StepCalls, agree_on_calls
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
-from lightning_distrec.pipeline.provenance.sources import BatchRoots
+from lightning_distrec.prefetch.computed.calls import Trial, Variant
+from lightning_distrec.prefetch.computed.recorder import Recorder
+from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
+from lightning_distrec.prefetch.learning import RecordedCall, StepCalls, agree_on_calls
+from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
+from lightning_distrec.prefetch.provenance.sources import BatchRoots
 from lightning_distrec.ranks import Ranks
 
 Record = Callable[[BatchObjects, BatchRoots], Recorder]

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_distrec._compat.tensors import argument_names, storage_key, watch_operations, written_by
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.pipeline.computed.operations import (
+from lightning_distrec.prefetch.computed.operations import (
     BatchTensor,
     Constant,
     Guards,
@@ -23,8 +23,8 @@ from lightning_distrec.pipeline.computed.operations import (
     held_tensors,
     tensors_of,
 )
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
-from lightning_distrec.pipeline.provenance.sources import BatchRoots, object_at
+from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
+from lightning_distrec.prefetch.provenance.sources import BatchRoots, object_at
 
 aten = torch.ops.aten
 UNINITIALIZED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_distrec.pipeline.computed.calls import ComputedCall, Variant, parts_of
-from lightning_distrec.pipeline.computed.operations import Guards
-from lightning_distrec.pipeline.computed.recorder import Recorder
-from lightning_distrec.pipeline.computed.slices import Slice, slice_of
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects, FeatureOrder
-from lightning_distrec.pipeline.provenance.sources import JaggedSource, LookupCall, Source, ViewSource, paths_of
+from lightning_distrec.prefetch.computed.calls import ComputedCall, Variant, parts_of
+from lightning_distrec.prefetch.computed.operations import Guards
+from lightning_distrec.prefetch.computed.recorder import Recorder
+from lightning_distrec.prefetch.computed.slices import Slice, slice_of
+from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects, FeatureOrder
+from lightning_distrec.prefetch.provenance.sources import JaggedSource, LookupCall, Source, ViewSource, paths_of
 from lightning_distrec.ranks import Ranks
 
 PrefetchedCall = LookupCall | ComputedCall

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_distrec.pipeline.even_batches import ShortenedLoader, Wrapper
+from lightning_distrec.prefetch.even_batches import ShortenedLoader, Wrapper
 
 State = dict[str, Any]
 """A position in plain types and a tensor: batches that this rank was given, samples (entries) that all ranks were given

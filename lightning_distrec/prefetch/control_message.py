@@ -7,7 +7,7 @@ ahead, and whether the step that is running has failed on any rank.
 from dataclasses import dataclass
 
 from lightning_distrec.errors import RankError
-from lightning_distrec.pipeline.even_batches import HAS_BATCH
+from lightning_distrec.prefetch.even_batches import HAS_BATCH
 from lightning_distrec.ranks import MinReduction, Ranks
 
 NO_FAILURE = 2**31

@@ -17,11 +17,11 @@ from typing import Any
 
 from lightning_distrec import spans
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.pipeline.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
-from lightning_distrec.pipeline.differing_calls import DifferingCalls, WeightedCall, number_of_weights
-from lightning_distrec.pipeline.in_flight_batch import Exchange, InFlightBatch, Prefetchable
-from lightning_distrec.pipeline.learner import Learner
-from lightning_distrec.pipeline.learning import LookupCounts
+from lightning_distrec.prefetch.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
+from lightning_distrec.prefetch.differing_calls import DifferingCalls, WeightedCall, number_of_weights
+from lightning_distrec.prefetch.in_flight_batch import Exchange, InFlightBatch, Prefetchable
+from lightning_distrec.prefetch.learner import Learner
+from lightning_distrec.prefetch.learning import LookupCounts
 from lightning_distrec.ranks import Ranks
 
 FAILURE_NOTICE_SECONDS = 5.0

@@ -14,7 +14,7 @@ from torchrec.streamable import Pipelineable
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.tensors import parts_of
-from lightning_distrec.pipeline.provenance.batch_objects import tensors_in
+from lightning_distrec.prefetch.provenance.batch_objects import tensors_in
 
 
 class Streams:

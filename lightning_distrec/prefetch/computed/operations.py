@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec._compat.torch import version_of
-from lightning_distrec.pipeline.provenance.sources import Path, path_text
+from lightning_distrec.prefetch.provenance.sources import Path, path_text
 
 COPIED_BYTES = 64 * 2**20
 """A larger held tensor is not copied, and counts as changed once it is written to."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from lightning_distrec.pipeline.computed.operations import Guards, NotReadyError
-from lightning_distrec.pipeline.computed.slices import OTHER_OPERATIONS, Slice, replaying
-from lightning_distrec.pipeline.provenance.same_input import is_same_input
-from lightning_distrec.pipeline.provenance.sources import BatchRoots, JaggedSource, LookupCall, Source, paths_of
+from lightning_distrec.prefetch.computed.operations import Guards, NotReadyError
+from lightning_distrec.prefetch.computed.slices import OTHER_OPERATIONS, Slice, replaying
+from lightning_distrec.prefetch.provenance.same_input import is_same_input
+from lightning_distrec.prefetch.provenance.sources import BatchRoots, JaggedSource, LookupCall, Source, paths_of
 from lightning_distrec.ranks import Ranks
 
 CONFIRMED = 2

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lightning_distrec.errors import IdsError, ProvenanceError
-from lightning_distrec.pipeline.computed.calls import ComputedCall
-from lightning_distrec.pipeline.computed.slices import replaying
-from lightning_distrec.pipeline.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
-from lightning_distrec.pipeline.learning import PrefetchedCall, StepCalls
-from lightning_distrec.pipeline.provenance.batch_objects import BatchObjects
-from lightning_distrec.pipeline.provenance.same_input import Compare, are_unwritten, is_same_input, versions
-from lightning_distrec.pipeline.provenance.sources import BatchRoots
+from lightning_distrec.prefetch.computed.calls import ComputedCall
+from lightning_distrec.prefetch.computed.slices import replaying
+from lightning_distrec.prefetch.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
+from lightning_distrec.prefetch.learning import PrefetchedCall, StepCalls
+from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
+from lightning_distrec.prefetch.provenance.same_input import Compare, are_unwritten, is_same_input, versions
+from lightning_distrec.prefetch.provenance.sources import BatchRoots
 from lightning_distrec.ranks import Ranks
 
 

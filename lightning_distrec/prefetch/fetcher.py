@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import DataFetcher, combining_mode, loader_states, override_loader_states
-from lightning_distrec.pipeline.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, next_of
-from lightning_distrec.pipeline.in_flight_batch import InFlightBatch
-from lightning_distrec.pipeline.prefetcher import Prefetcher
+from lightning_distrec.prefetch.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, next_of
+from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
+from lightning_distrec.prefetch.prefetcher import Prefetcher
 
 
 class ReadyBatch:
