@@ -21,13 +21,7 @@ class IncrementalOptions:
     dirpath: str | None = None
     """Folder for them, on a file system that all ranks share; None: one for each job, in default_root_dir."""
 
-    row_bits: int = 32
-    """Bits a number of the changed rows of float32 tables; 8: a quarter of their bytes, with a scale for each row. Such
-    rows are not exact, and neither is what resumes from them. The optimizer's state stays as it is."""
-
     def __post_init__(self) -> None:
-        if self.row_bits not in (8, 32):
-            raise ConfigError(f"checkpoint: incremental: row_bits={self.row_bits!r} must be 32, which is exact, or 8.")
         for name in ("every", "full_every", "keep"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:

@@ -1,7 +1,6 @@
 """Checkpoints by difference against full ones: bytes written, and what noting the rows costs a step.
 
 python -m tests.benchmarks.incremental [--rows 10000000] [--dim 16] [--steps 200] [--saves 4] [--turns 20]
-    [--row-bits 8]
 
 One rank; a table with Adagrad, of which Zipf(1.05) ids are looked up, 512 x 10 in a step. Steps with and without noting
 take turns in one process, in blocks of 50.
@@ -97,7 +96,7 @@ def main() -> None:
     """Print both figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only-noting", action="store_true")
-    numbers = {"rows": 10_000_000, "dim": 16, "steps": 200, "saves": 4, "turns": 20, "row-bits": 32}
+    numbers = {"rows": 10_000_000, "dim": 16, "steps": 200, "saves": 4, "turns": 20}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
@@ -123,7 +122,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         sizes = Sizes(folder)
-        series = {"every": given.steps, "full_every": 1000 * given.steps, "dirpath": folder, "row_bits": given.row_bits}
+        series = {"every": given.steps, "full_every": 1000 * given.steps, "dirpath": folder}
         strategy = TorchRecShardedStrategy(checkpoint={"incremental": series})
         trainer = pl.Trainer(strategy=strategy, callbacks=[sizes], **options)
         data = DataLoader(batches[: given.steps * (given.saves + 1)], batch_size=None)

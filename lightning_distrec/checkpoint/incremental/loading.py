@@ -47,8 +47,8 @@ class Difference:
                 raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
         if self._mark.row_bits != 32 and rank == 0:
             warnings.warn(
-                f"{path} has its changed rows in {self._mark.row_bits} bits a number (checkpoint: incremental: "
-                "row_bits): what resumes from it is near the run that never stopped, and not equal to it.",
+                f"{path} has its changed rows in {self._mark.row_bits} bits a number, as an earlier version could "
+                "write them: what resumes from it is near the run that never stopped, and not equal to it.",
                 stacklevel=2,
             )
         return self._laid_over_base(loaded, pickles)

@@ -26,7 +26,7 @@ class Mark:
     changed: dict[str, int]
     """Full name of a table -> rows that the difference has of it; the other tables are in it in full."""
     row_bits: int = 32
-    """Bits a number of the rows of float32 tables in a difference; with 8 they are not exact."""
+    """Bits a number of the rows of float32 tables; differences of early versions may have 8, which is not exact."""
 
     @property
     def is_difference(self) -> bool:

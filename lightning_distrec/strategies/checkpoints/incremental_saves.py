@@ -129,16 +129,8 @@ class IncrementalSaves:
             return {INCREMENTAL: asdict(mark)}
         base = self._base
         assert base is not None
-        bits = self._options.row_bits
-        rows = as_difference(checkpoint, self._changed, self._in_full, base.tensors, self._ranks, bits)
-        mark = Mark(
-            id=drawn,
-            series=self._series,
-            base_name=base.name,
-            base_id=base.mark.id,
-            changed=rows,
-            row_bits=bits,
-        )
+        rows = as_difference(checkpoint, self._changed, self._in_full, base.tensors, self._ranks)
+        mark = Mark(id=drawn, series=self._series, base_name=base.name, base_id=base.mark.id, changed=rows)
         return {INCREMENTAL: asdict(mark)}
 
     def _remove_old(self, written: Path) -> None:

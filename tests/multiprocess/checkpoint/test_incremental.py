@@ -14,9 +14,14 @@ import pytest
 import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec.checkpoint.incremental.loading import _shard_rows
+from lightning_distrec.checkpoint.atomic_folder import MARKER
+from lightning_distrec.checkpoint.incremental.loading import CHANGED, _shard_rows
 from lightning_distrec.checkpoint.incremental.marks import Mark
-from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
+from lightning_distrec.checkpoint.incremental.packed_rows import quantized
+from lightning_distrec.checkpoint.lazy_tensors import MappedTensor, stored_tensor
+from lightning_distrec.checkpoint.plain_state import read_plain, to_bytes
+from lightning_distrec.checkpoint.save import STATE_FILE
+from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.checkpoint.tools.contents import read_full, verify
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.merge import merge
@@ -50,7 +55,6 @@ QUICK = {
     "sparse": (ADAGRAD, SPARSE, runs.KeepsGradients),
     "written": (ADAGRAD, {}, runs.WritesInStep),
 }
-PACKED = (ADAGRAD, _cut("column_wise"), runs.LargeTables, (), {"row_bits": 8})
 
 
 def _series(folder: Path, cases: dict[str, tuple[Any, ...]], steps: int = 6) -> dict[str, list[set[str]]]:
@@ -65,7 +69,6 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     """Folders of the quick cases, and the tables that each of their differences has by rows."""
     folder = tmp_path_factory.mktemp("incremental")
     by_rows = _series(folder, QUICK, steps=4)
-    run_on_warm_ranks(fit, 2, str(folder / "packed"), 4, *PACKED)
     return folder, by_rows
 
 
@@ -77,28 +80,42 @@ def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
     assert by_rows["written"] == [ALL - {"ebc.narrow"}]
 
 
-def test_rows_of_8_bits_are_near_and_all_else_is_exact(
+def test_a_difference_of_an_earlier_version_with_rows_of_8_bits_is_read_and_said_to_be_inexact(
     quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = quick[0] / "packed"
-    difference, full = folder / "series" / "step=4-difference.ckpt", folder / "full" / "step=4.ckpt"
-    found, wanted = runs.tensors_in(difference), runs.tensors_in(full)
-    inexact = {where for where in wanted if not torch.equal(found[where], wanted[where])}
+    exact = quick[0] / "by columns" / "series" / "step=4-difference.ckpt"
+    shutil.copytree(exact.parent, tmp_path / "series")
+    packed = tmp_path / "series" / exact.name
+    _pack_rows(packed)
+    actual, expected = runs.tensors_in(packed), runs.tensors_in(exact)
+    inexact = {place for place in expected if not torch.equal(actual[place], expected[place])}
     assert inexact == {f"weights/ebc.embedding_bags.{name}.weight" for name in TABLES}
-    for where in inexact:
-        before = runs.tensors_in(folder / "series" / "step=2-full.ckpt")[where]
-        same = (wanted[where] == before).all(1)
-        assert torch.equal(found[where][same], before[same])  # rows that have not changed are those of the base
-        steps = (wanted[where].amax(1) - wanted[where].amin(1)) / 255  # of 8 bits; scales of column shards are finer
-        assert bool(((found[where] - wanted[where]).abs().amax(1) <= 0.51 * steps).all())
+    for place in inexact:
+        steps = (expected[place].amax(1) - expected[place].amin(1)) / 255  # scales of column shards are finer
+        assert bool(((actual[place] - expected[place]).abs().amax(1) <= 0.51 * steps).all())
     capsys.readouterr()
-    assert main(["checkpoint", "inspect", str(difference)]) == 0
+    assert main(["checkpoint", "inspect", str(packed)]) == 0
     assert "changed rows, 8 bits a number: ebc." in capsys.readouterr().out
     with pytest.warns(UserWarning, match="has its changed rows in 8 bits a number"):
-        load(difference, 0, 1)
-    assert main(["checkpoint", "merge", str(difference), str(tmp_path / "merged.ckpt")]) == 0
+        load(packed, 0, 1)
+    assert main(["checkpoint", "merge", str(packed), str(tmp_path / "merged.ckpt")]) == 0
     merged = runs.tensors_in(tmp_path / "merged.ckpt")
-    assert all(torch.equal(merged[where], found[where]) for where in found)
+    assert all(torch.equal(merged[place], actual[place]) for place in actual)
+
+
+def _pack_rows(difference: Path) -> None:
+    """Rewrite a difference's rows of weights as `row_bits: 8` once wrote them."""
+    state = read_plain(difference / STATE_FILE)
+    stored = StoredTensors(difference)
+    for weight in state["state_dict"].values():
+        for shard in weight.get(CHANGED, []) if isinstance(weight, dict) else []:
+            rows = stored_tensor(shard["rows"], difference, stored).read()
+            shard |= {"rows": quantized(rows, 8), "bits": 8}
+    (difference / STATE_FILE).write_bytes(to_bytes(state))
+    marker = json.loads((difference / MARKER).read_text())
+    marker["files"][STATE_FILE] = (difference / STATE_FILE).stat().st_size
+    marker["incremental"]["row_bits"] = 8
+    (difference / MARKER).write_text(json.dumps(marker))
 
 
 @pytest.mark.parametrize("packed", [torch.zeros(2, 12), torch.zeros(2, dtype=torch.uint8)], ids=["floats", "flat"])
@@ -177,8 +194,6 @@ def test_loading_finds_a_changed_byte_in_a_difference(
 
 def _change_byte(checkpoint: Path) -> None:
     """Change a byte of some tensor's values."""
-    from lightning_distrec.checkpoint.storage import StoredTensors
-
     _, name, offset, length = max(StoredTensors(checkpoint).places(), key=lambda place: place[3])
     content = bytearray((checkpoint / name).read_bytes())
     with zipfile.ZipFile(io.BytesIO(content[offset : offset + length])) as record:
@@ -196,7 +211,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ({"every": 200, "full_every": 300}, "full_every=300 is no multiple of every=200"),
         ({"every": 0, "full_every": 300}, "every=0 must be a whole number"),
         ({"every": 200}, "every and full_every"),
-        ({"every": 200, "full_every": 200, "row_bits": 4}, "row_bits=4 must be 32, which is exact, or 8"),
+        ({"every": 200, "full_every": 200, "row_bits": 8}, "unexpected keyword argument 'row_bits'"),
     ):
         with pytest.raises(ConfigError, match=message):
             CheckpointOptions(incremental=given)  # type: ignore[arg-type]

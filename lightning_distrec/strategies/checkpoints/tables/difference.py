@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.checkpoint.incremental.loading import CHANGED, ROW_IDS
-from lightning_distrec.checkpoint.incremental.packed_rows import packed_width, quantized
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.strategies.checkpoints.tables.changed_tables import ChangedTables
@@ -20,8 +19,6 @@ from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTa
 if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
     from lightning_distrec.sharding.row_gradients import LocalShard
 
-WEIGHTS = "state_dict/"
-"""What the places of weights in a checkpoint begin with."""
 WORTH = 0.8
 """Share of a table's rows from which on it is written in full."""
 
@@ -64,7 +61,7 @@ def tensors_of_tables(checkpoint: Mapping[str, Any], tables: SavedTables) -> lis
     """Return the sharded tensors of a checkpoint that lie along tables, weights and state; the same on every rank."""
     keys = tables.shards.keys_in_tree() | {table.key: table.full_name for table in tables.shards.tables}
     state = checkpoint["state_dict"]
-    tensors = [TensorOfTable(f"{WEIGHTS}{key}", keys[key], state, key) for key in state if key in keys]
+    tensors = [TensorOfTable(f"state_dict/{key}", keys[key], state, key) for key in state if key in keys]
     for i, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         for name, values in optimizer.get("state", {}).items():
             path = f"optimizer_states/{i}/state/{name}"
@@ -78,12 +75,10 @@ def as_difference(
     in_full: Mapping[str, str],
     in_base: set[str],
     ranks: Consensus,
-    row_bits: int = 32,
 ) -> dict[str, int]:
     """Collective. Put changed rows in the place of tensors of tables, in place; return the number of rows by table.
 
     in_full: tables that stay as they are, the same on every rank. in_base: the tensors of tables that the base has.
-    row_bits: 8 packs the rows of float32 tables; their optimizer state stays as it is.
     """
     tables = changed.tables
     tensors = [t for t in tensors_of_tables(checkpoint, tables) if t.path in in_base and t.table not in in_full]
@@ -125,13 +120,8 @@ def as_difference(
                     table_ids = None if local_ids is None else (local_ids + place.row).to(id_type)
                     row_ids[name] = _on_one_rank((count,), id_type, table_ids)
                 offsets, box = place.box_in(shape, dims[tensor.table])
-                entry: dict[str, Any] = {"offsets": offsets, "sizes": box, "ids": name}
-                if row_bits == 8 and tensor.path.startswith(WEIGHTS) and dtype == torch.float32 and not box[1] % 4:
-                    packed = None if rows is None else quantized(rows, 8)
-                    entry |= {"rows": _on_one_rank((count, packed_width(box[1], 8)), torch.uint8, packed), "bits": 8}
-                else:
-                    entry |= {"rows": _on_one_rank((count, *box[1:]), dtype, rows)}
-                entries.append(entry)
+                values = _on_one_rank((count, *box[1:]), dtype, rows)
+                entries.append({"offsets": offsets, "sizes": box, "ids": name, "rows": values})
         tensor.holder[tensor.key] = {CHANGED: entries, "shape": shape}
         saved_by_rows.add(tensor.table)
     checkpoint[ROW_IDS] = row_ids
