@@ -140,9 +140,9 @@ class CollectionWatch:
         return self.watch.note_lookup(self.tables, self.learns)
 
 
-def _refuse(table: str, what: str) -> None:
+def _refuse(table: str, violation: str) -> None:
     raise OptimizerError(
-        f"table '{table}' is updated inside of backward, because embedding_update asks for it, and {what}. Under "
+        f"table '{table}' is updated inside of backward, because embedding_update asks for it, and {violation}. Under "
         "manual optimization one step of its optimizer must follow each backward that reaches the table, and "
         "optimizer.zero_grad() each step. Set embedding_update='auto' or 'dense' for it."
     )

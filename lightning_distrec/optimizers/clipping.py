@@ -48,11 +48,11 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
     """Return gradients that have elements by device and type: one kernel serves all that are alike."""
-    found: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(found.values())
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(groups.values())
 
 
 def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
@@ -66,8 +66,8 @@ ON_ALL, ON_ONE = "on all ranks", "on one rank"
 
 def _kinds(parameters: list[nn.Parameter], sharded: Set[int] | None) -> list[Any]:
     """Return the ways in which parameters are placed on the ranks, in the same order on every rank."""
-    of_dtensors = dict.fromkeys(_kind(p, None) for p in parameters if isinstance(p, DTensor))
-    return [ON_ALL, *([] if sharded is None else [ON_ONE]), *of_dtensors]
+    placements = dict.fromkeys(_kind(p, None) for p in parameters if isinstance(p, DTensor))
+    return [ON_ALL, *([] if sharded is None else [ON_ONE]), *placements]
 
 
 def _kind(parameter: nn.Parameter, sharded: Set[int] | None) -> Any:

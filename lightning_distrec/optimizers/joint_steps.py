@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_distrec.errors import OptimizerError
 
 
-def step_with(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], None]:
+def step_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Let `own` step after each step of `optimizer`; returns an undo.
 
     With `zero_with`, everything that decides about the user's step decides about theirs: accumulation, the module's
@@ -18,17 +18,17 @@ def step_with(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], No
     """
 
     def stepped(*_: Any) -> None:
-        for other in own:
+        for other in table_optimizers:
             other.step()
 
     return optimizer.register_step_post_hook(stepped).remove
 
 
-def zero_with(optimizer: Optimizer, own: Sequence[Optimizer]) -> Callable[[], None]:
+def zero_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Let `own` forget gradients when `optimizer`, or Lightning's wrapper around it, does; returns an undo."""
 
     def zero_own(set_to_none: bool) -> None:
-        for other in own:
+        for other in table_optimizers:
             other.zero_grad(set_to_none=set_to_none)
 
     return before_zero_grad(optimizer, zero_own)
@@ -82,9 +82,9 @@ class AddedTables:
         if count == self._num_parameters:
             return
         self._num_parameters = count
-        found = next((self._names[id(p)] for p in parameters_of(optimizers) if id(p) in self._names), None)
-        if found is not None:
+        table = next((self._names[id(p)] for p in parameters_of(optimizers) if id(p) in self._names), None)
+        if table is not None:
             raise OptimizerError(
-                f"table '{found}' was added to the optimizer of configure_optimizers, and has table_optimizer already. "
+                f"table '{table}' was added to the optimizer of configure_optimizers, and has table_optimizer already. "
                 "To unfreeze it, set requires_grad only (BaseFinetuning.make_trainable)."
             )

@@ -63,17 +63,17 @@ class LearningRates:
         for name, param_group, update in self._groups.values():
             _check_unchanged(name, param_group, update)
         for name, param_group in self._sparse.values():
-            form, why_not = sparse_form(param_group)
+            form, obstacle = sparse_form(param_group)
             if form is None:
                 raise OptimizerError(
-                    f"table '{name}': a hyperparameter of its param group was changed while training ({why_not}), "
+                    f"table '{name}': a hyperparameter of its param group was changed while training ({obstacle}), "
                     "which gradients of touched rows do not follow. Set embedding_update='dense' for it."
                 )
 
 
 def _check_unchanged(name: str, param_group: TableParamGroup, update: TableUpdate) -> None:
-    now, why_not = exact_form(param_group)
-    changed = why_not if now is None else _difference(now.arguments, update.arguments)
+    current, obstacle = exact_form(param_group)
+    changed = obstacle if current is None else _difference(current.arguments, update.arguments)
     if changed:
         raise OptimizerError(
             f"table '{name}': a hyperparameter of its param group was changed while training ({changed}), which its "
@@ -81,6 +81,6 @@ def _check_unchanged(name: str, param_group: TableParamGroup, update: TableUpdat
         )
 
 
-def _difference(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    names: Iterable[str] = (n for n in then if n != "learning_rate" and now.get(n) != then[n])
-    return ", ".join(f"{n}={now.get(n)} was {then[n]}" for n in names)
+def _difference(current: Mapping[str, Any], initial: Mapping[str, Any]) -> str:
+    names: Iterable[str] = (n for n in initial if n != "learning_rate" and current.get(n) != initial[n])
+    return ", ".join(f"{n}={current.get(n)} was {initial[n]}" for n in names)

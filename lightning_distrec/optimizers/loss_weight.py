@@ -75,17 +75,17 @@ class LossWeight:
 
     def _share(self, unequal: list[list[int]]) -> float:
         lookups = list(zip(*unequal, strict=True))
-        shares = [of_ranks[self._ranks.rank] / sum(of_ranks) for of_ranks in lookups]
+        shares = [sizes_by_rank[self._ranks.rank] / sum(sizes_by_rank) for sizes_by_rank in lookups]
         reference = lookups[0]
         # Lookups agree where all ranks' numbers have one proportion, for 1 and 20 candidates per example, for instance.
         agree = all(
-            number * sum(reference) == other * sum(of_ranks)
-            for of_ranks in lookups
-            for number, other in zip(of_ranks, reference, strict=True)
+            number * sum(reference) == other * sum(sizes_by_rank)
+            for sizes_by_rank in lookups
+            for number, other in zip(sizes_by_rank, reference, strict=True)
         )
         if not self._has_notified:
             self._has_notified = True
-            sizes = ", ".join(str(sorted(set(of_rank))) if not agree else str(of_rank[0]) for of_rank in unequal)
+            sizes = ", ".join(str(sorted(set(rank_sizes))) if not agree else str(rank_sizes[0]) for rank_sizes in unequal)
             self._notify(_note(sizes, agree))
         return shares[0] if agree else 1.0 / self._ranks.num_ranks
 

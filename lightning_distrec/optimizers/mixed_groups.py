@@ -24,9 +24,9 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
 
     def split() -> None:
         split_groups[:] = [_by_kind(group) for group in optimizer.param_groups]
-        if any(len(of_group) > 1 for of_group in split_groups):
+        if any(len(parts) > 1 for parts in split_groups):
             groups[:] = [optimizer.param_groups]
-            optimizer.param_groups = [one_kind for of_group in split_groups for one_kind in of_group]
+            optimizer.param_groups = [one_kind for parts in split_groups for one_kind in parts]
 
     def after(*_: Any) -> None:
         if groups:
@@ -45,15 +45,15 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
 
 def _copy_changes(optimizer: Optimizer, split_groups: list[list[dict[str, Any]]]) -> None:
     """Copy what a step has changed in split groups to the groups that they were made of."""
-    for group, of_group in zip(optimizer.param_groups, split_groups, strict=True):
-        for key in [key for key in of_group[0] if key != "params"]:
-            if any(other[key] is not of_group[0][key] and other[key] != of_group[0][key] for other in of_group):
+    for group, parts in zip(optimizer.param_groups, split_groups, strict=True):
+        for key in [key for key in parts[0] if key != "params"]:
+            if any(other[key] is not parts[0][key] and other[key] != parts[0][key] for other in parts):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} computes '{key}' over all parameters of a group, of which some are "
                     "sharded and some are not, so that they cannot be stepped at once. Give those that are not sharded "
                     "an optimizer, or a param group, of their own."
                 )
-            group[key] = of_group[0][key]
+            group[key] = parts[0][key]
 
 
 def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -72,10 +72,10 @@ def remove_from_groups(
     for optimizer in optimizers:
         _put_back(optimizer, parameters, earlier)
         for group in optimizer.param_groups:
-            kept = [i for i, parameter in enumerate(group["params"]) if id(parameter) not in ids]
+            positions = [i for i, parameter in enumerate(group["params"]) if id(parameter) not in ids]
             for key in ("params", "param_names"):
                 if key in group:
-                    group[key] = [group[key][i] for i in kept]
+                    group[key] = [group[key][i] for i in positions]
         for parameter in parameters.values():
             optimizer.state.pop(parameter, None)
 
@@ -97,11 +97,11 @@ def _put_back(
             "call fit with ckpt_path."
         )
     for group in optimizer.param_groups:
-        kept: list[nn.Parameter] = []
+        weights_of_group: list[nn.Parameter] = []
         for parameter in group["params"]:
             weight = parameters[names[id(parameter)]] if id(parameter) in names else parameter
-            kept += [] if any(weight is other for other in kept) else [weight]
-        group["params"] = kept
+            weights_of_group += [] if any(weight is other for other in weights_of_group) else [weight]
+        group["params"] = weights_of_group
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in names]:
         del optimizer.state[parameter]
 
@@ -140,16 +140,16 @@ def rewrite_groups(
         for group in optimizer.param_groups:
             replaced: list[nn.Parameter] = []
             fresh: list[nn.Parameter] = []
-            kept: list[int] = []
+            positions: list[int] = []
             for i, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter))
                 new = [parameter] if name is None else shards.get(name, [])
                 replaced += new
-                kept += [i] * len(new)
+                positions += [i] * len(new)
                 fresh += new if id(parameter) in with_state and name not in without_state else []
             group["params"] = replaced
             if "param_names" in group:
-                group["param_names"] = [group["param_names"][i] for i in kept]
+                group["param_names"] = [group["param_names"][i] for i in positions]
             if fresh:
                 optimizer.state.update(_fresh_state(optimizer, group, fresh))
 

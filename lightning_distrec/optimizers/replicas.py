@@ -33,13 +33,13 @@ class ReplicaCheck:
         steps, self._steps = self._steps, self._steps + 1
         if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
             return
-        own = {name: _sums(parameter) for name, parameter in self._replicated() if not isinstance(parameter, DTensor)}
-        for rank, theirs in enumerate(self._ranks.all_gather(own)):
-            for name, (total, size) in theirs.items():
-                ours = own.get(name, (float("nan"), 0.0))[0]
-                if abs(total - ours) > TOLERANCE * size:
+        local_sums = {name: _sums(parameter) for name, parameter in self._replicated() if not isinstance(parameter, DTensor)}
+        for rank, remote_sums in enumerate(self._ranks.all_gather(local_sums)):
+            for name, (total, size) in remote_sums.items():
+                local_total = local_sums.get(name, (float("nan"), 0.0))[0]
+                if abs(total - local_total) > TOLERANCE * size:
                     raise OptimizerError(
-                        f"'{name}' is no longer the same on all ranks after {steps} steps: its sum is {ours:.7g} on "
+                        f"'{name}' is no longer the same on all ranks after {steps} steps: its sum is {local_total:.7g} on "
                         f"rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each rank has its own shards of the "
                         "tables' gradients, so that a norm over them (torch.nn.utils.clip_grad_norm_) differs too: "
                         "clip with gradient_clip_val or self.clip_gradients. Other causes: layers that the loss of a "

@@ -59,13 +59,13 @@ class OwnOptimizer:
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
 
 
-def parse_table_optimizer(option: str, given: Any) -> TableOptimizer:
+def parse_table_optimizer(option: str, value: Any) -> TableOptimizer:
     """Return the optimizer that `given` describes: class_path, init_args, lr_scheduler.
 
     option: its name, for errors. Arguments may stand next to class_path too, where they take precedence: the command
     line puts them there. Raises ConfigError.
     """
-    fields = _as_dict(option, given)
+    fields = _as_dict(option, value)
     scheduler = fields.pop("lr_scheduler", None)
     kind = _find(option, fields, SHORT_NAMES, "torch.optim", optim.Optimizer, "an optimizer")
     arguments = _arguments(option, fields, kind, "params")
@@ -75,8 +75,8 @@ def parse_table_optimizer(option: str, given: Any) -> TableOptimizer:
     return TableOptimizer(kind, arguments, _parse_scheduler(f"{option}.lr_scheduler", scheduler, trial))
 
 
-def _parse_scheduler(option: str, given: Any, trial: optim.Optimizer) -> TableScheduler:
-    fields = _as_dict(option, given)
+def _parse_scheduler(option: str, value: Any, trial: optim.Optimizer) -> TableScheduler:
+    fields = _as_dict(option, value)
     options = {name: fields.pop(name) for name in SCHEDULER_OPTIONS if fields.get(name) is not None}
     kind = _find(option, fields, {}, "torch.optim.lr_scheduler", LRScheduler, "a learning rate scheduler")
     arguments = _arguments(option, fields, kind, "optimizer")
@@ -88,50 +88,50 @@ def _parse_scheduler(option: str, given: Any, trial: optim.Optimizer) -> TableSc
     return TableScheduler(kind, arguments, options)
 
 
-def _as_dict(option: str, given: Any) -> dict[str, Any]:
-    given = given.as_dict() if hasattr(given, "as_dict") else given  # jsonargparse's Namespace
-    if not isinstance(given, Mapping) or not isinstance(given.get("class_path"), str):
+def _as_dict(option: str, value: Any) -> dict[str, Any]:
+    value = value.as_dict() if hasattr(value, "as_dict") else value  # jsonargparse's Namespace
+    if not isinstance(value, Mapping) or not isinstance(value.get("class_path"), str):
         raise ConfigError(
-            f"{option}={given!r}: a dict with class_path is needed, for example "
+            f"{option}={value!r}: a dict with class_path is needed, for example "
             "{'class_path': 'torch.optim.Adagrad', 'init_args': {'lr': 0.02}}."
         )
-    return dict(given)
+    return dict(value)
 
 
 def _find(
-    option: str, fields: dict[str, Any], known: Mapping[str, type], home: str, base: type, what: str
+    option: str, fields: dict[str, Any], short_names: Mapping[str, type], home: str, base: type, description: str
 ) -> type[Any]:
     path: str = fields.pop("class_path")
     module, _, name = path.rpartition(".")
-    found = None if module else known.get(name)
-    if found is None:
+    kind = None if module else short_names.get(name)
+    if kind is None:
         try:
-            found = getattr(import_module(module or home), name, None)
+            kind = getattr(import_module(module or home), name, None)
         except ImportError as error:
             raise ConfigError(f"{option}: class_path={path!r} cannot be imported ({error}).") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        there = [n for n, v in vars(import_module(home)).items() if isinstance(v, type) and issubclass(v, base)]
-        near = did_you_mean(name, [*known, *there])
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        candidates = [n for n, v in vars(import_module(home)).items() if isinstance(v, type) and issubclass(v, base)]
+        near = did_you_mean(name, [*short_names, *candidates])
         raise ConfigError(
-            f"{option}: class_path={path!r} is not {what}{near} Write {home}.NAME, or a path of your own."
+            f"{option}: class_path={path!r} is not {description}{near} Write {home}.NAME, or a path of your own."
         )
-    return found
+    return kind
 
 
 def _arguments(option: str, fields: dict[str, Any], kind: type, first: str) -> dict[str, Any]:
-    given = dict(fields.pop("init_args", None) or {}) | fields
+    arguments = dict(fields.pop("init_args", None) or {}) | fields
     parameters = inspect.signature(kind).parameters
-    if given.get(first) is None:  # the console writes the defaults of all arguments
-        given.pop(first, None)
+    if arguments.get(first) is None:  # the console writes the defaults of all arguments
+        arguments.pop(first, None)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     accepted = [name for name in parameters if name != first]
-    for name in given:
+    for name in arguments:
         if name not in accepted and not takes_all:
             raise ConfigError(
                 f"{option}: {kind.__name__} has no argument {name!r}{did_you_mean(name, [*accepted, 'lr_scheduler'])} "
                 f"It takes {', '.join(accepted)}."
             )
-    return given
+    return arguments
 
 
 def _try(option: str, kind: type, first: Any, arguments: dict[str, Any]) -> Any:
@@ -143,7 +143,7 @@ def _try(option: str, kind: type, first: Any, arguments: dict[str, Any]) -> Any:
 
 def take_tables(
     parameters: Mapping[str, nn.Parameter],
-    wanted: Mapping[str, TableOptimizer],
+    optimizer_by_table: Mapping[str, TableOptimizer],
     optimizers: list[optim.Optimizer],
     automatic: bool,
     earlier: Mapping[str, list[nn.Parameter]],
@@ -154,12 +154,12 @@ def take_tables(
     automatic: whether Lightning steps the user's optimizer. earlier: see `param_groups_of`.
     Raises OptimizerError: it is not clear when to step them.
     """
-    if not wanted:
+    if not optimizer_by_table:
         return []
-    _check_steps(wanted, optimizers, automatic)
-    remove_from_groups(optimizers, {name: parameters[name] for name in wanted}, earlier)
+    _check_steps(optimizer_by_table, optimizers, automatic)
+    remove_from_groups(optimizers, {name: parameters[name] for name in optimizer_by_table}, earlier)
     alike: list[tuple[TableOptimizer, list[str]]] = []
-    for name, of_table in wanted.items():
+    for name, of_table in optimizer_by_table.items():
         names = next((names for other, names in alike if other == of_table), None)
         if names is None:
             alike.append((of_table, names := []))
@@ -172,8 +172,8 @@ def take_tables(
     return own
 
 
-def _check_steps(wanted: Mapping[str, TableOptimizer], optimizers: list[optim.Optimizer], automatic: bool) -> None:
-    name = next(iter(wanted))
+def _check_steps(optimizer_by_table: Mapping[str, TableOptimizer], optimizers: list[optim.Optimizer], automatic: bool) -> None:
+    name = next(iter(optimizer_by_table))
     if len(optimizers) > 1:
         raise OptimizerError(
             f"table_optimizer for '{name}', and configure_optimizers returned {len(optimizers)} optimizers: the "
@@ -185,7 +185,7 @@ def _check_steps(wanted: Mapping[str, TableOptimizer], optimizers: list[optim.Op
             f"table_optimizer for '{name}': LBFGS runs several backward passes in a step, and the tables' optimizer "
             "would see the last one only. Use another optimizer for the other layers."
         )
-    if not automatic and any(of_table.scheduler is not None for of_table in wanted.values()):
+    if not automatic and any(table_optimizer.scheduler is not None for table_optimizer in optimizer_by_table.values()):
         raise OptimizerError(
             f"table_optimizer for '{name}' has an lr_scheduler, and under manual optimization Lightning steps none. "
             "Leave it out, and set the rate in trainer.strategy.table_optimizers[0].param_groups[0]['lr']."

@@ -46,7 +46,7 @@ class TableUpdate:
     """What updates one table, and why."""
 
     kind: Kind
-    why: str
+    reason: str
     param_group: TableParamGroup | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     """FBGEMM's, where it updates the table; the learning rate is the one at the start."""
@@ -114,20 +114,20 @@ def translate(
     return updates
 
 
-def frozen(why: str, param_group: TableParamGroup | None = None) -> TableUpdate:
+def frozen(reason: str, param_group: TableParamGroup | None = None) -> TableUpdate:
     """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
     keeps_state = param_group is not None and isinstance(
         param_group.optimizer, optim.Adagrad
     )  # from the start, one element each
-    return TableUpdate("frozen", why, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
+    return TableUpdate("frozen", reason, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
 
 
 def of_table_optimizer(update: TableUpdate) -> TableUpdate:
     """Return the update of a table that table_optimizer updates, which its reason says."""
     assert update.param_group is not None
     name = type(update.param_group.optimizer).__name__
-    why = update.why if update.why.startswith(name) else f"{name}: {update.why}"
-    return replace(update, why=f"table_optimizer's {why}")
+    reason = update.why if update.why.startswith(name) else f"{name}: {update.why}"
+    return replace(update, reason=f"table_optimizer's {reason}")
 
 
 NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
@@ -167,9 +167,9 @@ def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     kind, name = type(param_group.optimizer), type(param_group.optimizer).__name__
     if kind is optim.SparseAdam:
         return TableUpdate("sparse", f"{name} takes sparse gradients", param_group, bytes_per_element=8.0), ""
-    exact, why_not = exact_form(param_group)
+    exact, obstacle = exact_form(param_group)
     if exact is None:
-        return None, why_not
+        return None, obstacle
     if kind is RowWiseAdagrad:
         return None, f"{name} takes no sparse gradients"
     if param_group.group.get("fused") or param_group.group.get("differentiable"):
@@ -178,11 +178,11 @@ def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
 
 
 def _update(name: str, param_group: TableParamGroup, mode: str, device_type: str, not_in_backward: str) -> TableUpdate:
-    fused, why_not_fused = exact_form(param_group)
+    fused, fused_obstacle = exact_form(param_group)
     if mode == "fused":
         if fused is None:
             raise OptimizerError(
-                f"table '{name}': embedding_update='fused', but {why_not_fused}. Set embedding_update='dense' for it "
+                f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='dense' for it "
                 "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for "
                 "it."
             )
@@ -190,21 +190,21 @@ def _update(name: str, param_group: TableParamGroup, mode: str, device_type: str
     if mode == "fused_lazy":
         return _lazy(name, param_group, device_type)
     if mode == "dense":
-        return _dense(name, param_group, "asked for", asked=True)
-    sparse, why_not_sparse = sparse_form(param_group)
+        return _dense(name, param_group, "asked for", on_request=True)
+    sparse, sparse_obstacle = sparse_form(param_group)
     if mode == "sparse":
         if sparse is None:
             raise OptimizerError(
-                f"table '{name}': embedding_update='sparse', but {why_not_sparse}. Set embedding_update='dense' for "
+                f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set embedding_update='dense' for "
                 "it, or choose SGD without momentum, Adagrad or SparseAdam for it."
             )
-        return replace(sparse, why="asked for")
+        return replace(sparse, reason="asked for")
     if fused is not None and not not_in_backward:
         return fused
     if sparse is not None:
-        return replace(sparse, why=not_in_backward or sparse.why)
-    why = f"{not_in_backward}; {why_not_sparse}" if fused is not None else why_not_fused
-    return _dense(name, param_group, why, asked=False)
+        return replace(sparse, reason=not_in_backward or sparse.why)
+    reason = f"{not_in_backward}; {sparse_obstacle}" if fused is not None else fused_obstacle
+    return _dense(name, param_group, reason, on_request=False)
 
 
 def _for_several_lookups(update: TableUpdate) -> TableUpdate:
@@ -212,19 +212,19 @@ def _for_several_lookups(update: TableUpdate) -> TableUpdate:
     if update.adds_up or update.param_group is None:
         return update
     sparse, _ = sparse_form(update.param_group)
-    return update if sparse is None else replace(sparse, why="a step may look it up more than once")
+    return update if sparse is None else replace(sparse, reason="a step may look it up more than once")
 
 
-def _dense(name: str, param_group: TableParamGroup, why: str, asked: bool) -> TableUpdate:
+def _dense(name: str, param_group: TableParamGroup, reason: str, on_request: bool) -> TableUpdate:
     kind = type(param_group.optimizer)
     if kind is RowWiseAdagrad:
-        return TableUpdate("dense", why, param_group, needs_full_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
+        return TableUpdate("dense", reason, param_group, needs_full_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
     if kind in ELEMENTWISE:
-        return TableUpdate("dense", why, param_group, bytes_per_element=4.0 * (1 + _states(param_group)))
+        return TableUpdate("dense", reason, param_group, bytes_per_element=4.0 * (1 + _states(param_group)))
     if kind is optim.SparseAdam:
         raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients. Set embedding_update='sparse'.")
-    if asked:
-        return TableUpdate("dense", f"{why}; not known to be exact", param_group, bytes_per_element=12.0)
+    if on_request:
+        return TableUpdate("dense", f"{reason}; not known to be exact", param_group, bytes_per_element=12.0)
     raise OptimizerError(
         f"table '{name}': {kind.__module__}.{kind.__qualname__} is not known to give the same numbers on a part of a "
         "table as on the whole. Give the table an optimizer of its own (torch.optim.Adagrad, Adam, SGD ...), or set "
@@ -269,11 +269,11 @@ def _lazy(name: str, param_group: TableParamGroup, device_type: str) -> TableUpd
 
 
 def _fused(
-    param_group: TableParamGroup, why: str, kind: EmbOptimType, arguments: dict[str, Any], state: float
+    param_group: TableParamGroup, reason: str, kind: EmbOptimType, arguments: dict[str, Any], state: float
 ) -> TableUpdate:
     learning_rate = float(param_group.group["lr"])
     full = {"optimizer": kind, "learning_rate": learning_rate, **arguments}
-    return TableUpdate("fused", why, param_group, full, bytes_per_element=state)
+    return TableUpdate("fused", reason, param_group, full, bytes_per_element=state)
 
 
 def _first_set(group: Mapping[str, Any], **neutral: Any) -> str:

@@ -57,7 +57,7 @@ class ZeroPartition:
 def updates_by_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter from its own gradient and state alone."""
     # torch wraps `step` of each class once more, for its hooks and profiler.
-    return inspect.unwrap(type(optimizer).step) in [inspect.unwrap(known.step) for known in KNOWN]
+    return inspect.unwrap(type(optimizer).step) in [inspect.unwrap(optimizer_class.step) for optimizer_class in KNOWN]
 
 
 def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None:
@@ -67,12 +67,12 @@ def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None
         raise OptimizerError(
             f"zero_optimizer=True: {kind.__name__} is not known to update each parameter from its own gradient alone, "
             f"so that its state cannot be partitioned over ranks. Use one of "
-            f"{', '.join(known.__name__ for known in KNOWN)}, or set zero_optimizer=False."
+            f"{', '.join(optimizer_class.__name__ for optimizer_class in KNOWN)}, or set zero_optimizer=False."
         )
-    found = next((sparse[p] for p in _parameters(optimizer) if p in sparse), None)
-    if found is not None:
+    sparse_name = next((sparse[p] for p in _parameters(optimizer) if p in sparse), None)
+    if sparse_name is not None:
         raise OptimizerError(
-            f"zero_optimizer=True: '{found}' has sparse gradients, and all of its rows would be sent after every step. "
+            f"zero_optimizer=True: '{sparse_name}' has sparse gradients, and all of its rows would be sent after every step. "
             "Set sparse=False for it, use strategy='torchrec_sharded', which shards it, or set zero_optimizer=False."
         )
 
@@ -118,10 +118,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 @torch.no_grad()
 def _broadcast(parameters: list[Tensor], partition: ZeroPartition, rank: int) -> None:
     """Collective. Send every rank's parameters to all ranks, a chunk of each at a time, so that all links are busy."""
-    of_rank: dict[int, list[Tensor]] = {}
+    parameters_by_rank: dict[int, list[Tensor]] = {}
     for parameter in parameters:
-        of_rank.setdefault(partition.rank_of(parameter), []).append(parameter)
-    for chunks in zip_longest(*(_chunks(source, of_rank[source]) for source in sorted(of_rank))):
+        parameters_by_rank.setdefault(partition.rank_of(parameter), []).append(parameter)
+    for chunks in zip_longest(*(_chunks(source, parameters_by_rank[source]) for source in sorted(parameters_by_rank))):
         in_flight = []
         for source, chunk in filter(None, chunks):
             if source == rank:
@@ -141,8 +141,8 @@ def _chunks(source: int, parameters: list[Tensor]) -> Iterator[tuple[int, list[T
     chunk: list[Tensor] = []
     num_bytes = 0
     for parameter in parameters:
-        alike = not chunk or (parameter.dtype, parameter.device) == (chunk[0].dtype, chunk[0].device)
-        if chunk and not (alike and num_bytes + parameter.nbytes <= CHUNK_BYTES):
+        matches = not chunk or (parameter.dtype, parameter.device) == (chunk[0].dtype, chunk[0].device)
+        if chunk and not (matches and num_bytes + parameter.nbytes <= CHUNK_BYTES):
             yield source, chunk
             chunk, num_bytes = [], 0
         chunk.append(parameter)

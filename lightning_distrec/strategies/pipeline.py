@@ -230,8 +230,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         state = {n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)}
         check_call(name, rows, state, self.session.consensus)
         layout = layout_of(self.module)
-        of_name = {name: state[name]} if layout is None else chunked_state({name: state[name]}, layout, self.ranks)
-        full: Tensor = self.session.checkpoints.full_state_everywhere(of_name)[name]
+        shards = {name: state[name]} if layout is None else chunked_state({name: state[name]}, layout, self.ranks)
+        full: Tensor = self.session.checkpoints.full_state_everywhere(shards)[name]
         first, last = rows_of(name, rows, full.shape[0] if full.dim() else 1)
         return full[first:last].clone() if full.dim() else full.clone()
 

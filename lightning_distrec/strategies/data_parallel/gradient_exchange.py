@@ -57,12 +57,12 @@ class GradientExchange:
 
 def check_exchange(comm_dtype: CommDtype, sparse_grads: SparseGrads) -> None:
     """Raise ConfigError: a value is unknown."""
-    for name, value, known in (
+    for name, value, allowed in (
         ("comm_dtype", comm_dtype, get_args(CommDtype)),
         ("sparse_grads", sparse_grads, get_args(SparseGrads)),
     ):
-        if value not in known:
-            raise ConfigError(f"{name}={value!r} is not known. Use one of {', '.join(map(repr, known))}.")
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r} is not known. Use one of {', '.join(map(repr, allowed))}.")
 
 
 def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> None:

@@ -139,8 +139,8 @@ class PowerSGD:
         self._state.iter = int(saved["steps"])
         for memory in MEMORIES if rank_state else MEMORIES[:-1]:
             tensors: dict[str, Tensor] = saved[memory]
-            alike = {name: tensors[name].to(ps[0]) for name, ps in self._buckets.items() if name in tensors}
-            setattr(self._state, memory, alike)
+            matching = {name: tensors[name].to(ps[0]) for name, ps in self._buckets.items() if name in tensors}
+            setattr(self._state, memory, matching)
         if saved["error_dict"] and saved["error_dict"].keys() != self._state.error_dict.keys():
             rank_zero_warn(
                 "powersgd: the checkpoint was written by another number of ranks, or with other buckets, and what the "

@@ -61,19 +61,19 @@ def _average_of_rows(gradients: Tensor) -> torch.futures.Future[Tensor]:
     all_values, values_gathered = _gather(values, max_count)
 
     def added(_: Any) -> Tensor:
-        of_ranks = zip(map(int, counts), all_rows, all_values, strict=True)
-        first, *others = [_coalesced(r[:count], v[:count], shape) for count, r, v in of_ranks]
-        return sum(others, start=first).coalesce().div_(num_ranks)
+        gathered = zip(map(int, counts), all_rows, all_values, strict=True)
+        first, *remote = [_coalesced(r[:count], v[:count], shape) for count, r, v in gathered]
+        return sum(remote, start=first).coalesce().div_(num_ranks)
 
     return torch.futures.collect_all([rows_gathered, values_gathered]).then(added)
 
 
-def _gather(own: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Future[Any]]:
+def _gather(local: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Future[Any]]:
     """Return all ranks' tensors, each padded to `length`, which hold their values once the future is done."""
-    padded = torch.cat([own, own.new_zeros(length - len(own), *own.shape[1:])])
-    of_ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    sent: Any = dist.all_gather(of_ranks, padded, async_op=True)
-    return of_ranks, sent.get_future()
+    padded = torch.cat([local, local.new_zeros(length - len(local), *local.shape[1:])])
+    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    sent: Any = dist.all_gather(gathered, padded, async_op=True)
+    return gathered, sent.get_future()
 
 
 def _with_marks(sparse: Tensor) -> Tensor:

@@ -40,10 +40,10 @@ class BufferBroadcaster:
         """Collective. Give every rank rank 0's buffers, one message for each type, unless broadcasts are skipped."""
         if not self.broadcast_buffers or dist.get_world_size() == 1:
             return
-        by_type: dict[torch.dtype, list[Tensor]] = {}
+        buffers_by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self.module.buffers():
-            by_type.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_type.values():
+            buffers_by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in buffers_by_dtype.values():
             values = torch.cat([buffer.reshape(-1) for buffer in buffers])
             dist.broadcast(values, src=0)
             for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
@@ -103,13 +103,13 @@ class BroadcastSkipper:
         """Return whether a buffer was written to on this rank; called for each message that the ranks exchange."""
         if self._skips:
             pairs = zip(self._names, self._current_versions(), self._versions, strict=True)
-            written = [name for (_, _, name), now, before in pairs if now != before]
+            written = [name for (_, _, name), current, earlier in pairs if current != earlier]
         elif self._flags.was_seen or self._flags.num_unseen < QUIET_STEPS:
             return False
         else:
             # Versions are no evidence while DDP broadcasts: a broadcast writes to buffers too.
             triples = zip(self._names, self._buffers(), self._values, strict=False)
-            written = [name for (_, _, name), now, before in triples if not _equal(now, before)]
+            written = [name for (_, _, name), current, earlier in triples if not _equal(current, earlier)]
         if written and not self._written:
             self._written = f" ('{written[0]}')"
         return bool(written)
@@ -121,5 +121,5 @@ class BroadcastSkipper:
         return [(id(buffer), version_of(buffer)) for buffer in self._buffers()]
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def _equal(buffer: Tensor, other: Tensor) -> bool:
+    return buffer.shape == other.shape and buffer.dtype == other.dtype and torch.equal(buffer, other)

@@ -114,7 +114,7 @@ class CheckpointHooks(DDPStrategy):
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
         """Replace the shards of the module by full weights. full: by key; those that are missing stay on meta."""
 
-    def refuse_during_run(self, what: str) -> None:
+    def refuse_during_run(self, method: str) -> None:
         """Raise ShardingError: a run is in progress."""
 
     @override

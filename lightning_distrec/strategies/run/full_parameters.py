@@ -14,15 +14,15 @@ from lightning_distrec.units import format_bytes
 Rows = tuple[int, int] | None
 
 
-def check_call(name: str, rows: Rows, known: Mapping[str, Any], ranks: Ranks) -> None:
+def check_call(name: str, rows: Rows, parameters: Mapping[str, Any], ranks: Ranks) -> None:
     """Collective. Raise ConfigError on every rank: there is no such parameter, or the ranks ask for different ones."""
     calls = ranks.all_gather((name, rows))
     if any(call != calls[0] for call in calls):
         raise ConfigError(
             f"full_parameter: the ranks ask for different parameters, {calls}. Call it with the same one on every rank."
         )
-    if name not in known:
-        raise ConfigError(f"full_parameter: the module has no parameter '{name}'{did_you_mean(name, known)}")
+    if name not in parameters:
+        raise ConfigError(f"full_parameter: the module has no parameter '{name}'{did_you_mean(name, parameters)}")
 
 
 def rows_of(name: str, rows: Rows, num_rows: int) -> tuple[int, int]:

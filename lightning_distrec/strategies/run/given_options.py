@@ -14,28 +14,28 @@ TIMEOUT = "PROCESS_GROUP_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
-def as_options(argument: str, kind: type[T], given: T | dict[str, Any] | None) -> T:
+def as_options(argument: str, kind: type[T], value: T | dict[str, Any] | None) -> T:
     """Return the options given for an argument of the strategy; None means the defaults of `kind`.
 
     Raises ConfigError: an option is unknown, or has an invalid value.
     """
-    if isinstance(given, kind):
-        return given
-    options: dict[str, Any] = given or {}  # type: ignore[assignment]
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = sorted(set(options) - set(known))
+    if isinstance(value, kind):
+        return value
+    options: dict[str, Any] = value or {}  # type: ignore[assignment]
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(set(options) - set(names))
     if unknown:
-        raise ConfigError(f"{argument}: {', '.join(unknown)} is not known. It takes {' and '.join(known)}.")
+        raise ConfigError(f"{argument}: {', '.join(unknown)} is not known. It takes {' and '.join(names)}.")
     return kind(**options)
 
 
-def chosen_timeout(given: float | None, variables: Mapping[str, str]) -> timedelta:
+def chosen_timeout(timeout_seconds: float | None, variables: Mapping[str, str]) -> timedelta:
     """Return how long a rank waits: as given, or else by the environment, or else half an hour.
 
     Raises ConfigError: it is no number above 0.
     """
     variable = variables.get(TIMEOUT, "").strip()
-    name, value = ("timeout_seconds", given) if given is not None else (TIMEOUT, variable or DEFAULT_TIMEOUT_SECONDS)
+    name, value = ("timeout_seconds", timeout_seconds) if timeout_seconds is not None else (TIMEOUT, variable or DEFAULT_TIMEOUT_SECONDS)
     try:
         seconds = float(value)
     except ValueError:

@@ -146,8 +146,8 @@ def connect_ranks(
     store = meet(point, rank, num_ranks, timeout.total_seconds(), log_on_rank, nodes, **watches)
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
-    if (own := device_id(device, backend)) and num_ranks > 1:
-        refuse_shared_devices(store, rank, num_ranks, own)
+    if (device_index := device_id(device, backend)) and num_ranks > 1:
+        refuse_shared_devices(store, rank, num_ranks, device_index)
     dist.init_process_group(
         backend,
         store=store,

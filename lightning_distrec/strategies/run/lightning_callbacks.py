@@ -71,13 +71,13 @@ class WeightCopies(nn.Module):
         return destination
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *others: list[str]
+        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *error_lists: list[str]
     ) -> None:
-        unexpected, errors = others
-        mine = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        unexpected, errors = error_lists
+        local_state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         with self._exchanged():
             try:
-                not_there, not_known = self._of[0].load_state_dict(mine, strict=False)
+                not_there, not_known = self._of[0].load_state_dict(local_state, strict=False)
             except RuntimeError as error:
                 errors.append(str(error))
                 return
@@ -94,12 +94,12 @@ class WeightCopies(nn.Module):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        theirs = [*self._of[0].parameters(), *self._of[0].buffers()]
+        trained = [*self._of[0].parameters(), *self._of[0].buffers()]
         with self._rewriting():
-            for mine, other in zip([*self.parameters(), *self.buffers()], theirs, strict=True):
-                kept = mine.detach().clone()
-                mine.copy_(other)
-                other.copy_(kept)
+            for copy, other in zip([*self.parameters(), *self.buffers()], trained, strict=True):
+                value = copy.detach().clone()
+                copy.copy_(other)
+                other.copy_(value)
 
 
 def _nothing() -> None:

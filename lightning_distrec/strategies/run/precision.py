@@ -43,17 +43,17 @@ def use_matmul_precision(precision: MatmulPrecision | None) -> None:
     if precision is None:
         return
     if precision not in get_args(MatmulPrecision):
-        known = ", ".join(map(repr, get_args(MatmulPrecision)))
-        raise ConfigError(f"float32_matmul_precision={precision!r} is not known. Use one of {known}.")
+        names = ", ".join(map(repr, get_args(MatmulPrecision)))
+        raise ConfigError(f"float32_matmul_precision={precision!r} is not known. Use one of {names}.")
     torch.set_float32_matmul_precision(precision)
 
 
 def output_dtype(precision: str) -> torch.dtype | None:
     """Return the dtype of the looked up rows. Raises UnsupportedError: FBGEMM's kernels lack this precision."""
     if precision not in OUTPUT_DTYPES:
-        why = "FBGEMM has no float64 tables" if precision == "64-true" else "it was not measured over sharded tables"
+        reason = "FBGEMM has no float64 tables" if precision == "64-true" else "it was not measured over sharded tables"
         raise UnsupportedError(
-            f"Trainer(precision={precision!r}): {why}. Use one of {', '.join(map(repr, OUTPUT_DTYPES))}."
+            f"Trainer(precision={precision!r}): {reason}. Use one of {', '.join(map(repr, OUTPUT_DTYPES))}."
         )
     return OUTPUT_DTYPES[precision]
 
@@ -61,11 +61,11 @@ def output_dtype(precision: str) -> torch.dtype | None:
 class _JointScaler(ShardedGradScaler):
     """Unscales gradients of further optimizers, which step where the one that it is called with does."""
 
-    others: Sequence[Optimizer] = ()
+    joint_optimizers: Sequence[Optimizer] = ()
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with with_parameters(optimizer, parameters_of(self.others)), _local_gradients(optimizer):
+        with with_parameters(optimizer, parameters_of(self.joint_optimizers)), _local_gradients(optimizer):
             super().unscale_(optimizer)
 
 
@@ -79,18 +79,18 @@ class _Local:
 @contextmanager
 def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
     """Inside of the context an optimizer's DTensors are their shards: torch's kernel takes no lists of both kinds."""
-    before = [group["params"] for group in optimizer.param_groups]
+    params_by_group = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [_Local(p.grad.to_local()) if isinstance(p.grad, DTensor) else p for p in group["params"]]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        for group, parameters in zip(optimizer.param_groups, params_by_group, strict=True):
             group["params"] = parameters
 
 
 def skip_overflows_on_all_ranks(
-    plugin: Precision, optimizers: list[Optimizer], others: Sequence[Optimizer] = ()
+    plugin: Precision, optimizers: list[Optimizer], joint_optimizers: Sequence[Optimizer] = ()
 ) -> Callable[[], None]:
     """Let all ranks skip a step when the gradients of any rank, shards included, are not finite; returns an undo.
 
@@ -105,7 +105,7 @@ def skip_overflows_on_all_ranks(
             f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. Use "
             "torch.amp.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
         )
-    for optimizer in [*optimizers, *others]:
+    for optimizer in [*optimizers, *joint_optimizers]:
         if unscales_in_step(optimizer):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its own rank only. Remove "
@@ -120,7 +120,7 @@ def skip_overflows_on_all_ranks(
         enabled=scaler.is_enabled(),
         process_group=dist.group.WORLD,
     )
-    plugin.scaler.others = others  # type: ignore[attr-defined]
+    plugin.scaler.others = joint_optimizers  # type: ignore[attr-defined]
 
     def give_back() -> None:
         scaler.load_state_dict(plugin.scaler.state_dict())  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def clip_over_all_ranks(
     plugin: Precision,
     shards: Callable[[], list[nn.Parameter]] | None,
     fused: Mapping[int, str],
-    others: Sequence[Optimizer] = (),
+    joint_optimizers: Sequence[Optimizer] = (),
     num_replicas: int = 1,
 ) -> Patches:
     """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks.
@@ -145,7 +145,7 @@ def clip_over_all_ranks(
     """
 
     def clipped(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
-        parameters = [*plugin.main_params(optimizer), *parameters_of(others)]
+        parameters = [*plugin.main_params(optimizer), *parameters_of(joint_optimizers)]
         refuse_clip(clip_val, [fused[id(parameter)] for parameter in parameters if id(parameter) in fused])
         return parameters
 
@@ -158,10 +158,10 @@ def clip_over_all_ranks(
         clip_by_value(clipped(optimizer, clip_val), float(clip_val))
 
     def refuse_shards(gradients: list[torch.Tensor]) -> None:
-        taken = {id(gradient) for gradient in gradients}
-        of_shards = [shard.grad for shard in (shards() if shards else []) if shard.grad is not None]
+        clipped = {id(gradient) for gradient in gradients}
+        shard_gradients = [shard.grad for shard in (shards() if shards else []) if shard.grad is not None]
         # User code gets guarded views of shards' gradients.
-        if any(id(gradient) in taken for gradient in of_shards) or any(hasattr(g, "place") for g in gradients):
+        if any(id(gradient) in clipped for gradient in shard_gradients) or any(hasattr(g, "place") for g in gradients):
             raise UnsupportedError(
                 "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank has "
                 "its shards only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or "

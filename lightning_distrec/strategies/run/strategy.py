@@ -145,24 +145,24 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         """Let a fit resume from what the same job has saved before it was restarted."""
         options, launched, fit = self._stop_options, self.launched, next_fit()
         run, job = run_name(options.run_name), launched.job if launched else ""
-        attempt, by = (launched.attempt, launched.by) if launched else (0, "")
+        attempt, launcher = (launched.attempt, launched.by) if launched else (0, "")
 
         def resuming_of(job: str) -> Resuming:
-            of_fit = JobFit(trainer.default_root_dir, job, fit, run)
+            job_fit = JobFit(trainer.default_root_dir, job, fit, run)
             never, pickles = options.resume == "never", self._checkpoint_options.pickles
-            return Resuming(trainer, of_fit, attempt, by, never, pickles)
+            return Resuming(trainer, job_fit, attempt, launcher, never, pickles)
 
         self.resuming = resuming = resuming_of(job)
         point = launched.point if launched is not None and launched.point.is_hosted else None
 
-        def find(given: object) -> str | None:
+        def find(ckpt_path: object) -> str | None:
             if not (run or job or point):
                 return None
             self.setup_environment()  # rank 0 decides, so the ranks must have met
             ranks = self.session.consensus
             if not (run or job) and point is not None:
                 self.resuming = resuming_of(ranks.all_gather(name_in_store(point, ranks.rank))[0])
-            return (self.resuming or resuming).find(given, ranks)
+            return (self.resuming or resuming).find(ckpt_path, ranks)
 
         return resume_from(trainer, find)
 
@@ -251,10 +251,10 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         return full_parameter(self.module, name, rows, self.num_local_ranks, self.session.consensus)
 
     @override
-    def refuse_during_run(self, what: str) -> None:
+    def refuse_during_run(self, method: str) -> None:
         if self._run is not None:
             raise ShardingError(
-                f"trainer.strategy.{what}() was called while trainer.{self._run.trainer.state.fn} runs, which needs "
+                f"trainer.strategy.{method}() was called while trainer.{self._run.trainer.state.fn} runs, which needs "
                 "the shards. Call it on every rank after that."
             )
 

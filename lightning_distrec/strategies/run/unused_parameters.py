@@ -14,9 +14,9 @@ def name_unused_option(exception: BaseException, strategy: str) -> None:
 def _reworded(text: str, strategy: str) -> str:
     if "Expected to have finished reduction in the prior iteration" not in text:
         return text
-    which = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)
+    indices = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)
     return (
         "the loss of the step before did not depend on some parameters of the module, so that their gradients were "
         f"not averaged over the ranks. If that is intended, set {strategy}(find_unused_parameters=True)."
-        f"{f' {which[0].strip()}.' if which else ''}"
+        f"{f' {indices[0].strip()}.' if indices else ''}"
     )

@@ -153,7 +153,7 @@ def updates_in_fit(
         name: of_table_optimizer(updates[name]) for own_optimizer in own_optimizers for name in own_optimizer.tables
     }
     updates |= {
-        name: replace(updates[name], why=_gathered_in_words(selection, name))
+        name: replace(updates[name], reason=_gathered_in_words(selection, name))
         for name, option in selection.options.items()
         if option.gathered_weight and updates[name].kind == "dense"
     }
