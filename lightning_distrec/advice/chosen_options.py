@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from lightning_distrec.option_values import as_options
 from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 
 T = TypeVar("T")

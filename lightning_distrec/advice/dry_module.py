@@ -13,8 +13,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS
-from lightning_distrec.optimizers.translation import TableUpdate
+from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, TableUpdate
 from lightning_distrec.sharding.planning.planned_table import TableData
 from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy

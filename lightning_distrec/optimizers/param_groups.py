@@ -30,7 +30,7 @@ class TableParamGroup:
         return f"{self.optimizer_index}.{self.group_index}"
 
 
-def param_groups_of(
+def find_param_groups(
     parameters: Mapping[str, nn.Parameter],
     optimizers: list[optim.Optimizer],
     earlier: Mapping[str, list[nn.Parameter]],
@@ -66,7 +66,7 @@ def remove_from_groups(
 ) -> None:
     """Remove tables from the optimizers, in place: groups keep their count and order, and may be empty then.
 
-    parameters: full name -> unsharded weight. earlier: see `param_groups_of`. Raises OptimizerError as it does.
+    parameters: full name -> unsharded weight. earlier: see `find_param_groups`. Raises OptimizerError as it does.
     """
     ids = {id(parameter) for parameter in parameters.values()}
     for optimizer in optimizers:
@@ -112,7 +112,7 @@ def _has_begun(state: Mapping[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def param_group_of(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> TableParamGroup | None:
+def find_param_group(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> TableParamGroup | None:
     """Return the param group that has `parameter` now, or None."""
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):

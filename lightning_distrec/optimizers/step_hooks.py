@@ -1,10 +1,15 @@
-"""A hook between the two halves of an optimizer's step: computing gradients in a closure, and updating parameters."""
+"""What happens around an optimizer's step: hooks before updates, optimizers that step together, groups of two kinds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from lightning_distrec.errors import OptimizerError, UnsupportedError
 
 
 def register_update_pre_hook(optimizer: Optimizer, action: Callable[[], None]) -> RemovableHandle:
@@ -30,3 +35,137 @@ def register_update_pre_hook(optimizer: Optimizer, action: Callable[[], None]) -
         return args, kwargs | {"closure": closure_and_action}
 
     return optimizer.register_step_pre_hook(before_step)
+
+
+def step_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Let `own` step after each step of `optimizer`; returns an undo.
+
+    With `zero_with`, everything that decides about the user's step decides about theirs: accumulation, the module's
+    optimizer_step and optimizer_zero_grad, a loss scaler that skips a step, manual optimization.
+    """
+
+    def stepped(*_: Any) -> None:
+        for other in table_optimizers:
+            other.step()
+
+    return optimizer.register_step_post_hook(stepped).remove
+
+
+def zero_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Let `own` forget gradients when `optimizer`, or Lightning's wrapper around it, does; returns an undo."""
+
+    def zero_own(set_to_none: bool) -> None:
+        for other in table_optimizers:
+            other.zero_grad(set_to_none=set_to_none)
+
+    return before_zero_grad(optimizer, zero_own)
+
+
+def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Callable[[], None]:
+    """Let `zero_grad` of the optimizer, or of Lightning's wrapper around it, begin with `action`; returns an undo."""
+    zero_grad = optimizer.zero_grad
+
+    def with_action(set_to_none: bool = True) -> None:
+        action(set_to_none)
+        zero_grad(set_to_none=set_to_none)
+
+    optimizer.zero_grad = with_action  # type: ignore[method-assign]  # on the instance: torch has no hook for it
+
+    def undo() -> None:
+        optimizer.__dict__.pop("zero_grad", None)
+
+    return undo
+
+
+def collect_parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return all parameters of the optimizers."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def with_parameters(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside of the context the optimizer has one param group more, with `parameters`."""
+    if not parameters:
+        yield
+        return
+    optimizer.param_groups.append({"params": parameters})
+    try:
+        yield
+    finally:
+        optimizer.param_groups.pop()
+
+
+class AddedTables:
+    """Notices tables with an optimizer of their own that are added to another, as fine-tuning callbacks do."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        """names: id of a shard -> the full name of its table."""
+        self._names = names
+        self._num_parameters = -1
+
+    def refuse(self, optimizers: list[Optimizer]) -> None:
+        """Raise OptimizerError: one of the user's optimizers has such a table now, so that two would update it."""
+        count = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        if count == self._num_parameters:
+            return
+        self._num_parameters = count
+        table = next((self._names[id(p)] for p in collect_parameters(optimizers) if id(p) in self._names), None)
+        if table is not None:
+            raise OptimizerError(
+                f"table '{table}' was added to the optimizer of configure_optimizers, and has table_optimizer already. "
+                "To unfreeze it, set requires_grad only (BaseFinetuning.make_trainable)."
+            )
+
+
+@contextmanager
+def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Inside of the context let a step see each param group split into DTensors and plain tensors.
+
+    torch's foreach updates refuse several kinds at once. The step's closure, hooks, schedulers and checkpoints see the
+    groups as they were made. Raises UnsupportedError: the step computes something over a group, which would differ when
+    split.
+    """
+    groups: list[Any] = []
+    split_groups: list[list[dict[str, Any]]] = []
+
+    def split() -> None:
+        split_groups[:] = [_by_kind(group) for group in optimizer.param_groups]
+        if any(len(parts) > 1 for parts in split_groups):
+            groups[:] = [optimizer.param_groups]
+            optimizer.param_groups = [one_kind for parts in split_groups for one_kind in parts]
+
+    def after(*_: Any) -> None:
+        if groups:
+            optimizer.param_groups = groups.pop()
+            _copy_changes(optimizer, split_groups)
+
+    handles = register_update_pre_hook(optimizer, split), optimizer.register_step_post_hook(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if groups:
+            optimizer.param_groups = groups.pop()
+
+
+def _copy_changes(optimizer: Optimizer, split_groups: list[list[dict[str, Any]]]) -> None:
+    """Copy what a step has changed in split groups to the groups that they were made of."""
+    for group, parts in zip(optimizer.param_groups, split_groups, strict=True):
+        for key in [key for key in parts[0] if key != "params"]:
+            if any(other[key] is not parts[0][key] and other[key] != parts[0][key] for other in parts):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} computes '{key}' over all parameters of a group, of which some are "
+                    "sharded and some are not, so that they cannot be stepped at once. Give those that are not sharded "
+                    "an optimizer, or a param group, of their own."
+                )
+            group[key] = parts[0][key]
+
+
+def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds: tuple[list[Any], list[Any]] = ([], [])
+    for parameter in group["params"]:
+        kinds[isinstance(parameter, DTensor)].append(parameter)
+    if not all(kinds):
+        return [group]
+    return [{**group, "params": parameters} for parameters in kinds]

@@ -151,7 +151,7 @@ def take_tables(
     """Return the own optimizers of tables, which leave the user's optimizers, in place.
 
     parameters: full name of a table -> its unsharded weight. wanted: full name -> the optimizer of that table.
-    automatic: whether Lightning steps the user's optimizer. earlier: see `param_groups_of`.
+    automatic: whether Lightning steps the user's optimizer. earlier: see `find_param_groups`.
     Raises OptimizerError: it is not clear when to step them.
     """
     if not optimizer_by_table:
@@ -172,7 +172,9 @@ def take_tables(
     return own
 
 
-def _check_steps(optimizer_by_table: Mapping[str, TableOptimizer], optimizers: list[optim.Optimizer], automatic: bool) -> None:
+def _check_steps(
+    optimizer_by_table: Mapping[str, TableOptimizer], optimizers: list[optim.Optimizer], automatic: bool
+) -> None:
     name = next(iter(optimizer_by_table))
     if len(optimizers) > 1:
         raise OptimizerError(

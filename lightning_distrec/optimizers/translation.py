@@ -1,4 +1,4 @@
-"""Translates the user's optimizers, as configure_optimizers made them, into what updates each table.
+"""Translates the user's optimizers, as configure_optimizers made them, into what updates each table, and keeps it so.
 
     fused       FBGEMM updates the touched rows inside of backward; the numbers are those of the user's optimizer
     sparse      the user's own optimizer steps on the rank's shard, with a gradient of the touched rows
@@ -11,34 +11,84 @@ What is fused is a whitelist by exact class and hyperparameters, each entry meas
 weight decay of Adagrad) or fill with a default of its own (eps) is never left to it.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import TableParamGroup, param_groups_of
+from lightning_distrec.optimizers.param_groups import TableParamGroup, find_param_groups
 
 Kind = Literal["fused", "sparse", "dense", "fused_lazy", "frozen"]
 
-ELEMENTWISE: dict[type[optim.Optimizer], int] = {
-    optim.SGD: 1,
-    optim.Adam: 2,
-    optim.AdamW: 2,
-    optim.Adamax: 2,
-    optim.NAdam: 2,
-    optim.RAdam: 2,
-    optim.Adagrad: 1,
-    optim.Adadelta: 2,
-    optim.RMSprop: 1,
-    optim.Rprop: 2,
-    optim.ASGD: 1,
+ELEMENTWISE: dict[type[Any], tuple[int, tuple[str, ...]]] = {
+    optim.SGD: (0, ("momentum",)),
+    optim.Adam: (2, ("amsgrad",)),
+    optim.AdamW: (2, ("amsgrad",)),
+    optim.Adamax: (2, ()),
+    optim.NAdam: (2, ()),
+    optim.RAdam: (2, ()),
+    optim.Adagrad: (1, ()),
+    optim.Adadelta: (2, ()),
+    optim.RMSprop: (1, ("momentum", "centered")),
+    optim.Rprop: (2, ()),
+    optim.ASGD: (1, ()),
 }
-"""Optimizers that treat every element alone, so that stepping on a shard is stepping on the table. Value: the maximum
-state that they keep by default, in tensors of the table's size."""
+"""Optimizers that treat every element alone, so that stepping on a shard is stepping on the table. Value: how many
+tensors of the parameter's size they keep as state, and the settings of a param group that add one each."""
+UNKNOWN_TENSORS = 2
+"""Tensors of a parameter's size that an optimizer is taken to keep where its class is not known: Adam's."""
+
+_NEUTRAL_ADAGRAD = {"weight_decay": 0, "lr_decay": 0, "maximize": False}
+_EXACT: dict[type[Any], tuple[EmbOptimType, str, dict[str, Any]]] = {
+    optim.SGD: (
+        EmbOptimType.EXACT_SGD,
+        "SGD",
+        {"momentum": 0, "weight_decay": 0, "dampening": 0, "nesterov": False, "maximize": False},
+    ),
+    optim.Adagrad: (EmbOptimType.EXACT_ADAGRAD, "Adagrad", _NEUTRAL_ADAGRAD),
+    RowWiseAdagrad: (EmbOptimType.EXACT_ROWWISE_ADAGRAD, "row-wise Adagrad", _NEUTRAL_ADAGRAD),
+}
+"""Optimizers whose numbers FBGEMM's have, where these settings of the param group are as here."""
+_STATE_KEYS: dict[EmbOptimType, list[tuple[str, bool]]] = {
+    EmbOptimType.EXACT_SGD: [],
+    EmbOptimType.EXACT_ADAGRAD: [("sum", False)],
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: [("sum", True)],
+    EmbOptimType.ADAM: [("exp_avg", False), ("exp_avg_sq", False)],
+}
+NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
+"""FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
+
+
+def state_numbers(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
+    """Return how many numbers `optimizer` keeps as state of `parameter`, without its counter, before it has stepped.
+
+    A subclass counts as the class that it inherits from; None: no such class is known.
+    """
+    shape, numel = parameter.shape, parameter.numel()
+    for kind in type(optimizer).__mro__:
+        if kind in ELEMENTWISE:
+            return numel * _num_state_tensors(kind, group)
+        if kind is optim.SparseAdam:
+            return numel * 2
+        if kind is optim.Adafactor:
+            return numel // shape[-1] + numel // shape[-2] if parameter.dim() > 1 else numel
+        if kind is RowWiseAdagrad:
+            return numel // shape[-1] if parameter.dim() else 1
+    return None
+
+
+def _num_state_tensors(kind: type, group: Mapping[str, Any]) -> int:
+    num_tensors, flags = ELEMENTWISE[kind]
+    return num_tensors + sum(bool(group.get(flag)) for flag in flags)
+
+
+def keeps_state_of_frozen(optimizer: optim.Optimizer) -> bool:
+    """Whether it has a state for parameters that get no gradient: Adagrad makes it when it is constructed."""
+    return isinstance(optimizer, (optim.Adagrad, RowWiseAdagrad))
 
 
 @dataclass(frozen=True)
@@ -75,14 +125,6 @@ class TableUpdate:
         return not self.in_backward or self.arguments["optimizer"] == EmbOptimType.EXACT_SGD
 
 
-_STATE_KEYS: dict[EmbOptimType, list[tuple[str, bool]]] = {
-    EmbOptimType.EXACT_SGD: [],
-    EmbOptimType.EXACT_ADAGRAD: [("sum", False)],
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: [("sum", True)],
-    EmbOptimType.ADAM: [("exp_avg", False), ("exp_avg_sq", False)],
-}
-
-
 def translate(
     parameters: Mapping[str, nn.Parameter],
     modes: Mapping[str, str],
@@ -101,65 +143,50 @@ def translate(
     earlier: full name -> the shards of an earlier fit, which an optimizer that outlived it still holds.
     Raises OptimizerError: the table's name, the reason and the way out.
     """
-    param_groups = param_groups_of(parameters, optimizers, earlier or {})
+    param_groups = find_param_groups(parameters, optimizers, earlier or {})
     updates = {}
     for name, parameter in parameters.items():
         param_group = param_groups.get(id(parameter))
         if param_group is None or not parameter.requires_grad:
             updates[name] = frozen("in no optimizer" if param_group is None else "requires_grad is False", param_group)
         else:
-            updates[name] = _update(name, param_group, modes[name], device_type, not_in_backward)
+            updates[name] = _choose_update(name, param_group, modes[name], device_type, not_in_backward)
             if name in looked_up_often and modes[name] == "auto":
-                updates[name] = _for_several_lookups(updates[name])
+                updates[name] = _sum_several_lookups(updates[name])
     return updates
 
 
 def frozen(reason: str, param_group: TableParamGroup | None = None) -> TableUpdate:
     """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
-    keeps_state = param_group is not None and isinstance(
-        param_group.optimizer, optim.Adagrad
-    )  # from the start, one element each
+    keeps_state = param_group is not None and isinstance(param_group.optimizer, optim.Adagrad)
     return TableUpdate("frozen", reason, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
 
 
-def of_table_optimizer(update: TableUpdate) -> TableUpdate:
+def name_table_optimizer(update: TableUpdate) -> TableUpdate:
     """Return the update of a table that table_optimizer updates, which its reason says."""
     assert update.param_group is not None
     name = type(update.param_group.optimizer).__name__
-    reason = update.why if update.why.startswith(name) else f"{name}: {update.why}"
+    reason = update.reason if update.reason.startswith(name) else f"{name}: {update.reason}"
     return replace(update, reason=f"table_optimizer's {reason}")
-
-
-NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
-"""FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
 
 
 def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     """Return FBGEMM's form of the group's update with the same numbers, or None and the reason why there is none."""
     group, kind = param_group.group, type(param_group.optimizer)
     name = kind.__name__
+    if kind not in _EXACT:
+        return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
+    fbgemm_kind, fbgemm_name, neutral = _EXACT[kind]
+    if setting := _first_set(group, neutral):
+        return None, f"FBGEMM's {fbgemm_name} has no {setting}"
+    reason = f"{name} has the same numbers in FBGEMM"
     if kind is optim.SGD:
-        if reason := _first_set(group, momentum=0, weight_decay=0, dampening=0, nesterov=False, maximize=False):
-            return None, f"FBGEMM's SGD has no {reason}"
-        return _fused(param_group, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_SGD, {}, 0.0), ""
-    if kind is optim.Adagrad:
-        if reason := _first_set(group, weight_decay=0, lr_decay=0, maximize=False):
-            return None, f"FBGEMM's Adagrad has no {reason}"
-        start = float(param_group.optimizer.defaults["initial_accumulator_value"])
-        arguments = {"eps": float(group["eps"])}
-        update = _fused(
-            param_group, f"{name} has the same numbers in FBGEMM", EmbOptimType.EXACT_ADAGRAD, arguments, 4.0
-        )
-        return replace(update, initial_state=start), ""
+        return _fused(param_group, reason, fbgemm_kind), ""
+    update = _fused(param_group, reason, fbgemm_kind, eps=float(group["eps"]))
+    start = float(param_group.optimizer.defaults["initial_accumulator_value"])
     if kind is RowWiseAdagrad:
-        if reason := _first_set(group, weight_decay=0, lr_decay=0, maximize=False):
-            return None, f"FBGEMM's row-wise Adagrad has no {reason}"
-        start = float(param_group.optimizer.defaults["initial_accumulator_value"])
-        arguments = {"eps": float(group["eps"])}
-        why = f"{name} has the same numbers in FBGEMM"
-        update = _fused(param_group, why, EmbOptimType.EXACT_ROWWISE_ADAGRAD, arguments, 0.0)
         return replace(update, initial_state=start, needs_full_rows=True, bytes_per_row=4.0), ""
-    return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
+    return replace(update, initial_state=start, bytes_per_element=4.0), ""
 
 
 def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
@@ -177,37 +204,36 @@ def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     return TableUpdate("sparse", "", param_group, bytes_per_element=exact.bytes_per_element), ""
 
 
-def _update(name: str, param_group: TableParamGroup, mode: str, device_type: str, not_in_backward: str) -> TableUpdate:
-    fused, fused_obstacle = exact_form(param_group)
-    if mode == "fused":
-        if fused is None:
-            raise OptimizerError(
-                f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='dense' for it "
-                "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for "
-                "it."
-            )
-        return fused
+def _choose_update(
+    name: str, param_group: TableParamGroup, mode: str, device_type: str, not_in_backward: str
+) -> TableUpdate:
     if mode == "fused_lazy":
-        return _lazy(name, param_group, device_type)
+        return _lazy_form(name, param_group, device_type)
     if mode == "dense":
-        return _dense(name, param_group, "asked for", on_request=True)
+        return _dense_form(name, param_group, "asked for", on_request=True)
+    fused, fused_obstacle = exact_form(param_group)
     sparse, sparse_obstacle = sparse_form(param_group)
-    if mode == "sparse":
-        if sparse is None:
-            raise OptimizerError(
-                f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set embedding_update='dense' for "
-                "it, or choose SGD without momentum, Adagrad or SparseAdam for it."
-            )
+    if mode == "fused" and fused is None:
+        raise OptimizerError(
+            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='dense' for it (the "
+            "user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
+        )
+    if mode == "sparse" and sparse is None:
+        raise OptimizerError(
+            f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set embedding_update='dense' for it, "
+            "or choose SGD without momentum, Adagrad or SparseAdam for it."
+        )
+    if sparse is not None and mode == "sparse":
         return replace(sparse, reason="asked for")
-    if fused is not None and not not_in_backward:
+    if fused is not None and (mode == "fused" or not not_in_backward):
         return fused
     if sparse is not None:
-        return replace(sparse, reason=not_in_backward or sparse.why)
+        return replace(sparse, reason=not_in_backward or sparse.reason)
     reason = f"{not_in_backward}; {sparse_obstacle}" if fused is not None else fused_obstacle
-    return _dense(name, param_group, reason, on_request=False)
+    return _dense_form(name, param_group, reason, on_request=False)
 
 
-def _for_several_lookups(update: TableUpdate) -> TableUpdate:
+def _sum_several_lookups(update: TableUpdate) -> TableUpdate:
     """Return an update that sums the gradients of several lookups first, where FBGEMM's update of each is not that."""
     if update.adds_up or update.param_group is None:
         return update
@@ -215,12 +241,13 @@ def _for_several_lookups(update: TableUpdate) -> TableUpdate:
     return update if sparse is None else replace(sparse, reason="a step may look it up more than once")
 
 
-def _dense(name: str, param_group: TableParamGroup, reason: str, on_request: bool) -> TableUpdate:
+def _dense_form(name: str, param_group: TableParamGroup, reason: str, on_request: bool) -> TableUpdate:
     kind = type(param_group.optimizer)
     if kind is RowWiseAdagrad:
         return TableUpdate("dense", reason, param_group, needs_full_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
     if kind in ELEMENTWISE:
-        return TableUpdate("dense", reason, param_group, bytes_per_element=4.0 * (1 + _states(param_group)))
+        num_tensors = 1 + _num_state_tensors(kind, param_group.group)  # the gradient, and the state
+        return TableUpdate("dense", reason, param_group, bytes_per_element=4.0 * num_tensors)
     if kind is optim.SparseAdam:
         raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients. Set embedding_update='sparse'.")
     if on_request:
@@ -232,15 +259,7 @@ def _dense(name: str, param_group: TableParamGroup, reason: str, on_request: boo
     )
 
 
-def _states(param_group: TableParamGroup) -> int:
-    group = param_group.group
-    if type(param_group.optimizer) is optim.SGD and not group["momentum"]:
-        return 0
-    extra = ("amsgrad", "centered")
-    return ELEMENTWISE[type(param_group.optimizer)] + sum(bool(group.get(flag)) for flag in extra)
-
-
-def _lazy(name: str, param_group: TableParamGroup, device_type: str) -> TableUpdate:
+def _lazy_form(name: str, param_group: TableParamGroup, device_type: str) -> TableUpdate:
     group, kind = param_group.group, type(param_group.optimizer)
     if kind not in (optim.Adam, optim.AdamW):
         raise OptimizerError(
@@ -251,34 +270,89 @@ def _lazy(name: str, param_group: TableParamGroup, device_type: str) -> TableUpd
         raise OptimizerError(
             f"table '{name}': embedding_update='fused_lazy', but FBGEMM has no {kind.__name__} on CPU. Use 'dense'."
         )
-    decoupled = kind is optim.AdamW or bool(group.get("decoupled_weight_decay"))
-    coupled_decay = group["weight_decay"] and not decoupled
-    reason = _first_set(group, amsgrad=False, maximize=False) or ("L2 weight_decay" if coupled_decay else "")
-    if reason:
-        raise OptimizerError(f"table '{name}': FBGEMM's Adam has no {reason}. Use embedding_update='dense'.")
-    arguments = {
-        "eps": float(group["eps"]),
-        "beta1": float(group["betas"][0]),
-        "beta2": float(group["betas"][1]),
-        "weight_decay": float(group["weight_decay"]),
-    }
-    update = _fused(
-        param_group, "touched rows only, as asked for; not the same numbers", EmbOptimType.ADAM, arguments, 8.0
-    )
-    return replace(update, kind="fused_lazy")
+    coupled_decay = kind is optim.Adam and group["weight_decay"] and not group.get("decoupled_weight_decay")
+    setting = _first_set(group, {"amsgrad": False, "maximize": False}) or ("L2 weight_decay" if coupled_decay else "")
+    if setting:
+        raise OptimizerError(f"table '{name}': FBGEMM's Adam has no {setting}. Use embedding_update='dense'.")
+    (beta1, beta2), reason = map(float, group["betas"]), "touched rows only, as asked for; not the same numbers"
+    settings = {name: float(group[name]) for name in ("eps", "weight_decay")}
+    update = _fused(param_group, reason, EmbOptimType.ADAM, beta1=beta1, beta2=beta2, **settings)
+    return replace(update, kind="fused_lazy", bytes_per_element=8.0)
 
 
-def _fused(
-    param_group: TableParamGroup, reason: str, kind: EmbOptimType, arguments: dict[str, Any], state: float
-) -> TableUpdate:
-    learning_rate = float(param_group.group["lr"])
-    full = {"optimizer": kind, "learning_rate": learning_rate, **arguments}
-    return TableUpdate("fused", reason, param_group, full, bytes_per_element=state)
+def _fused(param_group: TableParamGroup, reason: str, kind: EmbOptimType, **settings: float) -> TableUpdate:
+    arguments = {"optimizer": kind, "learning_rate": float(param_group.group["lr"]), **settings}
+    return TableUpdate("fused", reason, param_group, arguments)
 
 
-def _first_set(group: Mapping[str, Any], **neutral: Any) -> str:
+def _first_set(group: Mapping[str, Any], neutral: Mapping[str, Any]) -> str:
     """Return the first hyperparameter that is not neutral, as "name=value", or ""."""
     for name, value in neutral.items():
         if name in group and group[name] != value:
             return f"{name}={group[name]}"
     return ""
+
+
+class LearningRates:
+    """Passes learning rates from the param groups, where schedulers write them, to the fused updates.
+
+    FBGEMM takes the rate at forward, for the update inside of the backward that follows. torchrec pushes it in
+    `zero_grad` and `step` (torchrec/distributed/batched_embedding_kernel.py), which under Lightning's closure is one
+    step late.
+    """
+
+    def __init__(self, updates: Mapping[str, TableUpdate]) -> None:
+        self._updates = updates
+        self._links: dict[int, tuple[TableParamGroup, Any]] = {}
+        self._pushed: dict[int, float] = {}
+        forms = {"fused": exact_form, "sparse": sparse_form}
+        # One table of each group: they share its hyperparameters, and this is checked in every step.
+        self._checks = {
+            (update.kind, update.param_group.label): (name, update, update.param_group, forms[update.kind])
+            for name, update in updates.items()
+            if update.param_group is not None and update.kind in forms
+        }
+
+    def connect(self, fused_optimizers: Mapping[str, Any]) -> list[int]:
+        """Link fused tables' kernels to their param groups; returns a handle for each kernel, for `push`.
+
+        fused_optimizers: full name of a table -> torchrec's optimizer of the kernel that holds its shard.
+        """
+        handles = []
+        for name, optimizer in fused_optimizers.items():
+            param_group = self._updates[name].param_group
+            in_backward = self._updates[name].in_backward  # other kernels update nothing: their rate is 0
+            if param_group is not None and in_backward and id(optimizer) not in handles:
+                self._links[id(optimizer)] = (param_group, optimizer)
+                handles.append(id(optimizer))
+        return handles
+
+    def push(self, handles: Iterable[int]) -> None:
+        """Give the kernels the current rates of their param groups."""
+        for handle in handles:
+            param_group, optimizer = self._links[handle]
+            rate = float(param_group.group["lr"])
+            if rate != self._pushed.get(handle):
+                optimizer.param_groups[0]["lr"] = rate
+                # torchrec's fused optimizer only passes the rate to the kernel here; it updates nothing.
+                optimizer.step()
+                self._pushed[handle] = rate
+
+    def check(self) -> None:
+        """Raise OptimizerError where another hyperparameter was changed since the start: it would have no effect.
+
+        Every rank checks every group, whether it holds the tables or not, so that all ranks raise alike.
+        """
+        for name, update, param_group, find_form in self._checks.values():
+            form, obstacle = find_form(param_group)
+            changes = obstacle if form is None else _differences(form.arguments, update.arguments)
+            if changes:
+                raise OptimizerError(
+                    f"table '{name}': a hyperparameter of its param group was changed while training ({changes}), "
+                    f"which its {update.kind} update does not follow. Set embedding_update='dense' for it."
+                )
+
+
+def _differences(current: Mapping[str, Any], initial: Mapping[str, Any]) -> str:
+    names = (name for name in initial if name != "learning_rate" and current.get(name) != initial[name])
+    return ", ".join(f"{name}={current.get(name)} was {initial[name]}" for name in names)

@@ -1,6 +1,7 @@
-"""Decides whether tables may be updated inside of backward, and refuses what would not be exact with that."""
+"""Updates of tables inside of backward: where they are allowed, and a watch that they are those of `step`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,7 +9,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_distrec.errors import UnsupportedError
+from lightning_distrec._compat.torch import current_backward
+from lightning_distrec.errors import OptimizerError, UnsupportedError
+from lightning_distrec.optimizers.param_groups import TableParamGroup
 
 GRADIENT_HOOKS = (
     "backward",
@@ -21,7 +24,7 @@ GRADIENT_HOOKS = (
 """Hooks of a LightningModule that may look at gradients, change them, or step at other times than Lightning."""
 
 
-def why_not_in_backward(trainer: Trainer, module: LightningModule, precision: Precision) -> str:
+def obstacle_to_backward_updates(trainer: Trainer, module: LightningModule, precision: Precision) -> str:
     """Return why the tables' updates must wait for `optimizer.step()`, or "" where they may run inside of backward."""
     if not module.automatic_optimization:
         # Whether every step follows a backward of its own shows when it is too late; ManualWatch checks it on request.
@@ -37,7 +40,7 @@ def why_not_in_backward(trainer: Trainer, module: LightningModule, precision: Pr
     return f"{hooks[0]} is overridden" if hooks else ""
 
 
-def refuse_what_is_not_exact(trainer: Trainer, precision: Precision, kinds: Mapping[str, str]) -> None:
+def refuse_inexact_settings(trainer: Trainer, precision: Precision, kinds: Mapping[str, str]) -> None:
     """Raise UnsupportedError where a setting of the Trainer would give other numbers than an unsharded run.
 
     kinds: full name of a table -> what updates it ("fused", "dense", ...).
@@ -98,3 +101,142 @@ def refuse_clip(value: Any, fused: list[str]) -> None:
 def _max_accumulated(trainer: Trainer) -> int:
     schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     return max([trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values())])
+
+
+class BackwardWatch:
+    """Counts backward passes and steps of a run with fused tables.
+
+    A fused table is updated by every backward. That is what the user's optimizer does as long as each backward is
+    followed by one `step`; accumulation that begins while training, or an `optimizer_step` that skips steps, breaks it.
+    """
+
+    def __init__(self, fused_tables: list[str]) -> None:
+        self._tables = fused_tables
+        self._pending = False
+
+    def backward(self) -> None:
+        """A backward is about to begin. Raises OptimizerError: the one before it was not followed by a step."""
+        if self._pending and self._tables:
+            raise OptimizerError(
+                f"a second backward before optimizer.step(), but table '{self._tables[0]}' is updated inside of every "
+                "backward (accumulate_grad_batches was changed, or optimizer_step skips steps). "
+                "Set embedding_update='sparse', or 'dense' for RowWiseAdagrad."
+            )
+        self._pending = True
+
+    def step(self) -> None:
+        """An optimizer has stepped."""
+        self._pending = False
+
+
+@dataclass
+class _Steps:
+    """What has happened to one optimizer's tables since it stepped."""
+
+    name: str
+    """Of the optimizer's class."""
+    backward: int | None = None
+    """The backward that has updated them, which no step has followed yet."""
+    holds_gradients: bool = False
+    """Whether it has stepped and its gradients, in an unsharded run, are still there."""
+    rates: dict[str, tuple[TableParamGroup, float]] = field(default_factory=dict)
+    """Label of a param group -> the rate of its updates."""
+
+
+class ManualWatch:
+    """The same under manual optimization, where each optimizer has its own backward passes and steps.
+
+    A fused table is updated by every backward that reaches it. That is what its optimizer does where each such backward
+    is followed by one step, with zero_grad between a step and the next backward, and nothing in between that reads the
+    table, drops its gradient or changes its rate. All methods raise OptimizerError where it is not so.
+    """
+
+    def __init__(self, param_groups: Mapping[str, TableParamGroup]) -> None:
+        """param_groups: full name of a fused table -> its param group."""
+        self._param_groups = param_groups
+        self._steps = {group.optimizer_index: _Steps(type(group.optimizer).__name__) for group in param_groups.values()}
+
+    def note_call(self, tables: list[str]) -> None:
+        """The user's code looks up in a collection with these fused tables."""
+        for table in tables:
+            steps = self._steps[self._param_groups[table].optimizer_index]
+            if steps.backward is not None:
+                _refuse(table, f"it is looked up after a backward and before the step of {steps.name}")
+
+    def note_lookup(self, tables: list[str], learns: Callable[[str], bool]) -> Callable[[Any], None] | None:
+        """Rows of these tables are looked up. Return a hook for gradients of the rows; None where no table learns."""
+        groups = {table: self._param_groups[table] for table in tables if learns(table)}
+        if not groups:
+            return None
+        rates = {table: float(group.group["lr"]) for table, group in groups.items()}
+        return lambda _: self._gradient_arrived(groups, rates)
+
+    def _gradient_arrived(self, groups: Mapping[str, TableParamGroup], rates: Mapping[str, float]) -> None:
+        backward = current_backward()
+        for table, group in groups.items():
+            steps = self._steps[group.optimizer_index]
+            if steps.backward not in (None, backward):
+                _refuse(table, f"a second backward reaches it before the step of {steps.name}")
+            if steps.holds_gradients:
+                _refuse(table, f"{steps.name}.zero_grad() was not called between its last step and this backward")
+            if steps.rates.setdefault(group.label, (group, rates[table]))[1] != rates[table]:
+                _refuse(table, "its learning rate was changed between two lookups")
+        for group in groups.values():
+            self._steps[group.optimizer_index].backward = backward
+
+    def step(self, number: int) -> None:
+        """The optimizer with this number has stepped."""
+        steps = self._steps.get(number)
+        if steps is None:
+            return
+        if steps.backward is None and steps.holds_gradients:
+            _refuse(self._table_of(number), f"{steps.name} steps again with the same gradients")
+        if any(rate != float(group.group["lr"]) for group, rate in steps.rates.values()):
+            _refuse(self._table_of(number), f"its learning rate was changed before the step of {steps.name}")
+        steps.holds_gradients = steps.backward is not None
+        steps.backward = None
+        steps.rates.clear()
+
+    def zero_grad(self, number: int) -> None:
+        """The optimizer with this number is about to drop its gradients."""
+        steps = self._steps.get(number)
+        if steps is None:
+            return
+        if steps.backward is not None:
+            _refuse(self._table_of(number), f"{steps.name}.zero_grad() drops its gradient before the step")
+        steps.holds_gradients = False
+
+    def end_training_step(self) -> None:
+        """A training_step, or the fit, is over."""
+        for number, steps in self._steps.items():
+            if steps.backward is not None:
+                _refuse(self._table_of(number), f"training_step was left without the step of {steps.name}")
+
+    def _table_of(self, number: int) -> str:
+        return next(name for name, group in self._param_groups.items() if group.optimizer_index == number)
+
+
+@dataclass(frozen=True)
+class CollectionWatch:
+    """The watch as the lookups of one collection see it."""
+
+    watch: ManualWatch
+    tables: list[str]
+    """Full names of its fused tables."""
+    learns: Callable[[str], bool]
+
+    def note_call(self) -> None:
+        """The user's code makes a lookup now."""
+        self.watch.note_call(self.tables)
+
+    def note_lookup(self) -> Callable[[Any], None] | None:
+        """Rows are looked up. Return a hook for the gradients of the rows, or None."""
+        return self.watch.note_lookup(self.tables, self.learns)
+
+
+def _refuse(table: str, violation: str) -> None:
+    raise OptimizerError(
+        f"table '{table}' is updated inside of backward, because embedding_update asks for it, and {violation}. Under "
+        "manual optimization one step of its optimizer must follow each backward that reaches the table, and "
+        "optimizer.zero_grad() each step. Set embedding_update='auto' or 'dense' for it."
+    )

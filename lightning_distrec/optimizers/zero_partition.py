@@ -72,8 +72,9 @@ def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None
     sparse_name = next((sparse[p] for p in _parameters(optimizer) if p in sparse), None)
     if sparse_name is not None:
         raise OptimizerError(
-            f"zero_optimizer=True: '{sparse_name}' has sparse gradients, and all of its rows would be sent after every step. "
-            "Set sparse=False for it, use strategy='torchrec_sharded', which shards it, or set zero_optimizer=False."
+            f"zero_optimizer=True: '{sparse_name}' has sparse gradients, and all of its rows would be sent after every "
+            "step. Set sparse=False for it, use strategy='torchrec_sharded', which shards it, or set "
+            "zero_optimizer=False."
         )
 
 

@@ -10,24 +10,23 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
+from lightning_distrec.option_values import as_options
 from lightning_distrec.strategies.activations.checkpointed_layers import CheckpointedLayers
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
     GradientExchange,
-    check_exchange,
+    SparseGrads,
     refuse_gradients,
+    refuse_powersgd,
+    sparse_weights,
 )
-from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD, PowerSGDOptions, refuse_powersgd
-from lightning_distrec.strategies.data_parallel.sparse_gradients import SparseGrads
+from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD, PowerSGDOptions
+from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.estimates.activation_budget import activation_budget
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
-from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
-from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
@@ -82,13 +81,10 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         zero_optimizer: bool = False,
         **run_options: Any,
     ) -> None:
-        check_exchange(comm_dtype, sparse_grads)
         if powersgd is not None and comm_dtype != "fp32":
             raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
         self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
         check_option(activation_checkpointing)
-        if bucket_cap_mb <= 0:
-            raise ConfigError(f"bucket_cap_mb={bucket_cap_mb!r}: must be above 0 MiB.")
         self._exchange = GradientExchange(
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,
@@ -136,7 +132,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         ddp = self._exchange.wrap(run.module, self.determine_ddp_device_ids(), is_first, run.compression)
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
-        run.frozen = FrozenLayers(run.module.parameters())
+        run.frozen = [parameter for parameter in run.module.parameters() if not parameter.requires_grad]
 
     def _partition_optimizers(self, run: DDPRun) -> None:
         """Let each rank update some of the parameters. Raises OptimizerError: an optimizer does not allow it."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec.optimizers.loss_weight import LossReduction
+from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.learning import LookupCounts
@@ -27,9 +27,9 @@ from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
 from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.sharding.weights.collective_reads import in_step
 from lightning_distrec.sharding.weights.shard_access import plain_shards
+from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
-from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings

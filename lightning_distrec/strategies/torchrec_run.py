@@ -18,6 +18,7 @@ from lightning_distrec._compat.lightning import call_after_closure, move_optimiz
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
 from lightning_distrec._compat.torchrec import skip_idle_record_functions
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.learning import LookupCounts
 from lightning_distrec.prefetch.options import PrefetchOptions
@@ -26,15 +27,16 @@ from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.sharding_groups import make_groups
 from lightning_distrec.sharding.table_registry import sharded_tables_of
 from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
-from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
+from lightning_distrec.strategies.data_parallel.replicated_layers import (
+    BroadcastSkipper,
+    NoBroadcasts,
+    ReplicatedLayers,
+)
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
 from lightning_distrec.strategies.fully_sharded.shards import refuse_inexact_optimizers, replace_parameters
-from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
-from lightning_distrec.strategies.run.given_options import as_options
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
@@ -165,9 +167,9 @@ class TorchRecRun(Run):
         """Collective. Let `wrap`, DDPStrategy's own, wrap the module in DDP, which ignores the tables' shards."""
         self.buffers.stop()
         self.buffers, strategy.model = NoBroadcasts(), self.module  # the last references: an old wrapper's hooks go too
-        self.frozen = FrozenLayers(self.dense_parameters())
+        self.frozen = [parameter for parameter in self.dense_parameters() if not parameter.requires_grad]
         shard_names = self.shard_names()
-        if shard_names and not any(parameter.requires_grad for parameter in self.dense_parameters()):
+        if shard_names and len(self.frozen) == len(self.dense_parameters()):
             broadcast_module_states(self.module, shard_names)  # DDP refuses a module without gradients to average
             return
         with gpu.idle(strategy.root_device):

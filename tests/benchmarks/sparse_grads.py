@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_distrec.strategies.data_parallel.sparse_gradients import averaging
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_hook
 from tests.support.ranks import run_on_ranks
 
 SHAPES = ((100, 64, 1024), (1000, 64, 8192), (10_000, 64, 1024), (10_000, 64, 8192), (10_000, 64, 65_536))
@@ -36,8 +36,8 @@ def _of_shape(num_rows: int, dim: int, num_ids: int) -> dict[str, float]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.EmbeddingBag(num_rows, dim, sparse=True, mode="sum"), nn.Linear(dim, 1))
         ways[way] = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    ways["sparse"].register_comm_hook(None, averaging("sparse"))
-    ways["dense"].register_comm_hook(None, averaging("dense"))
+    ways["sparse"].register_comm_hook(None, sparse_hook("sparse"))
+    ways["dense"].register_comm_hook(None, sparse_hook("dense"))
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for step_values in ids:
         for way, ddp in ways.items():

@@ -15,7 +15,7 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"late_weights", "namespaces", "own_operations", "unpicklable", "absent_tensors"}
+GROUND |= {"late_weights", "namespaces", "option_values", "own_operations", "unpicklable", "absent_tensors"}
 PREFETCH = {"prefetch", "prefetch/provenance", "prefetch/computed"}
 SHARDING = {
     "sharding",
@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "units": {"errors"},
     "unpicklable": {"errors"},
     "namespaces": {"errors"},
+    "option_values": {"errors"},
     "atomic_files": set(),
     "absent_tensors": {"errors", "_compat"},
     "own_operations": set(),
@@ -72,15 +73,17 @@ MAY_IMPORT = {
     "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints/tables": BELOW_STRATEGIES,
     "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},
-    "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints"},
+    "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/data_parallel"},
     "strategies/activations": BELOW_STRATEGIES,
-    "strategies/data_parallel": BELOW_STRATEGIES | {"strategies/run"},
-    "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/run", "strategies/activations"},
+    "strategies/data_parallel": BELOW_STRATEGIES,
+    "strategies/fully_sharded": BELOW_STRATEGIES
+    | {"strategies/data_parallel", "strategies/run", "strategies/activations"},
     "strategies/stages": BELOW_STRATEGIES
-    | {"strategies/run", "strategies/checkpoints", "strategies/fully_sharded", "strategies/estimates"},
+    | {"strategies/data_parallel", "strategies/run", "strategies/checkpoints", "strategies/fully_sharded"}
+    | {"strategies/estimates"},
     "strategies/estimates": BELOW_STRATEGIES
     | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"},
-    "strategies/tables": BELOW_STRATEGIES | {"strategies/run", "strategies/estimates"},
+    "strategies/tables": BELOW_STRATEGIES | {"strategies/data_parallel", "strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans
     "metrics": {"errors"},  # for any strategy, and for none

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.optimizers.sparse_weights import sparse_weights
 
 MEMORIES = ("p_memory_dict", "q_memory_dict", "error_dict")
 """What torch's state keeps for each bucket: two matrices, the same on all ranks, and the rank's error feedback."""
@@ -42,21 +41,7 @@ def sent_numbers(shape: torch.Size, matrix_rank: int) -> int:
     return factors if factors * 2 < shape.numel() else shape.numel()
 
 
-def refuse_powersgd(module: nn.Module, precision: str) -> None:
-    """Raise ConfigError: a gradient is sparse; overflows would stay."""
-    if precision == "16-mixed":
-        raise ConfigError(
-            "powersgd with Trainer(precision='16-mixed'): a step whose gradients overflow is skipped, but what the "
-            "compression has left over would not be finite from then on. Use 'bf16-mixed', or no powersgd."
-        )
-    if sparse := list(sparse_weights(module).values()):
-        raise ConfigError(
-            f"powersgd: '{sparse[0]}' has sparse gradients, which are sent as they are. Set sparse=False for it, or no "
-            "powersgd."
-        )
-
-
-def _bucket(name: str, gradients: list[Tensor], is_last: bool) -> Any:
+def _make_bucket(name: str, gradients: list[Tensor], is_last: bool) -> Any:
     """Return what torch's hook reads of a dist.GradBucket, with copies of these gradients."""
     values = torch.cat([gradient.reshape(-1) for gradient in gradients])
     parts = values.split([gradient.numel() for gradient in gradients])
@@ -117,7 +102,7 @@ class PowerSGD:
         final = list(self._buckets)[-1]
         for name, parameters in self._buckets.items():
             gradients = [self._gradients[id(parameter)] for parameter in parameters]
-            bucket = _bucket(name, gradients, name == final)
+            bucket = _make_bucket(name, gradients, name == final)
             # Awaited, as its second and third all-reduce start in threads of gloo, which would order those of two
             # buckets differently on different ranks.
             powerSGD_hook(self._state, bucket).wait()

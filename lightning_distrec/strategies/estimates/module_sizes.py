@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.optimizers.state_sizes import UNKNOWN_TENSORS, keeps_state_of_frozen, state_numbers
-from lightning_distrec.optimizers.translation import translate
-from lightning_distrec.optimizers.updates_in_backward import why_not_in_backward
+from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, keeps_state_of_frozen, state_numbers, translate
+from lightning_distrec.optimizers.updates_in_backward import obstacle_to_backward_updates
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
@@ -232,7 +231,7 @@ def _with_dense_gradients(
         {table.full_name: "auto" for table in tables},
         optimizers,
         device_type,
-        why_not_in_backward(settings, measured, None),  # type: ignore[arg-type]  # only loss scaling needs the precision
+        obstacle_to_backward_updates(settings, measured, None),  # type: ignore[arg-type]  # only loss scaling needs the precision
         {table.full_name for table in tables if table.plain is not None},
     )
     return {name: update.kind == "dense" for name, update in updates.items()}

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.strategies.activations.layers import INDIVISIBLE, can_be_called, named_layers, signature
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 
 Wrap = Literal["auto"] | Sequence[str]
 LARGE_BYTES = 2**20

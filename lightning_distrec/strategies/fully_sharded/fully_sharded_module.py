@@ -19,14 +19,14 @@ from lightning_distrec._compat.fully_shard import (
 )
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
-from lightning_distrec.optimizers.mixed_groups import uniform_groups
+from lightning_distrec.optimizers.step_hooks import uniform_groups
 from lightning_distrec.strategies.activations.checkpointed_layers import (
     CheckpointedLayers,
 )
+from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, BufferBroadcaster
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
 from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
-from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, BufferBroadcaster
 
 
 class FullyShardedModule:

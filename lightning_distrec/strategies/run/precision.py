@@ -19,7 +19,7 @@ from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import watch_total_norm
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
-from lightning_distrec.optimizers.joint_steps import parameters_of, with_parameters
+from lightning_distrec.optimizers.step_hooks import collect_parameters, with_parameters
 from lightning_distrec.optimizers.updates_in_backward import refuse_clip
 
 OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
@@ -65,7 +65,7 @@ class _JointScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with with_parameters(optimizer, parameters_of(self.joint_optimizers)), _local_gradients(optimizer):
+        with with_parameters(optimizer, collect_parameters(self.joint_optimizers)), _local_gradients(optimizer):
             super().unscale_(optimizer)
 
 
@@ -145,7 +145,7 @@ def clip_over_all_ranks(
     """
 
     def clipped(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
-        parameters = [*plugin.main_params(optimizer), *parameters_of(joint_optimizers)]
+        parameters = [*plugin.main_params(optimizer), *collect_parameters(joint_optimizers)]
         refuse_clip(clip_val, [fused[id(parameter)] for parameter in parameters if id(parameter) in fused])
         return parameters
 

@@ -1,4 +1,4 @@
-"""What a strategy has from `setup` to `teardown`."""
+"""What a strategy has once its ranks have met, and what it has from `setup` to `teardown`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,12 +6,36 @@ from dataclasses import dataclass, field
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_distrec._compat.lightning import mark_stop
-from lightning_distrec.strategies.run.buffer_broadcasts import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.run.frozen_layers import FrozenLayers
-from lightning_distrec.strategies.run.session import Session
+from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.cluster.consensus import Consensus, job_consensus
+from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
+from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.run.stopping import StopHandler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Made by `setup_environment`, because hooks outside of a run need it too: `trainer.save_checkpoint` after fit."""
+
+    consensus: Consensus
+    """For everything that is agreed on now and then."""
+    step_consensus: Consensus
+    """For what is exchanged once in every step; see `JobConsensus` for why it has a group of its own."""
+    checkpoints: Checkpointing
+
+
+def start_session(
+    module: LightningModule, options: CheckpointOptions, timeout_seconds: float, earlier: Session | None
+) -> Session:
+    """Collective, once the ranks have met. Return the earlier session while its process groups are still there."""
+    job = job_consensus(timeout_seconds)
+    if earlier is not None and earlier.consensus is job.general:
+        return earlier
+    checkpoints = Checkpointing(options, job.general, job.checkpoints, module)
+    return Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints)
 
 
 @dataclass(kw_only=True)
@@ -28,8 +52,8 @@ class Run:
     stopping: StopHandler
     buffers: BroadcastSkipper | NoBroadcasts = field(default_factory=NoBroadcasts)
     """Decides before each training step whether rank 0's buffers are broadcast."""
-    frozen: FrozenLayers = field(default_factory=lambda: FrozenLayers([]))
-    """The layers that DistributedDataParallel does not average, because they did not learn when it was made."""
+    frozen: list[nn.Parameter] = field(default_factory=list)
+    """Those that DistributedDataParallel does not average, because they required no gradient when it was made."""
     undo: ExitStack = field(default_factory=ExitStack)
     """What teardown undoes, the last first."""
     has_failed: bool = False

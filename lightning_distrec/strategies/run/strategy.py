@@ -1,6 +1,7 @@
 """The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at the same points."""
 
 import os
+import re
 from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,7 @@ from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.cluster.threads import VARIABLE
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
+from lightning_distrec.option_values import as_options, parse_timeout
 from lightning_distrec.prefetch.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
@@ -34,13 +36,10 @@ from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
 from lightning_distrec.strategies.run.full_parameters import full_parameter
-from lightning_distrec.strategies.run.given_options import as_options, chosen_timeout
 from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
-from lightning_distrec.strategies.run.run import Run
-from lightning_distrec.strategies.run.session import start_session
+from lightning_distrec.strategies.run.run import Run, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
-from lightning_distrec.strategies.run.unused_parameters import name_unused_option
 from lightning_distrec.strategies.run.watchdog import leaving
 
 AnyRun = TypeVar("AnyRun", bound=Run)
@@ -92,7 +91,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)
         self._stop_options = as_options("stopping", StopOptions, stopping)
-        self._wait = chosen_timeout(timeout_seconds, os.environ)
+        self._wait = parse_timeout(timeout_seconds, os.environ)
         self._watchdog_seconds = watchdog_seconds
         self._sets_threads = False
         super().__init__(process_group_backend=process_group_backend, timeout=self._wait)
@@ -227,8 +226,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run = self.run
         run.session.checkpoints.before_step()
         run.buffers.before_step()
-        if run.frozen.any_unfrozen:
-            self.configure_ddp()
+        if any(parameter.requires_grad for parameter in run.frozen):
+            self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
         return run
 
     @override
@@ -315,3 +314,22 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._run = self._session = None
         self._lightning_module = self.model = None
         self.optimizers, self.lr_scheduler_configs = [], []
+
+
+def name_unused_option(exception: BaseException, strategy: str) -> None:
+    """Let DDP's error about parameters without a gradient name the option of `strategy`; other errors stay.
+
+    Lightning would name its own DDPStrategy, which shards nothing.
+    """
+    exception.args = tuple(_reworded(text, strategy) if isinstance(text, str) else text for text in exception.args)
+
+
+def _reworded(text: str, strategy: str) -> str:
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return text
+    indices = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)
+    return (
+        "the loss of the step before did not depend on some parameters of the module, so that their gradients were "
+        f"not averaged over the ranks. If that is intended, set {strategy}(find_unused_parameters=True)."
+        f"{f' {indices[0].strip()}.' if indices else ''}"
+    )

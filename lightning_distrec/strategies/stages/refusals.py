@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import OptimizerError, UnsupportedError
-from lightning_distrec.optimizers.sparse_weights import sparse_weights
 from lightning_distrec.optimizers.zero_partition import KNOWN, updates_by_parameter
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, parse_table_optimizer, take_tables
-from lightning_distrec.optimizers.translation import TableUpdate, frozen, of_table_optimizer, translate
+from lightning_distrec.optimizers.translation import TableUpdate, frozen, name_table_optimizer, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
-    refuse_what_is_not_exact,
-    why_not_in_backward,
+    obstacle_to_backward_updates,
+    refuse_inexact_settings,
 )
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
@@ -145,12 +145,12 @@ def updates_in_fit(
         {name: _mode(name, option) for name, option in selection.options.items()},
         [*optimizers, *(own_optimizer.optimizer for own_optimizer in own_optimizers)],
         device.type,
-        kept_for or why_not_in_backward(trainer, module, precision),
+        kept_for or obstacle_to_backward_updates(trainer, module, precision),
         {table.full_name for table in tables if table.plain is not None},
         earlier,
     )
     updates |= {
-        name: of_table_optimizer(updates[name]) for own_optimizer in own_optimizers for name in own_optimizer.tables
+        name: name_table_optimizer(updates[name]) for own_optimizer in own_optimizers for name in own_optimizer.tables
     }
     updates |= {
         name: replace(updates[name], reason=_gathered_in_words(selection, name))
@@ -158,7 +158,7 @@ def updates_in_fit(
         if option.gathered_weight and updates[name].kind == "dense"
     }
     kinds = {name: update.kind for name, update in updates.items()}
-    refuse_what_is_not_exact(trainer, precision, kinds)
+    refuse_inexact_settings(trainer, precision, kinds)
     fused = [name for name, update in updates.items() if update.in_backward]
     hooks = hooks_without_gradients(trainer, module, fused)
     return updates, own_optimizers, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
@@ -301,7 +301,7 @@ def _constraints(
         bytes_per_row=update.bytes_per_row,
         update=update.kind,
         optimizer=optimizer,
-        update_reason=update.why,
+        update_reason=update.reason,
     )
 
 

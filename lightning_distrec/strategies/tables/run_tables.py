@@ -13,13 +13,16 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
 from lightning_distrec._compat.torch import has_gradient_hooks, have_gradient_hooks
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.backward_watch import BackwardWatch, CollectionWatch, ManualWatch
-from lightning_distrec.optimizers.joint_steps import AddedTables, before_zero_grad, parameters_of, step_with, zero_with
-from lightning_distrec.optimizers.learning_rate import LearningRates
-from lightning_distrec.optimizers.loss_weight import LossWeight
-from lightning_distrec.optimizers.param_groups import param_group_of
-from lightning_distrec.optimizers.replicas import ReplicaCheck
-from lightning_distrec.optimizers.translation import ELEMENTWISE, TableUpdate, sparse_form
+from lightning_distrec.optimizers.param_groups import find_param_group
+from lightning_distrec.optimizers.step_hooks import (
+    AddedTables,
+    before_zero_grad,
+    collect_parameters,
+    step_with,
+    zero_with,
+)
+from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, sparse_form
+from lightning_distrec.optimizers.updates_in_backward import BackwardWatch, CollectionWatch, ManualWatch
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
@@ -30,6 +33,8 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.collective_reads import Gathering
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.sharding.weights.shard_weight import forget_last_call
+from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
+from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
 
 
@@ -62,7 +67,7 @@ class Unfreezing:
 
     def _begin(self, name: str, optimizers: list[Optimizer]) -> None:
         shard = self._shards.shards[name][0]
-        param_group = param_group_of(shard.weight, optimizers)
+        param_group = find_param_group(shard.weight, optimizers)
         if param_group is None:
             return  # no optimizer uses its gradient, which may stay sparse
         self._waiting.remove(name)
@@ -123,7 +128,7 @@ class RunTables:
         self.optimizers, self.table_optimizers = optimizers, table_optimizers
         if table_optimizers:
             self.undo.append(step_with(optimizers[0], table_optimizers))
-            held = {id(parameter) for parameter in parameters_of(table_optimizers)}
+            held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
             weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
             self._added_tables = AddedTables({i: name for i, name in weights.items() if i in held})
         for number, optimizer in enumerate(self.all_optimizers):

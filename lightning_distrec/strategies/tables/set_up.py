@@ -20,11 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_distrec.errors import OptimizerError, ShardingError
-from lightning_distrec.optimizers.learning_rate import LearningRates
-from lightning_distrec.optimizers.loss_weight import LossWeight
 from lightning_distrec.optimizers.param_groups import rewrite_groups
-from lightning_distrec.optimizers.replicas import ReplicaCheck
-from lightning_distrec.optimizers.translation import NO_UPDATE, TableUpdate, frozen, sparse_form
+from lightning_distrec.optimizers.translation import NO_UPDATE, LearningRates, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
@@ -34,6 +31,8 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.table_registry import refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
+from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
 from lightning_distrec.strategies.tables.decisions import (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_has
 from lightning_distrec._compat.lightning import given_train_loaders
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.optimizers.loss_weight import LossReduction, check_loss_reduction
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
+from lightning_distrec.option_values import check_choice
 from lightning_distrec.prefetch.peek import loaders_in
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds, check_check_ids
 from lightning_distrec.sharding.node_layout import NodeLayout
@@ -23,6 +23,7 @@ from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, ShardingGroups
+from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 
 ASSUMED_BATCH_SIZE = 512
 """torchrec's own, where no batch size is known."""
@@ -55,7 +56,7 @@ class TableSettings:
             )
             if optimizer is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", optimizer)
-        check_loss_reduction(self.loss_reduction)
+        check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         if self.batch_size_per_rank is not None and self.batch_size_per_rank <= 0:
             raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")
 

@@ -47,7 +47,7 @@ class AllInOne(ClickModel):
     def on_train_start(self) -> None:
         tables = self.trainer.strategy.run_tables
         self.seen["kinds"] = {name.split(".")[-1]: update.kind for name, update in tables.updates.items()}
-        self.seen["why"] = {update.why for update in tables.updates.values()}
+        self.seen["why"] = {update.reason for update in tables.updates.values()}
         self.seen["theirs"] = [len(group["params"]) for o in self.trainer.optimizers for group in o.param_groups]
 
 

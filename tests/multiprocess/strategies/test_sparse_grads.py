@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.data_parallel.sparse_gradients import averaging
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_hook
 from tests.support.dense_models import KINDS, WithEmbedding, whole_batches
 from tests.support.dense_runs import Outcome, check_same, fit
 from tests.support.parameters import slow_except
@@ -119,7 +119,7 @@ def _averaged(num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
             rows, torch.ones(rows.shape[1], 2) * (rank + 1), (9, 2), check_invariants=True
         )
         bucket: Any = SimpleNamespace(buffer=lambda gradient=gradient: gradient)
-        found.append((gradient.to_dense(), averaging(sparse_grads)(None, bucket).wait()))
+        found.append((gradient.to_dense(), sparse_hook(sparse_grads)(None, bucket).wait()))
     return found
 
 

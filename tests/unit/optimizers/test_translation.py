@@ -39,24 +39,24 @@ def test_fused_updates_are_given_every_hyperparameter() -> None:
 )
 def test_what_fbgemm_would_ignore_goes_dense_with_the_reason(optimizer: type, options: Any, why: str) -> None:
     update = decide(optimizer, **options)
-    assert (update.kind, update.why) == ("dense", why)
+    assert (update.kind, update.reason) == ("dense", why)
 
 
 def test_updates_that_must_wait_for_the_step_are_sparse_where_the_optimizer_can() -> None:
     for optimizer in (optim.SGD, optim.Adagrad):
         update = decide(optimizer, lr=0.1, later="gradient_clip_val=1.0")
-        assert (update.kind, update.why) == ("sparse", "gradient_clip_val=1.0")
+        assert (update.kind, update.reason) == ("sparse", "gradient_clip_val=1.0")
         assert decide(optimizer, lr=0.1, later="gradient_clip_val=1.0", mode="fused").kind == "fused"
     rows = decide(RowWiseAdagrad, lr=0.1, later="manual optimization")
     assert (rows.kind, rows.needs_full_rows) == ("dense", True)
-    assert rows.why == "manual optimization; RowWiseAdagrad takes no sparse gradients"
+    assert rows.reason == "manual optimization; RowWiseAdagrad takes no sparse gradients"
     assert decide(optim.SGD, lr=0.1, fused=True, later="manual optimization").kind == "dense"
-    assert decide(optim.Adam, later="manual optimization").why == "Adam moves rows that no id touched"
+    assert decide(optim.Adam, later="manual optimization").reason == "Adam moves rows that no id touched"
 
 
 def test_sparse_can_be_asked_for_where_it_is_exact() -> None:
     assert decide(optim.SparseAdam).kind == "sparse"
-    assert decide(optim.Adagrad, mode="sparse").why == "asked for"
+    assert decide(optim.Adagrad, mode="sparse").reason == "asked for"
     with pytest.raises(OptimizerError, match="embedding_update='sparse', but Adam moves rows that no id touched"):
         decide(optim.Adam, mode="sparse")
     with pytest.raises(OptimizerError, match="SparseAdam needs sparse gradients"):
@@ -77,7 +77,7 @@ def test_frozen_tables_are_left_where_they_are() -> None:
     other = nn.Parameter(torch.zeros(1))
     modes = {"frozen": "auto", "loose": "auto"}
     updates = translate({"frozen": frozen, "loose": loose}, modes, [optim.SGD([frozen, other], lr=0.1)], "cpu", "")
-    assert {name: (u.kind, u.why) for name, u in updates.items()} == {
+    assert {name: (u.kind, u.reason) for name, u in updates.items()} == {
         "frozen": ("frozen", "requires_grad is False"),
         "loose": ("frozen", "in no optimizer"),
     }
@@ -93,7 +93,7 @@ def test_a_table_in_two_optimizers_is_reported() -> None:
 def test_unknown_optimizers_go_dense_only_when_asked_and_say_so() -> None:
     with pytest.raises(OptimizerError, match="Adafactor is not known"):
         decide(optim.Adafactor)
-    assert decide(optim.Adafactor, mode="dense").why == "asked for; not known to be exact"
+    assert decide(optim.Adafactor, mode="dense").reason == "asked for; not known to be exact"
 
 
 def test_groups_keep_count_order_and_options_when_shards_take_the_tables_places() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_distrec.cluster.consensus import RankFlags
-from lightning_distrec.strategies.run.buffer_broadcasts import TRIAL_STEPS, BroadcastSkipper
+from lightning_distrec.strategies.data_parallel.replicated_layers import TRIAL_STEPS, BroadcastSkipper
 
 STEPS = 40
 

@@ -1,6 +1,6 @@
-"""Options that a strategy takes as an object of ours, from YAML as a dict, or from the environment."""
+"""Checks and reads the values of options, which come from Python, from YAML as dicts, or from the environment."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,8 +14,14 @@ TIMEOUT = "PROCESS_GROUP_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Raise ConfigError: the value of option `name` is none of the choices."""
+    if value not in (allowed := tuple(choices)):
+        raise ConfigError(f"{name}={value!r} is not known. Use one of {', '.join(map(repr, allowed))}.")
+
+
 def as_options(argument: str, kind: type[T], value: T | dict[str, Any] | None) -> T:
-    """Return the options given for an argument of the strategy; None means the defaults of `kind`.
+    """Return the options that an argument of the strategy holds; None means the defaults of `kind`.
 
     Raises ConfigError: an option is unknown, or has an invalid value.
     """
@@ -23,19 +29,19 @@ def as_options(argument: str, kind: type[T], value: T | dict[str, Any] | None) -
         return value
     options: dict[str, Any] = value or {}  # type: ignore[assignment]
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = sorted(set(options) - set(names))
-    if unknown:
+    if unknown := sorted(set(options) - set(names)):
         raise ConfigError(f"{argument}: {', '.join(unknown)} is not known. It takes {' and '.join(names)}.")
     return kind(**options)
 
 
-def chosen_timeout(timeout_seconds: float | None, variables: Mapping[str, str]) -> timedelta:
-    """Return how long a rank waits: as given, or else by the environment, or else half an hour.
+def parse_timeout(timeout_seconds: float | None, variables: Mapping[str, str]) -> timedelta:
+    """Return how long a rank waits: by the argument, or else by the environment, or else half an hour.
 
     Raises ConfigError: it is no number above 0.
     """
-    variable = variables.get(TIMEOUT, "").strip()
-    name, value = ("timeout_seconds", timeout_seconds) if timeout_seconds is not None else (TIMEOUT, variable or DEFAULT_TIMEOUT_SECONDS)
+    name, value = "timeout_seconds", str(timeout_seconds)
+    if timeout_seconds is None:
+        name, value = TIMEOUT, variables.get(TIMEOUT, "").strip() or str(DEFAULT_TIMEOUT_SECONDS)
     try:
         seconds = float(value)
     except ValueError:

@@ -9,11 +9,9 @@ from typing import Literal
 
 import torch
 
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.ranks import Ranks
 
 LossReduction = Literal["mean", "sum", "rank_mean"]
-LOSS_REDUCTIONS: tuple[str, ...] = ("mean", "sum", "rank_mean")
 
 
 class LossWeight:
@@ -74,37 +72,25 @@ class LossWeight:
         return self._factor
 
     def _share(self, unequal: list[list[int]]) -> float:
+        """Return this rank's share of the examples. unequal: by rank, the numbers of examples of a step's lookups."""
         lookups = list(zip(*unequal, strict=True))
-        shares = [sizes_by_rank[self._ranks.rank] / sum(sizes_by_rank) for sizes_by_rank in lookups]
         reference = lookups[0]
         # Lookups agree where all ranks' numbers have one proportion, for 1 and 20 candidates per example, for instance.
         agree = all(
-            number * sum(reference) == other * sum(sizes_by_rank)
-            for sizes_by_rank in lookups
-            for number, other in zip(sizes_by_rank, reference, strict=True)
+            size * sum(reference) == reference_size * sum(sizes)
+            for sizes in lookups
+            for size, reference_size in zip(sizes, reference, strict=True)
         )
         if not self._has_notified:
             self._has_notified = True
-            sizes = ", ".join(str(sorted(set(rank_sizes))) if not agree else str(rank_sizes[0]) for rank_sizes in unequal)
-            self._notify(_note(sizes, agree))
-        return shares[0] if agree else 1.0 / self._ranks.num_ranks
-
-
-def _note(sizes: str, agree: bool) -> str:
-    if agree:
-        return (
-            f"the ranks' batches have unequal numbers of examples ({sizes}). Each rank's loss is weighted by its "
-            "share, so that gradients are those of the mean over all examples. If your loss is a sum, or a mean over "
-            "something else, set loss_reduction='sum' or 'rank_mean' (plain DDP). This is reported once."
-        )
-    return (
-        f"the ranks' batches have unequal numbers of examples, and a step's lookups disagree about them ({sizes}). "
-        "Gradients are the mean of the ranks' means, as under plain DDP. Set loss_reduction='rank_mean' if that is "
-        "meant, or weight the loss yourself. This is reported once."
-    )
-
-
-def check_loss_reduction(value: str) -> None:
-    """Raise ConfigError where `value` is no reduction."""
-    if value not in LOSS_REDUCTIONS:
-        raise ConfigError(f"loss_reduction={value!r} is not known. Use one of {', '.join(LOSS_REDUCTIONS)}.")
+            examples = ", ".join(str(sizes[0] if agree else sorted(set(sizes))) for sizes in unequal)
+            self._notify(
+                f"the ranks' batches have unequal numbers of examples ({examples}). Each rank's loss is weighted by "
+                "its share, so that gradients are those of the mean over all examples. If your loss is a sum, or a "
+                "mean over something else, set loss_reduction='sum' or 'rank_mean' (plain DDP). This is reported once."
+                if agree
+                else "the ranks' batches have unequal numbers of examples, and a step's lookups disagree about them "
+                f"({examples}). Gradients are the mean of the ranks' means, as under plain DDP. Set "
+                "loss_reduction='rank_mean' if that is meant, or weight the loss yourself. This is reported once."
+            )
+        return reference[self._ranks.rank] / sum(reference) if agree else 1.0 / self._ranks.num_ranks
