@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_distrec._compat.lightning import override_environment_choice
-from lightning_distrec._compat.lightning_saving import read_folders_too
+from lightning_distrec._compat.lightning_checkpoints import read_folders_too
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_distrec._compat.pipelining import Action
+from lightning_distrec._compat.torch_distributed import Action
 from lightning_distrec.errors import DistRecError, UnsupportedError
 from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
 from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy

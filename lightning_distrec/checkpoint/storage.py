@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Met
 from torch.distributed.checkpoint.metadata import StorageMeta
 from typing_extensions import override
 
-from lightning_distrec._compat.checkpoint import (
+from lightning_distrec._compat.torch_distributed import (
     DCP_METADATA_NAMES,
     PythonUnpickler,
     chunk_locations,

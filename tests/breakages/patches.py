@@ -917,7 +917,7 @@ BREAKAGES = (
     # ---- schedulers of a resumed run
     Breakage(
         "plateau-resumed",
-        "lightning_distrec/_compat/lightning_resuming.py",
+        "lightning_distrec/_compat/lightning_checkpoints.py",
         r"trainer\.fit_loop\._restarting = False",
         "pass",
         "A run that resumes in the middle of an epoch has another learning rate than one that never stopped.",

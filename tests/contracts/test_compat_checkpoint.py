@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from lightning_distrec._compat import checkpoint as _checkpoint
 from lightning_distrec._compat import fbgemm as _fbgemm
+from lightning_distrec._compat import torch_distributed as _checkpoint
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, read_metadata, write_tensors
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_distrec._compat import lightning as _lightning
-from lightning_distrec._compat import lightning_launchers, lightning_resuming
+from lightning_distrec._compat import lightning_checkpoints, lightning_launchers
 from lightning_distrec._compat import torch as _torch
 from tests.support.limits import LIMIT_SECONDS
 
@@ -59,20 +59,22 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     (tmp_path / "hpc_ckpt_3.ckpt").write_text("another job's")
     trainer = Trainer(default_root_dir=tmp_path, **QUIET)
-    assert lightning_resuming.resumed_path(trainer) is None
+    assert lightning_checkpoints.resumed_path(trainer) is None
     select = trainer._checkpoint_connector._select_ckpt_path
     model = {"model_provided": True, "model_connected": True}
     assert select(TrainerFn.FITTING, None, **model).endswith("_3.ckpt")
     requests = []
     for result, given_values in (("mine.ckpt", "mine.ckpt"), (None, "given.ckpt")):
-        with lightning_resuming.resume_from(trainer, lambda inputs, result=result: requests.append(inputs) or result):
+        with lightning_checkpoints.resume_from(
+            trainer, lambda inputs, result=result: requests.append(inputs) or result
+        ):
             select = trainer._checkpoint_connector._select_ckpt_path
-            assert select(TrainerFn.FITTING, None, **model) == lightning_resuming.resumed_path(trainer) == result
+            assert select(TrainerFn.FITTING, None, **model) == lightning_checkpoints.resumed_path(trainer) == result
             assert select(TrainerFn.FITTING, "given.ckpt", **model) == given_values
             assert select(TrainerFn.TESTING, "given.ckpt", **model) == "given.ckpt"
-        assert lightning_resuming.resumed_path(trainer) is None
+        assert lightning_checkpoints.resumed_path(trainer) is None
     trainer.ckpt_path = "set.ckpt"
-    with lightning_resuming.resume_from(trainer, requests.append):
+    with lightning_checkpoints.resume_from(trainer, requests.append):
         assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == "set.ckpt"
     assert requests == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
 
@@ -86,7 +88,7 @@ class Restarts(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.fit_loop._restarting = True
         if self.is_let:
-            lightning_resuming.update_plateaus_of_this_epoch(trainer)
+            lightning_checkpoints.update_plateaus_of_this_epoch(trainer)
 
 
 @pytest.mark.parametrize("is_let", [False, True])

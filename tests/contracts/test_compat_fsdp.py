@@ -16,10 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from lightning_distrec._compat import fully_shard as _fully_shard
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
+from lightning_distrec._compat import torch_distributed as _fully_shard
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
 

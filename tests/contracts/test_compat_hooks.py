@@ -12,7 +12,7 @@ from lightning.pytorch.trainer import call
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_distrec._compat import lightning_hooks as _lightning_hooks
+from lightning_distrec._compat import lightning as _lightning_hooks
 
 OPTIONS: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 HOOKS = [name for name, hook in vars(pl.Callback).items() if name.startswith("on_") and callable(hook)]

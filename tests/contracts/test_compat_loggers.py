@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import litlogger, mlflow, utilities, wandb
 
-from lightning_distrec._compat import lightning_saving as _lightning_saving
+from lightning_distrec._compat import lightning_checkpoints as _lightning_checkpoints
 from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
 from tests.support.checkpoint_folders import by_rows, write_folder
 
@@ -19,7 +19,7 @@ def test_lightning_finds_our_folders_among_the_checkpoints_to_upload(tmp_path: P
     keep.best_model_path, keep.best_model_score, keep.last_model_path = str(path), torch.tensor(2.0), str(others_values)
     assert utilities._scan_checkpoints(keep, {}) == []
     scan = wandb.WandbLogger._scan_and_log_checkpoints
-    with _lightning_saving.upload_folders_too(wait_for_checkpoint):
+    with _lightning_checkpoints.upload_folders_too(wait_for_checkpoint):
         ((time, actual, score, tag),) = utilities._scan_checkpoints(keep, {})
         assert (actual, score, tag) == (str(path), 2.0, "best")
         assert utilities._scan_checkpoints(keep, {actual: time}) == []

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_distrec._compat import lightning_saving as _lightning_saving
+from lightning_distrec._compat import lightning_checkpoints as _lightning_checkpoints
 from tests.support.checkpoint_folders import by_rows, write_folder
 
 
@@ -24,7 +24,7 @@ class Layer(pl.LightningModule):
 
 
 def test_lightning_reads_a_folder_wherever_it_reads_a_file(tmp_path: Path) -> None:
-    assert callable(_lightning_saving.read_folders_too), "which importing lightning_distrec has called"
+    assert callable(_lightning_checkpoints.read_folders_too), "which importing lightning_distrec has called"
     trained = Layer(3)
     state = {name: by_rows(tensor) for name, tensor in trained.state_dict().items()}
     path = write_folder(tmp_path / "it.ckpt", {"loops": None, "state_dict": state, "hyper_parameters": {"dim": 3}})

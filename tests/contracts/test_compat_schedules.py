@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_distrec._compat import pipelining
+from lightning_distrec._compat import torch_distributed
 
 F, B = "forward", "backward"
 TWO_MICROBATCHES = {
@@ -17,11 +17,11 @@ SIZES += [("interleaved_1f1b", 4, 12, 8), ("interleaved_1f1b", 2, 4, 3)]
 
 @pytest.mark.parametrize("schedule", TWO_MICROBATCHES)
 def test_pipeline_order_of_two_stages(schedule: str) -> None:
-    assert pipelining.pipeline_order(schedule, 2, 2, 2) == TWO_MICROBATCHES[schedule]
+    assert torch_distributed.pipeline_order(schedule, 2, 2, 2) == TWO_MICROBATCHES[schedule]
 
 
 def test_pipeline_order_of_two_stages_on_a_rank() -> None:
-    last = pipelining.pipeline_order("interleaved_1f1b", 2, 4, 2)[1]
+    last = torch_distributed.pipeline_order("interleaved_1f1b", 2, 4, 2)[1]
     assert last == [(F, 1, 0), (F, 1, 1), (F, 3, 0), (B, 3, 0), (F, 3, 1), (B, 3, 1), (B, 1, 0), (B, 1, 1)]
 
 
@@ -29,7 +29,7 @@ def test_pipeline_order_of_two_stages_on_a_rank() -> None:
 def test_pipeline_order_has_every_micro_batch_of_every_stage_once(
     schedule: str, num_ranks: int, num_stages: int, num: int
 ) -> None:
-    for rank, actions in enumerate(pipelining.pipeline_order(schedule, num_ranks, num_stages, num)):
+    for rank, actions in enumerate(torch_distributed.pipeline_order(schedule, num_ranks, num_stages, num)):
         expected: set[Any] = {(k, s, m) for k in (F, B) for s in range(rank, num_stages, num_ranks) for m in range(num)}
         assert set(actions) == expected
         assert len(actions) == len(expected)

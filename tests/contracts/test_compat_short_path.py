@@ -10,7 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor
 
 from lightning_distrec._compat import fbgemm as _fbgemm
-from lightning_distrec._compat import torchrec_pooled as _torchrec_pooled
+from lightning_distrec._compat import torchrec_ids as _torchrec_ids
 from tests.support.click_model import ClickModel, seeded, train_sharded
 from tests.support.ranks import run_on_ranks
 
@@ -78,7 +78,7 @@ def _sharding(sharding_type: str) -> list[Any]:
 
     def look() -> None:
         sharded: Any = model.trainer.strategy.run_tables.shards.sharded["ebc"]
-        actual = _torchrec_pooled.pooled_sharding(sharded)
+        actual = _torchrec_ids.pooled_sharding(sharded)
         if actual is None:
             return
         blocks = getattr(sharded._input_dists[0], "_feature_block_sizes_tensor", None)

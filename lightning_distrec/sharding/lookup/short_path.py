@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec import gpu
-from lightning_distrec._compat.torchrec_ids import MAX_PACKED_RANKS
-from lightning_distrec._compat.torchrec_pooled import PooledSharding, pooled_sharding
+from lightning_distrec._compat.torchrec_ids import MAX_PACKED_RANKS, PooledSharding, pooled_sharding
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 

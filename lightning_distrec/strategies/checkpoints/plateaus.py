@@ -4,7 +4,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_distrec._compat.lightning_resuming import update_plateaus_of_this_epoch
+from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
 
 
 def update_in_resumed_epoch(trainer: Trainer) -> None:

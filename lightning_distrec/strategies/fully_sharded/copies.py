@@ -17,14 +17,14 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.jit import is_tracing
 
-from lightning_distrec._compat.fully_shard import (
+from lightning_distrec._compat.lightning import set_device_and_mesh
+from lightning_distrec._compat.torch import apply_to_tensors
+from lightning_distrec._compat.torch_distributed import (
     class_before_fully_shard,
     drop_state_dict_hooks,
     undo_fully_shard,
     without_fully_shard,
 )
-from lightning_distrec._compat.lightning import set_device_and_mesh
-from lightning_distrec._compat.torch import apply_to_tensors
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 

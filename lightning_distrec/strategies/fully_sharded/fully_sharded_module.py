@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_distrec._compat.fully_shard import (
+from lightning_distrec._compat.torch_distributed import (
     draw_dtensors_with,
     sharded_and_unsharded_parameters,
     unsharded_parameter,

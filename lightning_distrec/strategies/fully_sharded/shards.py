@@ -9,12 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_distrec._compat.fully_shard import (
+from lightning_distrec._compat.tensors import local_offsets
+from lightning_distrec._compat.torch_distributed import (
     drop_unreduced_gradient,
     reset_after_failure,
     sharded_and_unsharded_parameters,
 )
-from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.errors import ConfigError, UnsupportedError
 

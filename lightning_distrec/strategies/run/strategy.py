@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat import hide_upstream_deprecations
-from lightning_distrec._compat.lightning_hooks import call_overridden_hooks
+from lightning_distrec._compat.lightning import call_overridden_hooks
+from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_logging import log_at_less_python
-from lightning_distrec._compat.lightning_resuming import resume_from
 from lightning_distrec.absent_tensors import refuse_absent
 from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.cluster.environment import local_world_size, publish_ranks

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_distrec._compat.pipelining import Action, pipeline_order
+from lightning_distrec._compat.torch_distributed import Action, pipeline_order
 from lightning_distrec.strategies.estimates.block_profile import ChainTimes
 from lightning_distrec.strategies.stages.stage_options import Schedule
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec import errors
-from lightning_distrec._compat.lightning_resuming import resumed_path
+from lightning_distrec._compat.lightning_checkpoints import resumed_path
 from lightning_distrec.checkpoint.single_file import plan_in
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run

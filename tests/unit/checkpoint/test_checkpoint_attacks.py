@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_distrec._compat.checkpoint import DCP_METADATA_NAMES
+from lightning_distrec._compat.torch_distributed import DCP_METADATA_NAMES
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, clean_up, remove
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.storage import METADATA_FILE, read_metadata

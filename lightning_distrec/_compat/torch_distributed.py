@@ -1,9 +1,16 @@
-"""Private names of torch's FSDP2: what fully_shard attaches to modules and parameters."""
+"""Private names of torch.distributed: fully_shard, checkpoints and pipelining."""
 
+import dataclasses
+import importlib
+import pickle
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _ComputationType
 from torch.distributed.tensor import DTensor
 
 
@@ -127,3 +134,89 @@ def draw_dtensors_with(draw: Any) -> Callable[[], None]:
         handlers.update(original_handlers)
 
     return undo
+
+
+DCP_METADATA_NAMES = frozenset({
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+})
+"""Module and name of every class and function in the pickle of a checkpoint's metadata, except torch's dtypes: plain
+dataclasses, an enum, and a lookup among torch's layouts. Source: torch/distributed/checkpoint/filesystem.py, finish."""
+
+PythonUnpickler: Any = pickle._Unpickler
+"""The unpickler written in Python: its opcodes can be overridden, those of the C one cannot. Source: Lib/pickle.py."""
+
+
+def metadata_classes() -> set[type]:
+    """Return the dataclasses among DCP_METADATA_NAMES; unpickling creates objects first, then sets their state."""
+    found = (getattr(importlib.import_module(module), name) for module, name in DCP_METADATA_NAMES)
+    return {each for each in found if isinstance(each, type) and dataclasses.is_dataclass(each)}
+
+
+def is_torch_constant(module: str, name: str) -> bool:
+    """Return whether `module.name` is one of torch's dtypes, such as torch.float32."""
+    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def chunk_locations(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the tensor's name, file, offset and length of each chunk in a checkpoint, as its metadata records them.
+
+    Raises ValueError: a record is not a _StorageInfo with a relative path.
+    Source: torch/distributed/checkpoint/filesystem.py.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    for index, info in (metadata.storage_data or {}).items():
+        if not isinstance(info, _StorageInfo) or not isinstance(info.relative_path, str):
+            raise ValueError(f"'{index}' has the storage record {info!r}")
+        yield index.fqn, info.relative_path, info.offset, info.length
+
+
+Action = tuple[Literal["forward", "backward"], int, int]
+"""What is computed, the stage, and the micro-batch."""
+
+_KINDS: dict[Any, Literal["forward", "backward"]] = {
+    _ComputationType.FORWARD: "forward",
+    _ComputationType.FULL_BACKWARD: "backward",
+}
+
+
+def pipeline_order(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """Return what each rank computes, in order. schedule: "gpipe", "1f1b" or "interleaved_1f1b".
+
+    A schedule object needs stages, and these a process group. The methods that return its order read numbers alone,
+    so that they are called with these. The order that torch returns for 1F1B, and does not run, counts the last
+    stage's forwards from 1. Source: torch/distributed/pipelining/schedules.py.
+    """
+    numbers: Any = SimpleNamespace(
+        _n_microbatches=num_microbatches,
+        _num_stages=num_stages,
+        pp_group_size=num_ranks,
+        n_local_stages=num_stages // num_ranks,
+        microbatches_per_round=num_microbatches // max(1, num_microbatches // num_ranks),
+    )
+    if schedule == "interleaved_1f1b":
+        calculate = ScheduleInterleaved1F1B._calculate_single_rank_operations
+        order = {rank: calculate(numbers, rank) for rank in range(num_ranks)}
+    else:
+        kind: Any = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+        order = kind._get_pipeline_order(numbers)
+    return [_counted_from_zero(order[rank]) for rank in range(num_ranks)]
+
+
+def _counted_from_zero(operations: list[Any]) -> list[Action]:
+    computed = [each for each in operations if each is not None and each.computation_type in _KINDS]
+    first = min(each.microbatch_index for each in computed if each.computation_type == _ComputationType.FORWARD)
+    actions: list[Action] = []
+    for operation in computed:
+        kind = _KINDS[operation.computation_type]
+        number = operation.microbatch_index - (first if kind == "forward" else 0)
+        actions.append((kind, operation.stage_index, number))
+    return actions
