@@ -28,11 +28,11 @@ def preserve_fbgemm_iterations(kernels: list[Any]) -> Iterator[None]:
     Every forward increments them, evaluation included, and fused Adam computes its bias correction from them.
     Source: `iter` and `iter_cpu` in fbgemm_gpu/split_table_batched_embeddings_ops_training.py, _forward_impl.
     """
-    before = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
+    counts = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
     try:
         yield
     finally:
-        for kernel, iteration, iteration_cpu in before:
+        for kernel, iteration, iteration_cpu in counts:
             kernel.iter.copy_(iteration)
             kernel.iter_cpu.copy_(iteration_cpu)
 
@@ -59,7 +59,7 @@ class KernelCall:
         is_plain = not any(spec[2].name == "MANAGED_CACHING" for spec in kernel.embedding_specs)
         counts = kernel._used_rowwise_adagrad_with_counter or kernel._used_rowwise_adagrad_with_global_weight_decay
         self._name = name if is_plain and not counts else None
-        self._kept: tuple[Any, list[Any], int, int] | None = None
+        self._bound_call: tuple[Any, list[Any], int, int] | None = None
         self._state: list[int] = []
 
     def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -67,15 +67,15 @@ class KernelCall:
         # As torchrec's lookups: an activation checkpoint that recomputes by these must save the same types.
         kernel, ids, offsets = self._kernel, ids.long(), offsets.long()
         if self._name is None or kernel._forward_hooks or kernel._forward_pre_hooks:
-            self._kept = None
+            self._bound_call = None
             rows: Tensor = kernel(indices=ids, offsets=offsets)
             return rows
-        others = (kernel.learning_rate_tensor, kernel.optimizer_args)
-        state = list(map(id, (*kernel._buffers.values(), *kernel._parameters.values(), *others)))
-        if self._kept is None or state != self._state:
+        hyperparameters = (kernel.learning_rate_tensor, kernel.optimizer_args)
+        state = list(map(id, (*kernel._buffers.values(), *kernel._parameters.values(), *hyperparameters)))
+        if self._bound_call is None or state != self._state:
             self._state = state
             return self._keep(ids, offsets)
-        operator, arguments, at_ids, at_offsets = self._kept
+        operator, arguments, at_ids, at_offsets = self._bound_call
         arguments[at_ids], arguments[at_offsets] = ids, offsets
         rows = operator(*arguments)
         arguments[at_ids] = arguments[at_offsets] = None  # they would keep memory until the next call
@@ -83,11 +83,11 @@ class KernelCall:
 
     def _keep(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """Call the kernel, and keep what it gives its operator."""
-        operators, given = torch.ops.fbgemm, {}
+        operators, call_values = torch.ops.fbgemm, {}
         packet = getattr(operators, self._name or "")
 
         def watched(**options: Any) -> Any:
-            given.update(options)
+            call_values.update(options)
             return packet(**options)
 
         # The namespace caches operators as attributes, from which the kernel's module takes them at each call.
@@ -96,8 +96,8 @@ class KernelCall:
             rows: Tensor = self._kernel(indices=ids, offsets=offsets)
         schema = packet.default._schema.arguments
         names = [argument.name for argument in schema]
-        arguments = [given.get(argument.name, argument.default_value) for argument in schema]
-        self._kept = packet.default, arguments, names.index("indices"), names.index("offsets")
+        arguments = [call_values.get(argument.name, argument.default_value) for argument in schema]
+        self._bound_call = packet.default, arguments, names.index("indices"), names.index("offsets")
         return rows
 
 

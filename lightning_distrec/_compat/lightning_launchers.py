@@ -132,14 +132,14 @@ class ForkLauncher(_MultiProcessingLauncher):
         if not trainer.is_global_zero:
             return None
         progress = trainer.fit_loop.state_dict() if is_fit else None
-        found = (state, _call_callbacks_state_dict(trainer), progress, results, self.get_extra_results(trainer))
-        torch.save(found, self._folder / RESULTS)
+        content = (state, _call_callbacks_state_dict(trainer), progress, results, self.get_extra_results(trainer))
+        torch.save(content, self._folder / RESULTS)
         return _WorkerOutput(None, None, trainer.state, None, {})
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
         # Not only weights: it is this process's own rank that has written them, where no other user can write.
-        found = torch.load(self._folder / RESULTS, "cpu", weights_only=False, mmap=True)
-        state, callbacks, progress, self._results, extra = found
+        content = torch.load(self._folder / RESULTS, "cpu", weights_only=False, mmap=True)
+        state, callbacks, progress, self._results, extra = content
         if state is not None:
             module = trainer.lightning_module
             is_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))

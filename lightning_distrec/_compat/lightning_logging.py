@@ -37,7 +37,7 @@ class _Results(_ResultCollection):
         """As upstream's: what goes to loggers, callbacks and the progress bar."""
         if not on_step or self.dataloader_idx is not None:
             return super().metrics(on_step)
-        found = _METRICS(callback={}, log={}, pbar={})
+        metrics = _METRICS(callback={}, log={}, pbar={})
         for metric in self.values():
             meta = metric.meta
             if not meta.on_step or metric.has_reset or meta.dataloader_idx is not None:
@@ -50,14 +50,14 @@ class _Results(_ResultCollection):
             if not meta.enable_graph:
                 value = value.detach()
             name = meta.name
-            of_step = f"{name}_step" if meta.on_epoch else name
+            step_name = f"{name}_step" if meta.on_epoch else name
             if meta.logger:
-                found["log"][of_step] = value
-            found["callback"][name] = value
-            found["callback"][of_step] = value
+                metrics["log"][step_name] = value
+            metrics["callback"][name] = value
+            metrics["callback"][step_name] = value
             if meta.prog_bar:
-                found["pbar"][of_step] = value.item() if value.numel() == 1 else convert_tensors_to_scalars(value)
-        return found
+                metrics["pbar"][step_name] = value.item() if value.numel() == 1 else convert_tensors_to_scalars(value)
+        return metrics
 
 
 def log_at_less_python(trainer: Any) -> Patches:
@@ -193,16 +193,16 @@ def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int |
 
 def _is_on_its_device(metric: Metric) -> bool:
     """Whether moving this metric to its device, as upstream does at each call, changes nothing."""
-    device, kind, own = metric.device, type(metric), metric.__dict__
-    if kind.to is not _MOVES or kind._apply is not Metric._apply or "to" in own or "_apply" in own:
+    device, kind, attributes = metric.device, type(metric), metric.__dict__
+    if kind.to is not _MOVES or kind._apply is not Metric._apply or "to" in attributes or "_apply" in attributes:
         return False  # it has its own way to move, which upstream calls
     if metric._dtype != torch.get_default_dtype():
         return False  # Metric._apply sets it, after set_dtype too
     if metric._modules or (metric._computed is not None and not isinstance(metric._computed, Tensor)):
         return False
-    found = [metric._forward_cache, metric._computed, *metric._buffers.values(), *metric._parameters.values()]
+    held_values = [metric._forward_cache, metric._computed, *metric._buffers.values(), *metric._parameters.values()]
     states = [getattr(metric, name) for name in metric._defaults]
-    tensors = [tensor for tensor in [*found, *states] if tensor is not None and not isinstance(tensor, list)]
+    tensors = [tensor for tensor in [*held_values, *states] if tensor is not None and not isinstance(tensor, list)]
     lists = [state for state in states if isinstance(state, list)]
     try:  # a list has a tensor of every step: each takes as little as it can
         return set(map(_DEVICE_OF, chain(tensors, *lists))) <= {device}

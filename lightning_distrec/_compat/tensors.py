@@ -126,10 +126,10 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     schema = operation._schema
     if not schema.is_mutable:
         return
-    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield given.get(argument.name)
+            yield values.get(argument.name)
 
 
 def storage_key(tensor: Tensor) -> int:

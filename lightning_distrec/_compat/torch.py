@@ -33,8 +33,8 @@ def has_gradient_hooks(parameter: nn.Parameter, but: int = 0) -> bool:
 
 def have_gradient_hooks(parameters: list[nn.Parameter], but: int = 0) -> bool:
     """Return whether one of these parameters has such hooks, at no Python call for each."""
-    after = map(len, filter(None, map(_HOOKS_AFTER, parameters)))
-    return any(map(_HOOKS, parameters)) or max(after, default=0) > but
+    num_hooks_after = map(len, filter(None, map(_HOOKS_AFTER, parameters)))
+    return any(map(_HOOKS, parameters)) or max(num_hooks_after, default=0) > but
 
 
 _HOOKS = attrgetter("_backward_hooks")
@@ -135,15 +135,15 @@ def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
     Source: torch/csrc/autograd/python_cpp_function.h, since torch 2.2; engine.cpp, CompareNodeTaskTime.
     """
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    taken = 0
+    num_used = 0
     while nodes:
         node = nodes.pop()
         number = node._sequence_nr()
         if since <= number < FIRST_ORDERED:  # created since, and not renumbered yet
             node._set_sequence_nr(first + number - since)
-            taken = max(taken, number - since + 1)
+            num_used = max(num_used, number - since + 1)
             nodes += [following for following, _ in node.next_functions if following is not None]
-    return taken
+    return num_used
 
 
 def profiler_runs() -> bool:

@@ -156,8 +156,8 @@ PythonUnpickler: Any = pickle._Unpickler
 
 def metadata_classes() -> set[type]:
     """Return the dataclasses among DCP_METADATA_NAMES; unpickling creates objects first, then sets their state."""
-    found = (getattr(importlib.import_module(module), name) for module, name in DCP_METADATA_NAMES)
-    return {each for each in found if isinstance(each, type) and dataclasses.is_dataclass(each)}
+    members = (getattr(importlib.import_module(module), name) for module, name in DCP_METADATA_NAMES)
+    return {member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member)}
 
 
 def is_torch_constant(module: str, name: str) -> bool:
@@ -212,8 +212,10 @@ def pipeline_order(schedule: str, num_ranks: int, num_stages: int, num_microbatc
 
 
 def _counted_from_zero(operations: list[Any]) -> list[Action]:
-    computed = [each for each in operations if each is not None and each.computation_type in _KINDS]
-    first = min(each.microbatch_index for each in computed if each.computation_type == _ComputationType.FORWARD)
+    computed = [operation for operation in operations if operation is not None and operation.computation_type in _KINDS]
+    first = min(
+        operation.microbatch_index for operation in computed if operation.computation_type == _ComputationType.FORWARD
+    )
     actions: list[Action] = []
     for operation in computed:
         kind = _KINDS[operation.computation_type]

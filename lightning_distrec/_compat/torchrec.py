@@ -26,8 +26,8 @@ def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], g
     """
     parameter._optimizer_classes = [None]  # type: ignore[attr-defined]
     # FBGEMM rounds what it writes to 16-bit tables at random by default, so that no run would be reproducible.
-    own = {"stochastic_rounding": False, "_batch_key": group}
-    parameter._optimizer_kwargs = [{**arguments, **own}]  # type: ignore[attr-defined]
+    group_options = {"stochastic_rounding": False, "_batch_key": group}
+    parameter._optimizer_kwargs = [{**arguments, **group_options}]  # type: ignore[attr-defined]
 
 
 def detach_fused_optimizer(parameter: nn.Parameter) -> None:
@@ -118,9 +118,9 @@ def keep_length_per_key(features: Any, length_per_key: list[int]) -> bool:
     Its method `length_per_key` would compute them and keep them in the same attribute, for which a GPU is waited for
     once more. Source: torchrec/sparse/jagged_tensor.py.
     """
-    known = features._length_per_key
+    lengths = features._length_per_key
     features._length_per_key = length_per_key
-    return known is None or known == length_per_key
+    return lengths is None or lengths == length_per_key
 
 
 @contextlib.contextmanager
@@ -180,14 +180,14 @@ def route_by_bucket(sharding: Any, buckets: dict[str, tuple[int, int]], is_seque
     """
     # It warns at the first call that ids are above the number of rows, which they may be; LookupInputs has seen them.
     logging.getLogger("torchrec.sparse.jagged_tensor_validator").setLevel(logging.ERROR)
-    of_features = [buckets[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]
+    feature_buckets = [buckets[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]
 
     def create_input_dist(device: torch.device | None = None) -> RwSparseFeaturesDist:
         return RwSparseFeaturesDist(
             pg=sharding._pg,
-            num_features=len(of_features),
-            feature_hash_sizes=[num_ids for num_ids, _ in of_features],
-            feature_total_num_buckets=[num_buckets for _, num_buckets in of_features],
+            num_features=len(feature_buckets),
+            feature_hash_sizes=[num_ids for num_ids, _ in feature_buckets],
+            feature_total_num_buckets=[num_buckets for _, num_buckets in feature_buckets],
             device=device if device is not None else sharding._device,
             is_sequence=is_sequence,
             keep_original_indices=True,

@@ -51,7 +51,7 @@ def hash_zch_settings(module: Any) -> dict[str, Any]:
     }
 
 
-def why_hash_zch_differs(module: Any, name: str) -> str:
+def hash_zch_difference(module: Any, name: str) -> str:
     """Return the setting by which a HashZchManagedCollisionModule maps ids as `IdMapping` does not; "" for none."""
     rows, buckets = module.output_size(), module.buckets()
     reasons = {
@@ -99,7 +99,7 @@ def mch_settings(module: Any) -> dict[str, Any]:
     }
 
 
-def why_mch_differs(module: Any) -> str:
+def mch_difference(module: Any) -> str:
     """Return the setting by which an MCHManagedCollisionModule is a part of another; "" for none."""
     if module._output_global_offset:
         return f"output_global_offset={module._output_global_offset}"
@@ -111,7 +111,7 @@ def why_mch_differs(module: Any) -> str:
 def mch_state(module: Any) -> dict[str, Tensor]:
     """Return what an MCHManagedCollisionModule keeps of each id, (zch_size,) each, sorted by id; and its row."""
     return {MCH_IDS: module._mch_sorted_raw_ids, MCH_ROWS: module._mch_remapped_ids_mapping} | {
-        f"_mch_{name}": kept for name, kept in module._mch_metadata.items()
+        f"_mch_{name}": values for name, values in module._mch_metadata.items()
     }
 
 
@@ -124,12 +124,12 @@ def set_mch_state(module: Any, state: dict[str, Tensor], lookups: Tensor) -> Non
     module._sort_mch_buffers()
 
 
-def update_mch(module: Any, ids: Tensor, history: dict[str, Tensor], now: int) -> None:
+def update_mch(module: Any, ids: Tensor, history: dict[str, Tensor], step: int) -> None:
     """Let an MCHManagedCollisionModule choose which ids have rows, as it does once in an eviction interval.
 
     ids: those that were looked up since the last time. history: what the policy has recorded of each, by name.
     now: the number of this lookup.
     """
-    module._current_iter, module._history_accumulator, module._history_metadata = now, ids, history
+    module._current_iter, module._history_accumulator, module._history_metadata = step, ids, history
     module._current_history_buffer_offset = len(ids)
     module._coalesce_history()

@@ -44,8 +44,8 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
     """
 
     def defer() -> list[KJTAllToAll]:
-        found = [getattr(of_type, "_dist", None) for of_type in sharded._input_dists]
-        exchanges = [exchange for exchange in found if isinstance(exchange, KJTAllToAll)]
+        dists = [getattr(input_dist, "_dist", None) for input_dist in sharded._input_dists]
+        exchanges = [exchange for exchange in dists if isinstance(exchange, KJTAllToAll)]
         for exchange in exchanges:
             exchange.__dict__["forward"] = KJTAllToAllForward(
                 pg=group or exchange._pg, splits=exchange._splits, stagger=exchange._stagger
@@ -91,7 +91,10 @@ class FusedSplits:
         late = late_weights or [None] * len(splits)
         self._lookups = list(zip(splits, contexts, are_small, late, strict=True))
         metas = [
-            meta for of_lookup in splits for meta in of_lookup.awaitables if isinstance(meta, KJTSplitsAllToAllMeta)
+            meta
+            for lookup_splits in splits
+            for meta in lookup_splits.awaitables
+            if isinstance(meta, KJTSplitsAllToAllMeta)
         ]
         tensors = list(chain.from_iterable(map(attrgetter("splits_tensors"), metas)))
         self._num_numbers = len(numbers)
@@ -111,7 +114,7 @@ class FusedSplits:
         if self._received is None:
             return None
         numbers = self._received[len(self._received) - self._num_numbers :]
-        return [list(of_rank) for of_rank in zip(*numbers, strict=True)]
+        return [list(rank_numbers) for rank_numbers in zip(*numbers, strict=True)]
 
     def start_ids(self) -> list[Any]:
         """Collective. Wait for the exchange, and start that of ids. Return an awaitable for each lookup."""
@@ -119,16 +122,16 @@ class FusedSplits:
         received = iter(self._received or ())
         started, ids_sent = [], []
         for splits, context, is_small, late_weights in self._lookups:
-            of_lookup: list[Any] = []
+            lookup_tensors: list[Any] = []
             for awaitable in splits.awaitables:
                 if isinstance(awaitable, KJTSplitsAllToAllMeta):
                     sizes = list(islice(received, len(awaitable.splits_tensors)))
-                    of_lookup.append(_SentIds(awaitable, sizes, is_small, late_weights is not None))
-                    ids_sent.append(of_lookup[-1])
+                    lookup_tensors.append(_SentIds(awaitable, sizes, is_small, late_weights is not None))
+                    ids_sent.append(lookup_tensors[-1])
                 else:  # every rank has these tables' rows
-                    of_lookup.append(awaitable.wait())
-            _set_sharding_context_intra_a2a(of_lookup, context)
-            started.append(KJTListAwaitable(of_lookup, context))
+                    lookup_tensors.append(awaitable.wait())
+            _set_sharding_context_intra_a2a(lookup_tensors, context)
+            started.append(KJTListAwaitable(lookup_tensors, context))
         _start(ids_sent)
         return started
 
@@ -187,7 +190,7 @@ class WeightRoute:
 
 def weight_routes(awaitable: Any) -> list[WeightRoute | None]:
     """Return the route of each sharding type of a lookup that `FusedSplits.start_ids` returned; None: ids stay."""
-    return [getattr(of_type, "route", None) for of_type in awaitable.awaitables]
+    return [getattr(type_awaitable, "route", None) for type_awaitable in awaitable.awaitables]
 
 
 class _Exchange:
@@ -201,8 +204,8 @@ class _Exchange:
             chunks = [part.numbers.split(part.sent) for part in parts]
             sent = torch.cat(list(chain.from_iterable(zip(*chunks, strict=True))))
             sizes = list(map(sum, zip(*map(attrgetter("sent"), parts), strict=True)))
-            of_ranks = list(zip(*map(attrgetter("received"), parts), strict=True))
-            self._received_sizes, received_in_all = list(chain.from_iterable(of_ranks)), list(map(sum, of_ranks))
+            rank_parts = list(zip(*map(attrgetter("received"), parts), strict=True))
+            self._received_sizes, received_in_all = list(chain.from_iterable(rank_parts)), list(map(sum, rank_parts))
         self._received = sent.new_empty(sum(received_in_all))
         self._work = dist.all_to_all_single(self._received, sent, received_in_all, sizes, group=group, async_op=True)
 
@@ -272,17 +275,17 @@ def _start(ids_sent: list[_SentIds]) -> None:
     groups: dict[Any, list[_SentIds]] = {}
     for ids in ids_sent:
         groups.setdefault(ids.group, []).append(ids)
-    for group, of_group in groups.items():
+    for group, group_members in groups.items():
         if group.size() == 1:
             continue
         parts: list[_Part] = []
-        for ids in of_group:
+        for ids in group_members:
             parts += ids.parts
         if group.size() <= MAX_PACKED_RANKS:
             exchanges = [_Exchange(parts, group)]
         else:
             exchanges = [_Exchange([part], group) for part in parts]
-        for ids in of_group:
+        for ids in group_members:
             ids.exchanges = exchanges
 
 
@@ -327,18 +330,22 @@ def pooled_sharding(sharded: Any) -> PooledSharding | None:
     (sharding,), (kind,) = sharded._embedding_shardings, sharded._sharding_types
     if kind not in ("table_wise", "row_wise") or sharding.qcomm_codecs_registry:
         return None
-    of_ranks = sharding._grouped_embedding_configs_per_rank
-    configs = [config for of_rank in of_ranks for config in of_rank]
-    if max(map(len, of_ranks)) > 1 or any(map(_is_special, configs)):
+    configs_by_rank = sharding._grouped_embedding_configs_per_rank
+    configs = [config for rank_configs in configs_by_rank for config in rank_configs]
+    if max(map(len, configs_by_rank)) > 1 or any(map(_is_special, configs)):
         return None
     rows = None
     if kind == "row_wise":
         rows = [table.num_embeddings for table in configs[0].embedding_tables for _ in table.feature_names]
     return PooledSharding(
         group=sharding._pg,
-        features=[[name for config in of_rank for name in config.feature_names()] for of_rank in of_ranks],
+        features=[
+            [name for config in rank_configs for name in config.feature_names()] for rank_configs in configs_by_rank
+        ],
         names=sharding.embedding_names(),
-        widths=[[width for config in of_rank for width in config.embedding_dims()] for of_rank in of_ranks],
+        widths=[
+            [width for config in rank_configs for width in config.embedding_dims()] for rank_configs in configs_by_rank
+        ],
         num_rows=rows,
         divisor=sharding._pg.size() if get_gradient_division() else 1,
     )
@@ -346,5 +353,5 @@ def pooled_sharding(sharded: Any) -> PooledSharding | None:
 
 def _is_special(config: Any) -> bool:
     is_fused = config.compute_kernel == EmbeddingComputeKernel.FUSED
-    in_buckets = any(of.total_num_buckets or of.use_virtual_table for of in config.embedding_tables)
+    in_buckets = any(table.total_num_buckets or table.use_virtual_table for table in config.embedding_tables)
     return config.is_weighted or config.has_feature_processor or in_buckets or not is_fused

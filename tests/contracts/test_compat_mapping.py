@@ -24,7 +24,7 @@ def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
     actual = {"policy": "PER_FEATURE_TTL_EVICTION", "ttl_by_feature": (1, 2)}
     assert _collisions.hash_zch_settings(features_values) == plain | actual
     assert _collisions.hash_zch_settings(hash_zch("users", disable_fallback=True)) == plain | {"drops": True}
-    assert _collisions.why_hash_zch_differs(evicts, "users") == ""
+    assert _collisions.hash_zch_difference(evicts, "users") == ""
     for options, reason in (
         ({"disable_fallback": True, "no_bag": True}, "disable_fallback=True and no_bag=True"),
         ({"opt_in_prob": 50, "percent_reserved_slots": 25}, "opt_in_prob below 100"),
@@ -32,8 +32,8 @@ def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
         ({"output_segments": [0, 10, 24], "total_num_buckets": 2}, "output_segments of unequal size"),
         ({"inference_dispatch_div_train_world_size": True}, "inference_dispatch_div_train_world_size"),
     ):
-        assert reason in _collisions.why_hash_zch_differs(hash_zch("users", **options), "users")  # type: ignore[arg-type]
-    assert "makes it read-only" in _collisions.why_hash_zch_differs(evicts, "users_readonly")
+        assert reason in _collisions.hash_zch_difference(hash_zch("users", **options), "users")  # type: ignore[arg-type]
+    assert "makes it read-only" in _collisions.hash_zch_difference(evicts, "users_readonly")
 
 
 def test_a_managed_collection_has_the_parts_and_the_state_that_we_take() -> None:
@@ -62,10 +62,10 @@ def test_mch_has_the_settings_and_the_state_that_we_take() -> None:
     settings = _collisions.mch_settings(module)
     assert (settings["interval"], settings["hash_function"], settings["filters"]) == (3, None, True)
     assert type(settings["policy"]) is DistanceLFU_EvictionPolicy
-    assert _collisions.why_mch_differs(module) == ""
-    assert "output_global_offset=24" in _collisions.why_mch_differs(mch("users", output_global_offset=24))
+    assert _collisions.mch_difference(module) == ""
+    assert "output_global_offset=24" in _collisions.mch_difference(mch("users", output_global_offset=24))
     other = mch("users", output_segments=[0, 24, 48])
-    assert "output_segments that end at 48" in _collisions.why_mch_differs(other)
+    assert "output_segments that end at 48" in _collisions.mch_difference(other)
     state = _collisions.mch_state(module)
     assert state.keys() | {_collisions.MCH_SEGMENTS, _collisions.MCH_LOOKUPS} == module.state_dict().keys()
     per_row = {name: torch.arange(ROWS["users"]).flip(0) for name in state}

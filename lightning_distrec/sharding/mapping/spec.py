@@ -16,12 +16,12 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCo
 
 from lightning_distrec._compat.torchrec_collisions import (
     collisions_of,
+    hash_zch_difference,
     hash_zch_settings,
+    mch_difference,
     mch_settings,
     modules_of,
     returns_remapped_features,
-    why_hash_zch_differs,
-    why_mch_differs,
 )
 
 Policy = Literal["none", "lru", "lfu", "ttl", "ttl_lru"]
@@ -136,7 +136,7 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
         return _spec_of_mch(module)
     if type(module) is not HashZchManagedCollisionModule:
         return f"{type(module).__name__} may map ids in another way than TorchRec's own modules"
-    if reason := why_hash_zch_differs(module, name):
+    if reason := hash_zch_difference(module, name):
         return f"HashZchManagedCollisionModule with {reason} is not sharded"
     rows, buckets, settings = module.output_size(), module.buckets(), hash_zch_settings(module)
     policies: dict[str, Policy] = {"": "none", "LRU_EVICTION": "ttl_lru"}
@@ -156,7 +156,7 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
 
 def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
     rows, buckets = module.output_size(), module.buckets()
-    if reason := why_mch_differs(module):
+    if reason := mch_difference(module):
         return f"MCHManagedCollisionModule with {reason} is not sharded"
     if rows % buckets or rows < 2 * buckets:
         return f"zch_size={rows} must be a multiple of buckets={buckets}, and at least twice as much"
