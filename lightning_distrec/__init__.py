@@ -16,12 +16,10 @@ from lightning_distrec._compat.lightning_checkpoints import read_folders_too
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
-    from lightning_distrec.callbacks.dynamic_ids import DynamicIds
-    from lightning_distrec.callbacks.normalize_rows import NormalizeRows
-    from lightning_distrec.callbacks.plan_logger import PlanLogger
     from lightning_distrec.callbacks.rank_monitor import RankMonitor
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
     from lightning_distrec.callbacks.stage_schedule import StageSchedule
+    from lightning_distrec.callbacks.table_callbacks import DynamicIds, NormalizeRows, PlanLogger
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.prefetch.options import PrefetchOptions
@@ -69,11 +67,11 @@ _HOMES = {
     "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.powersgd",
     "CheckpointOptions": "lightning_distrec.checkpoint.options",
     "Communication": "lightning_distrec.callbacks.communication",
-    "DynamicIds": "lightning_distrec.callbacks.dynamic_ids",
+    "DynamicIds": "lightning_distrec.callbacks.table_callbacks",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
-    "NormalizeRows": "lightning_distrec.callbacks.normalize_rows",
+    "NormalizeRows": "lightning_distrec.callbacks.table_callbacks",
     "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
-    "PlanLogger": "lightning_distrec.callbacks.plan_logger",
+    "PlanLogger": "lightning_distrec.callbacks.table_callbacks",
     "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
     "PrefetchOptions": "lightning_distrec.prefetch.options",
     "QuantizedComms": "lightning_distrec.sharding.sharders",

@@ -1,15 +1,19 @@
 """Chooses a strategy for a module on a given number of ranks with a given memory, and says why."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
+from rich.console import Console
+from rich.table import Table as TextTable
 
-from lightning_distrec.advice.chosen_options import ChosenOptions
-from lightning_distrec.advice.planned_share import planned_share
+from lightning_distrec.advice.dry_job import planned_share
 from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
+from lightning_distrec.option_values import as_options
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.strategies.estimates.activation_budget import MAX_MEMORY_SHARE
+from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
+from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
 from lightning_distrec.strategies.estimates.estimate import (
     DDP,
     FSDP,
@@ -20,9 +24,58 @@ from lightning_distrec.strategies.estimates.estimate import (
 )
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, TableSize, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.stages.stage_options import StageOptions
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import format_bytes, quantity
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenOptions:
+    """Those of one strategy; the others have their defaults."""
+
+    dense: DenseOptions = field(default_factory=DenseOptions)
+    stages: StageOptions = field(default_factory=StageOptions)
+    note: str = ""
+    """Whose options these are."""
+
+
+def options_of(strategy: Any) -> ChosenOptions:
+    """Return the options in `trainer.strategy` of a parsed YAML: a name, or an object with class_path and init_args.
+
+    Raises ConfigError: a value cannot be.
+    """
+    kind = str(getattr(strategy, "class_path", "")).rpartition(".")[2]
+    arguments = getattr(strategy, "init_args", None)
+    given: dict[str, Any] = {} if arguments is None else dict(vars(arguments))
+    note = f"options of {kind} are those of the YAML"
+    if kind == "TunedDDPStrategy":
+        powersgd = given.get("powersgd")
+        dense = DenseOptions(
+            comm_dtype=given.get("comm_dtype", "fp32"),
+            powersgd=None if powersgd is None else as_options("powersgd", PowerSGDOptions, _plain(powersgd)),
+            ddp_checkpointing=given.get("activation_checkpointing", False),
+        )
+        return ChosenOptions(dense=dense, note=note)
+    if kind == "TunedFSDPStrategy":
+        return ChosenOptions(dense=DenseOptions(fsdp=_made(FSDPOptions, given)), note=note)
+    if kind == "PipelineParallelStrategy":
+        ends = {name: tuple(given.get(name) or ()) for name in ("first_stage", "last_stage")}
+        return ChosenOptions(stages=_made(StageOptions, given | ends), note=note)
+    return ChosenOptions()
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (Mapping, PowerSGDOptions)) else vars(value)
+
+
+def _made(options: type[T], given: Mapping[str, Any]) -> T:
+    names = [each.name for each in fields(options)]  # type: ignore[arg-type]
+    return options(**{name: given[name] for name in names if name in given})
+
 
 MIN_TABLES_SHARE = 0.5
 """Share of the module's memory above which its tables decide."""
@@ -172,3 +225,67 @@ def _note_about_lookups(tables: list[TableSize], profile: StepProfile) -> str:
     if any(table.path in profile.lookups for table in tables):
         return f"lookups are those of one batch of {quantity(profile.batch_size, 'sample')}"
     return f"{quantity(profile.batch_size, 'sample')} are assumed to look up one id of every feature each"
+
+
+MEMORY_COLUMNS = ("parameters", "gradients", "optimizer state", "gathered", "exchange", "activations", "recomputed")
+
+
+def print_advice(advice: Advice, console: Console) -> None:
+    """Print what each strategy needs, what was assumed, and which strategy to take."""
+    job = advice.job
+    ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
+    text = TextTable(
+        title=f"{ranks}, {format_bytes(job.memory_bytes)} each, precision {job.precision}: memory per rank",
+        title_justify="left",
+        caption="Estimated, not measured: " + "; ".join(advice.notes) + "." if advice.notes else None,
+        caption_justify="left",
+    )
+    uses = [use for use in MEMORY_COLUMNS if use != "recomputed" or any(use in e.memory for e in advice.estimates)]
+    for heading in ("strategy", *uses, "total", "", "sent per step"):
+        text.add_column(heading, justify="left" if heading in ("strategy", "") else "right")
+    for estimate in advice.estimates:
+        name = f"> {estimate.strategy}" if estimate.strategy == advice.chosen else f"  {estimate.strategy}"
+        if estimate.refused:
+            text.add_row(name, *([""] * (len(uses) + 1)), "refused", "")
+            continue
+        memory = [format_bytes(estimate.memory[use]) if use in estimate.memory else "-" for use in uses]
+        sent = "-" if estimate.sent_total is None else format_bytes(estimate.sent_total)
+        text.add_row(name, *memory, format_bytes(estimate.total), _fit(advice, estimate), sent)
+    console.print(text)
+    for estimate in advice.estimates:
+        if estimate.refused:
+            console.print(f"{estimate.strategy} refuses the module: {estimate.refused}")
+    console.print(f"strategy: {advice.chosen}, because {advice.reason}.")
+
+
+def _fit(advice: Advice, estimate: Estimate) -> str:
+    if estimate.total > advice.job.memory_bytes:
+        return "DOES NOT FIT"
+    return "fits" if advice.fits(estimate) else f"tight, above {MAX_MEMORY_SHARE:.0%}"
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Return all of an advice as plain values."""
+    job = advice.job
+    return {
+        "strategy": advice.chosen,
+        "reason": advice.reason,
+        "num_ranks": job.num_ranks,
+        "num_nodes": job.num_nodes,
+        "memory_bytes_per_rank": job.memory_bytes,
+        "precision": job.precision,
+        "strategies": [
+            {
+                "strategy": estimate.strategy,
+                "refused": estimate.refused or None,
+                "memory_bytes": {use: round(number) for use, number in estimate.memory.items()},
+                "total_bytes": round(estimate.total),
+                "fits": advice.fits(estimate),
+                "sent_bytes_per_step": estimate.sent
+                and {kind: round(number) for kind, number in estimate.sent.items()},
+                "idle_share": estimate.idle and round(estimate.idle, 4),
+            }
+            for estimate in advice.estimates
+        ],
+        "assumed": advice.notes,
+    }

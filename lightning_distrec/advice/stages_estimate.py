@@ -8,8 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning_distrec._compat.torch_distributed import Action
 from lightning_distrec.errors import DistRecError, UnsupportedError
 from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
-from lightning_distrec.strategies.estimates.meta_copy import configured_optimizers, meta_copy
-from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes
+from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, configured_optimizers, meta_copy
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.stages.chain import Chain, StageLayout, find_chain, split_chain

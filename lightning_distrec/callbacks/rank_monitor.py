@@ -10,8 +10,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_distrec.callbacks.communication import Communication
-from lightning_distrec.callbacks.rank_records import RankRecord, RecordBoard, Totals, memory_of_rank
-from lightning_distrec.callbacks.run_summary import numbers_of, print_summary, stragglers, summary_of
+from lightning_distrec.callbacks.rank_records import (
+    RankRecord,
+    RecordBoard,
+    Totals,
+    memory_of_rank,
+    numbers_of,
+    print_summary,
+    stragglers,
+    summary_of,
+)
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.errors import ConfigError

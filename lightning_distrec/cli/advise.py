@@ -28,7 +28,7 @@ def parser() -> ArgumentParser:
 def run(options: Namespace) -> int:
     """Run the command and return its exit code."""
     # Here, so that --help does not load torchrec.
-    from lightning_distrec.advice.report import as_json, print_advice
+    from lightning_distrec.advice.advise import as_json, print_advice
     from lightning_distrec.cli.advise_recipe import advise_on
 
     advice = advise_on(options)

@@ -8,8 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec._compat import hide_upstream_deprecations
-from lightning_distrec.advice.advise import Advice, advise
-from lightning_distrec.advice.chosen_options import ChosenOptions, options_of
+from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, options_of
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,

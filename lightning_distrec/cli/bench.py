@@ -7,8 +7,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_distrec.bench.report import NO_MATPLOTLIB, can_draw, draw, print_results
-from lightning_distrec.bench.rounds import Result, as_json, run_rounds
+from lightning_distrec.bench.results import NO_MATPLOTLIB, Result, as_json, can_draw, draw, print_results, run_rounds
 from lightning_distrec.bench.runs import BenchOptions, Case
 from lightning_distrec.cli.output import EXIT_NEGATIVE, EXIT_OK, console, exit_on_sigterm
 from lightning_distrec.errors import ConfigError, did_you_mean

@@ -10,9 +10,8 @@ from jsonargparse import Namespace
 
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
-from lightning_distrec.advice.dry_module import dry_module, place_of
+from lightning_distrec.advice.dry_module import dry_module, look_at_data, place_of, save_data, with_data
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.advice.table_data import look_at_data, save_data, with_data
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
     build_recipe,

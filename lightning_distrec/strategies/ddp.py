@@ -25,7 +25,7 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
 )
 from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD, PowerSGDOptions
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.estimates.activation_budget import activation_budget
+from lightning_distrec.strategies.estimates.dense_options import activation_budget
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy

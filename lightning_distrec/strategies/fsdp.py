@@ -17,7 +17,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
-from lightning_distrec.strategies.estimates.activation_budget import activation_budget
+from lightning_distrec.strategies.estimates.dense_options import activation_budget
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule

@@ -1,6 +1,7 @@
 """Where a module is split into stages, which rank has which weights of it, and how they are put back."""
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -10,18 +11,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_distrec._compat.lightning import train_dataloaders
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states
 from lightning_distrec.absent_tensors import AbsentTensor, absent_parameter
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.prefetch.peek import unchanged
+from lightning_distrec.prefetch.peek import first_batches, loaders_in, unchanged, why_not
 from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
 from lightning_distrec.strategies.estimates.block_profile import time_steps
-from lightning_distrec.strategies.estimates.first_batch import first_batch, moved
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
 from lightning_distrec.strategies.stages.chain import StageLayout, find_chain, split_chain
 from lightning_distrec.strategies.stages.logged_values import LoggedValues
@@ -232,3 +234,29 @@ def _restore_buffers(module: nn.Module, full: Mapping[str, Tensor]) -> None:
             key = f"{path}.{name}" if path else name
             if key in full:
                 setattr(submodule, name, full[key])
+
+
+def first_batch(trainer: Trainer) -> tuple[Any, str]:
+    """Return the first batch of the first loader that can be looked at, or None and why there is none."""
+    why = "there are no batches to train on"
+    for loader in loaders_in(train_dataloaders(trainer)):
+        if reason := why_not(loader):
+            why = reason
+            continue
+        with closing(first_batches(loader, 1)) as batches:
+            for batch in batches:
+                return batch, ""
+    return None, why
+
+
+def moved(trainer: Trainer, module: LightningModule, batch: Any, device: torch.device) -> Any:
+    """Return the batch on the device, passed through the user's hooks as the Trainer does."""
+    data = getattr(trainer, "datamodule", None)
+    for hook, more in (
+        ("on_before_batch_transfer", ()),
+        ("transfer_batch_to_device", (device,)),
+        ("on_after_batch_transfer", ()),
+    ):
+        holder = data if data is not None and is_overridden(hook, data) else module
+        batch = getattr(holder, hook)(batch, *more, 0)
+    return batch

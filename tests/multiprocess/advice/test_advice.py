@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication, PipelineParallelStrategy, TorchRecShardedStrategy
 from lightning_distrec.absent_tensors import AbsentTensor
-from lightning_distrec.advice.advise import Advice, advise
-from lightning_distrec.advice.chosen_options import ChosenOptions, options_of
+from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, options_of
 from lightning_distrec.callbacks.sent_bytes import OTHER, STAGE_GRADIENTS, STAGE_OUTPUTS
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate

@@ -10,8 +10,16 @@ import pytest
 from rich.console import Console
 
 from lightning_distrec.bench import runs
-from lightning_distrec.bench.report import NO_MATPLOTLIB, doubts, draw, print_results
-from lightning_distrec.bench.rounds import Result, as_json, efficiency, run_rounds
+from lightning_distrec.bench.results import (
+    NO_MATPLOTLIB,
+    Result,
+    as_json,
+    doubts,
+    draw,
+    efficiency,
+    print_results,
+    run_rounds,
+)
 from lightning_distrec.bench.runs import BenchOptions, Case, MeasuredRun, arguments, failure_in, summarize
 from lightning_distrec.cli import bench as command
 from lightning_distrec.cli import main as cli

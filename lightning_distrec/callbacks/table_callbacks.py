@@ -1,0 +1,188 @@
+"""Callbacks for embedding tables: write their plan, log how mapped ids fill them, and keep their rows at a norm."""
+
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_distrec.callbacks.steps import LogTimes, log
+from lightning_distrec.errors import ConfigError
+
+
+class PlanLogger(Callback):
+    """Writes the sharding plan and its costs when a fit begins: plan.html, and figures for the loggers.
+
+    Loggers that accept images (TensorBoard, Weights & Biases) get the figures; without such a logger they are files
+    next to the page. Rank 0 writes, which delays the first step by a few seconds. Figures need matplotlib; without it
+    the page has its tables only.
+
+    Args:
+        path: the folder; None: that of the first logger, or the Trainer's default_root_dir.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__()
+        self._path = path
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ConfigError on every rank if the folder is not a local one."""
+        folder = self._path or next((logger.save_dir for logger in trainer.loggers if logger.save_dir), None)
+        folder = str(folder or trainer.default_root_dir)
+        if "://" in folder:
+            raise ConfigError(f"PlanLogger: '{folder}' is not a local folder. Set PlanLogger(path=...).")
+        if importlib.util.find_spec("matplotlib") is None:
+            rank_zero_warn(
+                "PlanLogger: matplotlib is not installed, so plan.html will have no figures, and the loggers get none. "
+                "Run pip install matplotlib."
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the plan on rank 0. Raises ConfigError: the folder is not writable."""
+        trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
+        if trial or not trainer.is_global_zero:
+            return
+        setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
+        if setup is None:
+            rank_zero_warn(
+                "PlanLogger: no tables are sharded, so there is no plan to write. Use "
+                "strategy='torchrec_sharded', or remove PlanLogger from the Trainer's callbacks."
+            )
+            return
+        image_loggers = [logger for logger in trainer.loggers if _accepts_images(logger)]
+        folder = Path(self._path or _folder_of(trainer))
+        try:
+            pictures = setup.write_plan(folder, picture_files=not image_loggers)
+        except OSError as error:
+            raise ConfigError(
+                f"PlanLogger cannot write to '{folder}': {error}. Set another path, or remove PlanLogger from the "
+                "Trainer's callbacks."
+            ) from error
+        for logger in image_loggers:
+            for name, data in pictures.items():
+                _log_image(logger, f"plan/{name}", _pixels(data), trainer.global_step)
+        rank_zero_info(f"PlanLogger: wrote the sharding plan to {folder / 'plan.html'}.")
+
+
+def _folder_of(trainer: Trainer) -> str:
+    """Return the folder that loggers write to. Trainer.log_dir is a collective, and this runs on one rank only."""
+    for logger in trainer.loggers:
+        if folder := logger.log_dir or logger.save_dir:
+            return str(folder)
+    return str(trainer.default_root_dir)
+
+
+def _accepts_images(logger: Logger) -> bool:
+    return isinstance(logger, TensorBoardLogger) or callable(getattr(logger, "log_image", None))
+
+
+def _log_image(logger: Any, name: str, pixels: Any, step: int) -> None:
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_image(name, pixels, global_step=step, dataformats="HWC")
+    else:
+        logger.log_image(key=name, images=[pixels])
+
+
+def _pixels(png: bytes) -> Any:
+    """Return the pixels of a figure, (height, width, 3) bytes."""
+    from matplotlib.image import imread
+
+    return np.rint(imread(io.BytesIO(png), format="png")[..., :3] * 255).astype(np.uint8)
+
+
+class DynamicIds(Callback):
+    """Logs, for each table that maps ids to rows, over all ranks:
+
+    `dynamic_ids/<table>/occupancy`, the share of rows that an id has for itself; `dynamic_ids/<table>/collisions`, the
+    share of the distinct ids that were looked up since the last entry and share a row; `dynamic_ids/<table>/evictions`,
+    the rows that were taken from an id since then.
+
+    Args:
+        every_n_steps: optimizer steps between two entries; None: the Trainer's log_every_n_steps.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__()
+        self._log_times = LogTimes("DynamicIds", every_n_steps)
+        self._before: dict[str, tuple[int, ...]] = {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_times.start()
+        self._before = self._numbers(trainer)
+        if not self._before:
+            rank_zero_warn(
+                "DynamicIds: no table maps ids to rows, so there is nothing to log. Use strategy='torchrec_sharded' "
+                "with tables={'<name>': {'ids': 'dynamic'}}, or remove the callback."
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._before or not self._log_times.due(trainer):
+            return
+        numbers, entry = self._numbers(trainer), {}
+        for table, (rows, taken, looked_up, shared, evicted) in numbers.items():
+            _, _, looked_up_before, shared_before, evicted_before = self._before[table]
+            entry[f"dynamic_ids/{table}/occupancy"] = taken / rows
+            entry[f"dynamic_ids/{table}/collisions"] = (shared - shared_before) / max(1, looked_up - looked_up_before)
+            entry[f"dynamic_ids/{table}/evictions"] = float(evicted - evicted_before)
+        self._before = numbers
+        log(trainer, entry)
+
+    @staticmethod
+    def _numbers(trainer: Trainer) -> dict[str, tuple[int, ...]]:
+        counts = getattr(trainer.strategy, "dynamic_id_counts", None)
+        return {} if counts is None else counts()  # type: ignore[no-any-return]
+
+
+class NormalizeRows(Callback):
+    """Scales rows after every training batch, exactly also where tables are sharded, by rows or by columns.
+
+    Args:
+        parameters: names of weights in the module, such as ["items.weight"], each (num_rows, dim).
+        max_norm: scale rows whose 2-norm is above it to it; None: scale all rows to norm 1, as
+            torch.nn.functional.normalize does.
+    """
+
+    def __init__(self, parameters: list[str], max_norm: float | None = None) -> None:
+        if isinstance(parameters, str) or not parameters:
+            raise ConfigError(f"NormalizeRows: parameters={parameters!r}: a list of names of weights is needed.")
+        if max_norm is not None and max_norm <= 0:
+            raise ConfigError(f"NormalizeRows: max_norm={max_norm} must be above 0.")
+        self._names, self._max_norm = parameters, max_norm
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        known = dict(pl_module.named_parameters(remove_duplicate=False))
+        for name in self._names:
+            if name not in known:
+                raise ConfigError(f"NormalizeRows: the module has no parameter '{name}'; it has {', '.join(known)}.")
+            if refuse := getattr(trainer.strategy, "refuse_to_scale", None):
+                refuse(name, self._max_norm)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        scale_table = getattr(trainer.strategy, "scale_rows", None)
+        for name in self._names:
+            if scale_table is None or not scale_table(name, self._max_norm):
+                scale_rows(pl_module.get_parameter(name).detach(), self._max_norm)
+
+
+@torch.no_grad()
+def scale_rows(weight: Tensor, max_norm: float | None) -> None:
+    """Scale the rows of `weight`, (num_rows, dim), in place; see NormalizeRows."""
+    norms = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
+    weight.mul_((max_norm / norms.clamp_min(1e-12)).clamp(max=1.0)) if max_norm else weight.div_(norms.clamp_min(1e-12))
