@@ -1,7 +1,8 @@
-"""Chooses a strategy for a module on a given number of ranks with a given memory, and says why."""
+"""Chooses a strategy for a module on a arguments number of ranks with a arguments memory, and says why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
@@ -43,28 +44,27 @@ class ChosenOptions:
     """Whose options these are."""
 
 
-def options_of(strategy: Any) -> ChosenOptions:
+def read_options(strategy: Any) -> ChosenOptions:
     """Return the options in `trainer.strategy` of a parsed YAML: a name, or an object with class_path and init_args.
 
     Raises ConfigError: a value cannot be.
     """
     kind = str(getattr(strategy, "class_path", "")).rpartition(".")[2]
-    arguments = getattr(strategy, "init_args", None)
-    given: dict[str, Any] = {} if arguments is None else dict(vars(arguments))
+    arguments = dict(vars(getattr(strategy, "init_args", None) or SimpleNamespace()))
     note = f"options of {kind} are those of the YAML"
     if kind == "TunedDDPStrategy":
-        powersgd = given.get("powersgd")
+        powersgd = arguments.get("powersgd")
         dense = DenseOptions(
-            comm_dtype=given.get("comm_dtype", "fp32"),
+            comm_dtype=arguments.get("comm_dtype", "fp32"),
             powersgd=None if powersgd is None else as_options("powersgd", PowerSGDOptions, _plain(powersgd)),
-            ddp_checkpointing=given.get("activation_checkpointing", False),
+            ddp_checkpointing=arguments.get("activation_checkpointing", False),
         )
         return ChosenOptions(dense=dense, note=note)
     if kind == "TunedFSDPStrategy":
-        return ChosenOptions(dense=DenseOptions(fsdp=_made(FSDPOptions, given)), note=note)
+        return ChosenOptions(dense=DenseOptions(fsdp=_made(FSDPOptions, arguments)), note=note)
     if kind == "PipelineParallelStrategy":
-        ends = {name: tuple(given.get(name) or ()) for name in ("first_stage", "last_stage")}
-        return ChosenOptions(stages=_made(StageOptions, given | ends), note=note)
+        ends = {name: tuple(arguments.get(name) or ()) for name in ("first_stage", "last_stage")}
+        return ChosenOptions(stages=_made(StageOptions, arguments | ends), note=note)
     return ChosenOptions()
 
 
@@ -72,9 +72,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (Mapping, PowerSGDOptions)) else vars(value)
 
 
-def _made(options: type[T], given: Mapping[str, Any]) -> T:
-    names = [each.name for each in fields(options)]  # type: ignore[arg-type]
-    return options(**{name: given[name] for name in names if name in given})
+def _made(options: type[T], arguments: Mapping[str, Any]) -> T:
+    names = [option.name for option in fields(options)]  # type: ignore[arg-type]
+    return options(**{name: arguments[name] for name in names if name in arguments})
 
 
 MIN_TABLES_SHARE = 0.5
@@ -87,7 +87,7 @@ class Advice:
 
     job: Job
     estimates: list[Estimate]
-    chosen: str
+    strategy: str
     reason: str
     notes: list[str]
     """What was assumed, and what was left out."""
@@ -115,37 +115,37 @@ def advise(
     profile, options = profile or StepProfile(), options or ChosenOptions()
     conversion = Conversion()
     sizes = measure_module(module, settings, device_type, conversion, options.dense)
-    planned, why_not = None, ""
+    planned, no_plan_reason = None, ""
     if sizes.tables and TORCHREC not in sizes.refused:
         table_settings = table_settings or TorchRecShardedStrategy().table_settings
-        planned, why_not = planned_share(module, job, settings, device_type, table_settings, profile)
+        planned, no_plan_reason = planned_share(module, job, settings, device_type, table_settings, profile)
     estimates = estimate_strategies(sizes, job, profile, planned, options.dense)
     stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, device_type, options.stages)
     estimates.append(stages)
-    chosen, reason = _choose(sizes, estimates, job, conversion.min_rows)
-    notes = _notes(sizes, job, profile, why_not) + stages_notes + ([options.note] if options.note else [])
-    return Advice(job=job, estimates=estimates, chosen=chosen, reason=reason, notes=notes)
+    strategy, reason = _choose(sizes, estimates, job, conversion.min_rows)
+    notes = _notes(sizes, job, profile, no_plan_reason) + stages_notes + ([options.note] if options.note else [])
+    return Advice(job=job, estimates=estimates, strategy=strategy, reason=reason, notes=notes)
 
 
 def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: int) -> tuple[str, str]:
     """Return the strategy to take, and the reason as a clause that follows "because"."""
-    by_name = {estimate.strategy: estimate for estimate in estimates}
+    candidates = {estimate.strategy: estimate for estimate in estimates}
     usable = MAX_MEMORY_SHARE * job.memory_bytes
     memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
     large = [table for table in sizes.tables if table.weight.rows >= min_rows]
     share = _share_of_tables(sizes)
-    torchrec, ddp, fsdp = by_name.get(TORCHREC), by_name[DDP], by_name[FSDP]
+    torchrec, ddp, fsdp = candidates.get(TORCHREC), candidates[DDP], candidates[FSDP]
     if torchrec is not None and not torchrec.refused and large and share > MIN_TABLES_SHARE:
-        why = _describe_tables(sizes.tables, large[0], share)
+        tables_reason = _describe_tables(sizes.tables, large[0], share)
         if torchrec.total <= usable:
-            return TORCHREC, why
-        hybrid = by_name[TORCHREC_FSDP]
+            return TORCHREC, tables_reason
+        hybrid = candidates[TORCHREC_FSDP]
         if hybrid.total <= usable and not fsdp.refused:
             return TORCHREC_FSDP, (
-                f"{why}; with the other layers replicated, a rank needs {format_bytes(torchrec.total)}, more than "
-                f"{memory}, and with them sharded too, {format_bytes(hybrid.total)}"
+                f"{tables_reason}; with the other layers replicated, a rank needs {format_bytes(torchrec.total)}, more "
+                f"than {memory}, and with them sharded too, {format_bytes(hybrid.total)}"
             )
-        return TORCHREC, f"{why}, although a rank needs more than {memory}: use more ranks"
+        return TORCHREC, f"{tables_reason}, although a rank needs more than {memory}: use more ranks"
     if ddp.total <= usable:
         return DDP, f"the replicated module needs {format_bytes(ddp.total)}, which is within {memory}"
     replicated = f"the replicated module needs {format_bytes(ddp.total)}, more than {memory}"
@@ -155,7 +155,7 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
         sharded = f"; sharded over {quantity(job.num_ranks, 'rank')} it needs {format_bytes(fsdp.total)}"
         if fsdp.total <= usable:
             return FSDP, replicated + sharded
-    stages = by_name[PIPELINE]
+    stages = candidates[PIPELINE]
     if not stages.refused and stages.total <= usable:
         return PIPELINE, f"{replicated}{sharded}; the fullest stage needs {format_bytes(stages.total)}"
     if fsdp.refused:
@@ -190,11 +190,11 @@ def _share_of_tables(sizes: ModuleSizes) -> float:
     """Return which share of parameters and optimizer state belongs to tables."""
     tables = {table.weight.name for table in sizes.tables}
     total = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters)
-    of_tables = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters if p.name in tables)
-    return of_tables / total if total else 0.0
+    table_bytes = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters if p.name in tables)
+    return table_bytes / total if total else 0.0
 
 
-def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, why_not: str) -> list[str]:
+def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, no_plan_reason: str) -> list[str]:
     notes = [*sizes.notes, *profile.notes]
     if profile.activation_bytes is None and not profile.notes:
         notes.append("activations are left out: no batch was run")
@@ -210,8 +210,8 @@ def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, why_not: str) -> 
         notes.append(f"the sparse gradient of {sparse[0]} is left out of memory, and of what ddp_tuned sends")
     if sizes.tables:
         notes.append(
-            f"tables are assumed to be spread evenly, because no plan was made: {why_not}"
-            if why_not
+            f"tables are assumed to be spread evenly, because no plan was made: {no_plan_reason}"
+            if no_plan_reason
             else "tables are planned, with the defaults of torchrec_sharded: memory "
             "is the fullest rank's, bytes are those of the rank that sends the most"
         )
@@ -244,7 +244,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     for heading in ("strategy", *uses, "total", "", "sent per step"):
         text.add_column(heading, justify="left" if heading in ("strategy", "") else "right")
     for estimate in advice.estimates:
-        name = f"> {estimate.strategy}" if estimate.strategy == advice.chosen else f"  {estimate.strategy}"
+        name = f"> {estimate.strategy}" if estimate.strategy == advice.strategy else f"  {estimate.strategy}"
         if estimate.refused:
             text.add_row(name, *([""] * (len(uses) + 1)), "refused", "")
             continue
@@ -255,7 +255,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     for estimate in advice.estimates:
         if estimate.refused:
             console.print(f"{estimate.strategy} refuses the module: {estimate.refused}")
-    console.print(f"strategy: {advice.chosen}, because {advice.reason}.")
+    console.print(f"strategy: {advice.strategy}, because {advice.reason}.")
 
 
 def _fit(advice: Advice, estimate: Estimate) -> str:
@@ -268,7 +268,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
     """Return all of an advice as plain values."""
     job = advice.job
     return {
-        "strategy": advice.chosen,
+        "strategy": advice.strategy,
         "reason": advice.reason,
         "num_ranks": job.num_ranks,
         "num_nodes": job.num_nodes,

@@ -60,19 +60,19 @@ class DryJob:
     @property
     def layout(self) -> NodeLayout:
         """Which of the ranks that shard the tables among them share a node. Raises ConfigError: see sharding_groups."""
-        of_all = NodeLayout.of_nodes(*[self.ranks_on_node] * self.num_nodes)
-        return of_all.of_group(checked_size(self.groups, self.num_ranks))
+        all_ranks = NodeLayout.of_nodes(*[self.ranks_on_node] * self.num_nodes)
+        return all_ranks.of_group(checked_size(self.groups, self.num_ranks))
 
 
-def decisions_of(dry: DryModule, job: DryJob) -> Decisions:
+def make_decisions(dry: DryModule, job: DryJob) -> Decisions:
     """Return what is decided about the tables on these ranks."""
     constraints = constraints_of(dry.selection, dry.updates, job.device, job.layout)
     for name, data in dry.data.items():
-        given = dry.selection.options[name].pooling_factor is not None
-        factors = None if given else data.ids_per_example
+        has_factor = dry.selection.options[name].pooling_factor is not None
+        factors = None if has_factor else data.ids_per_example
         constraints[name] = replace(constraints[name], data=data, pooling_factors=factors)
     if not job.host_bytes:  # estimates take most of the time, and are not needed for kernels that cannot be chosen
-        constraints = {name: _on_device(of_table) for name, of_table in constraints.items()}
+        constraints = {name: _on_device(table_constraints) for name, table_constraints in constraints.items()}
     return Decisions(selection=dry.selection, updates=dry.updates, constraints=constraints, optimizers=dry.optimizers)
 
 
@@ -81,7 +81,7 @@ def _on_device(constraints: TableConstraints) -> TableConstraints:
     return replace(constraints, compute_kernels=kernels or constraints.compute_kernels)
 
 
-def facts_of(dry: DryModule, job: DryJob) -> ClusterFacts:
+def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
     """Return what planning needs to know of the ranks. Raises PlanError: the reservation leaves nothing for tables."""
     planning, layout = dry.settings.planning, job.layout
     reservation = reservation_of(planning.reserve, os.environ)
@@ -106,14 +106,14 @@ def facts_of(dry: DryModule, job: DryJob) -> ClusterFacts:
     )
 
 
-def why_too_full(plan: ShardingPlan, what: str) -> str:
+def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
     """Return which rank lacks memory for a plan; "" where none does. what: what messages call the plan."""
     if plan.fits:
         return ""
     memory = plan.memory if plan.host_memory is None or not plan.memory.fits else plan.host_memory
     rank = memory.worst
     return (
-        f"{what} gives rank {rank} {format_bytes(memory.tables[rank])} of tables and their exchange at "
+        f"{plan_name} gives rank {rank} {format_bytes(memory.tables[rank])} of tables and their exchange at "
         f"batch_size_per_rank={plan.batch_size}, and it has {format_bytes(memory.usable[rank])} for them."
     )
 
@@ -142,9 +142,11 @@ def planned_share(
     )
     try:
         dry = dry_module(module, like_trainer, settings, device)
-        decisions = decisions_of(dry, dry_job)
-        counted = {name: _counted(dry, name, of, profile) for name, of in decisions.constraints.items()}
-        plan = new_plan(replace(decisions, constraints=counted), settings, facts_of(dry, dry_job))
+        decisions = make_decisions(dry, dry_job)
+        counted = {
+            name: _counted(dry, name, constraints, profile) for name, constraints in decisions.constraints.items()
+        }
+        plan = new_plan(replace(decisions, constraints=counted), settings, make_facts(dry, dry_job))
     except DistRecError as error:
         return None, str(error).split(". ")[0]
     return _share(plan), ""
@@ -169,8 +171,8 @@ def _share(plan: ShardingPlan) -> TablesShare:
     gradients = 0
     for table in plan.tables.values():
         if table.update == "dense":
-            here = np.asarray(table.ranks) == fullest
-            gradients += int((table.shard_rows * table.shard_columns)[here].sum()) * table.element_bytes
+            on_fullest = np.asarray(table.ranks) == fullest
+            gradients += int((table.shard_rows * table.shard_columns)[on_fullest].sum()) * table.element_bytes
     rows, held = (int(plan.table_bytes(updates=updates)[fullest]) for updates in (False, True))
     return TablesShare(
         memory={

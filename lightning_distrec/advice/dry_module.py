@@ -60,41 +60,45 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     precision = trainer.precision
     try:
         with tables_on_meta(), default_type(precision), torch.random.fork_rng(devices=[]):
-            there = meta_copy(module)
+            copied = meta_copy(module)
     except Exception as error:
         raise ConfigError(
             f"plan: configure_model of {type(module).__name__} cannot run on the meta device without a Trainer "
-            f"({place_of(error)}{_line(error)}). Build there what needs neither, and "
+            f"({locate_error(error)}{_line(error)}). Build there what needs neither, and "
             "tensors whose values are read with device='cpu'."
         ) from error
-    selection = select_tables(there, settings)
+    selection = select_tables(copied, settings)
     if not selection.tables:
-        alone = "".join(f" '{path}' is not sharded: {why}." for path, why in list(selection.left_alone.items())[:3])
+        unsharded = "".join(
+            f" '{path}' is not sharded: {reason}." for path, reason in list(selection.left_alone.items())[:3]
+        )
         raise ConfigError(
             f"plan: nothing to plan: {type(module).__name__} has no embedding tables that torchrec_sharded would "
-            f"shard.{alone} See convert_embeddings and min_rows, or train it with another strategy."
+            f"shard.{unsharded} See convert_embeddings and min_rows, or train it with another strategy."
         )
     assumed = list(selection.warnings)
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
     optimizers: list[Optimizer] = []
     failed = ""
     try:
-        optimizers = configured_optimizers(there)
+        optimizers = configured_optimizers(copied)
     except Exception as error:
         failed = _line(error)
     kept_for = why_kept(settings.groups)
-    updates, own, more = updates_in_fit(selection, there, optimizers, trainer, plugin, device, {}, kept_for)
-    assumed += more
-    known = {name for of in own for name in of.tables}
-    of_module = [table for table in selection.tables if table.full_name not in known]
-    if failed and of_module:
+    updates, table_optimizers, notes = updates_in_fit(
+        selection, copied, optimizers, trainer, plugin, device, {}, kept_for
+    )
+    assumed += notes
+    optimized_tables = {name for optimizer in table_optimizers for name in optimizer.tables}
+    module_tables = [table for table in selection.tables if table.full_name not in optimized_tables]
+    if failed and module_tables:
         assumed.append(
             f"configure_optimizers failed without a Trainer ({failed}): the user's optimizer is assumed to update "
             f"every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its own, as Adam"
         )
-        updates |= {table.full_name: _assumed(table.parameter) for table in of_module}
+        updates |= {table.full_name: _assumed(table.parameter) for table in module_tables}
     return DryModule(
-        module=there,
+        module=copied,
         selection=selection,
         updates=updates,
         optimizers=optimizers,
@@ -117,16 +121,16 @@ def default_type(precision: str) -> Any:
     return DoublePrecision().module_init_context() if precision == "64-true" else nullcontext()
 
 
-def place_of(error: BaseException) -> str:
+def locate_error(error: BaseException) -> str:
     """Return which module's code raised, as "Scale.__init__, model.py:12: "; "" if none did."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         frame = trace.tb_frame
-        here = frame.f_locals.get("self")
+        module = frame.f_locals.get("self")
         code_of = str(frame.f_globals.get("__name__", ""))
-        if isinstance(here, torch.nn.Module) and not code_of.startswith(("torch.", "lightning.")):
+        if isinstance(module, torch.nn.Module) and not code_of.startswith(("torch.", "lightning.")):
             file = os.path.basename(frame.f_code.co_filename)
-            place = f"{type(here).__name__}.{frame.f_code.co_name}, {file}:{trace.tb_lineno}: "
+            place = f"{type(module).__name__}.{frame.f_code.co_name}, {file}:{trace.tb_lineno}: "
         trace = trace.tb_next
     return place
 
@@ -135,19 +139,19 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def look_at_data(module: Any, data: Any, num_batches: int) -> IdStatistics:
+def count_ids_in_data(module: Any, data: Any, num_batches: int) -> IdStatistics:
     """Return what the first batches of each training dataloader look up, as one rank would draw them.
 
     module, data: as the YAML describes them; hooks run as `fit` runs them on one rank. What a module computes of a
     batch is seen where it has `sparse_inputs`. Raises ConfigError: there is no data, or it fails.
     """
-    found = IdStatistics()
+    statistics = IdStatistics()
     declare = getattr(module, "sparse_inputs", None)
     try:
         for loader in loaders_in(_loaders(module, data)):
             batches = first_batches(loader, num_batches) if not why_not(loader) else islice(iter(loader), num_batches)
             for batch in batches:
-                found.look_at(batch, *([] if declare is None else [declare(batch)]))
+                statistics.look_at(batch, *([] if declare is None else [declare(batch)]))
     except ConfigError:
         raise
     except Exception as error:
@@ -155,9 +159,9 @@ def look_at_data(module: Any, data: Any, num_batches: int) -> IdStatistics:
             f"--from-data: the data cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
             "It is built as for fit, but without a Trainer; plan without --from-data, or set pooling_factor."
         ) from error
-    if not found.num_batches:
+    if not statistics.num_batches:
         raise ConfigError("--from-data: the training dataloader has no batch.")
-    return found
+    return statistics
 
 
 def _loaders(module: Any, data: Any) -> Any:
@@ -176,17 +180,17 @@ MAX_NAMED = 4
 
 def with_data(dry: DryModule, statistics: IdStatistics) -> DryModule:
     """Return the module with what batches look up, for estimates; options that are set stay."""
-    found = {table.full_name: data for table in dry.selection.tables if (data := statistics.of(table)) is not None}
+    lookups = {table.full_name: data for table in dry.selection.tables if (data := statistics.of(table)) is not None}
     settings, assumed = dry.settings, list(dry.assumed)
     if settings.batch_size_per_rank is None and statistics.examples:
         settings = replace(settings, batch_size_per_rank=statistics.examples, batch_size_origin="of the first batch")
-    unknown = [table.full_name for table in dry.selection.tables if table.full_name not in found]
+    unknown = [table.full_name for table in dry.selection.tables if table.full_name not in lookups]
     if unknown:
         assumed.append(
             f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by name, nor does what "
             "sparse_inputs(batch) returns"
         )
-    return replace(dry, data=found, settings=settings, assumed=assumed)
+    return replace(dry, data=lookups, settings=settings, assumed=assumed)
 
 
 def save_data(path: Path, plan: ShardingPlan) -> None:

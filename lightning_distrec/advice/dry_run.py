@@ -4,9 +4,9 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 
-from lightning_distrec.advice.dry_job import DryJob, decisions_of, facts_of, why_too_full
+from lightning_distrec.advice.dry_job import DryJob, describe_misfit, make_decisions, make_facts
 from lightning_distrec.advice.dry_module import DryModule
-from lightning_distrec.advice.limits import Edge, largest_batch_of, min_nodes_of
+from lightning_distrec.advice.limits import Edge, find_largest_batch, find_min_nodes
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
 from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
@@ -24,7 +24,7 @@ class DryRun:
     num_tables: int
     table_bytes: int
     """Rows of all tables, counted once."""
-    why_not: str
+    misfit: str
     """Why the tables do not fit; "" if they do."""
     planned_with: str
     origins: list[Origin]
@@ -41,11 +41,11 @@ class DryRun:
     @property
     def fits(self) -> bool:
         """Whether every rank has the memory that its tables and their exchange need."""
-        return not self.why_not
+        return not self.misfit
 
-    def with_assumed(self, *more: str) -> "DryRun":
+    def with_assumed(self, *assumptions: str) -> "DryRun":
         """Return it with more assumptions."""
-        return replace(self, assumed=[*self.assumed, *more])
+        return replace(self, assumed=[*self.assumed, *assumptions])
 
 
 def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
@@ -55,22 +55,22 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     of ranks or tables contradict each other; tables that do not fit are no error.
     """
     settings, begun = dry.settings, time.perf_counter()
-    decisions, facts = decisions_of(dry, job), facts_of(dry, job)
+    decisions, facts = make_decisions(dry, job), make_facts(dry, job)
     plan_file = settings.planning.plan_file
     plan = None
     try:
         plan = plan_or_follow(decisions, None, settings, facts)
-        why_not = why_too_full(plan, "the plan" if plan_file is None else f"plan_file='{plan_file}'")
+        misfit = describe_misfit(plan, "the plan" if plan_file is None else f"plan_file='{plan_file}'")
     except InfeasiblePlanError as error:
-        why_not = str(error)
+        misfit = str(error)
     seconds = time.perf_counter() - begun
     tables = dry.selection.tables
-    found = DryRun(
+    result = DryRun(
         job=job,
         batch_size=settings.batch_size,
         num_tables=len(tables),
         table_bytes=sum(table.parameter.numel() * table.parameter.element_size() for table in tables),
-        why_not=why_not,
+        misfit=misfit,
         planned_with=facts.in_words,
         origins=facts.origins,
         plan=plan,
@@ -78,13 +78,13 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
         assumed=[*dry.assumed, *_assumed(dry, job, facts.reservation)],
     )
     if quick:
-        return found.with_assumed("--quick: the largest batch and the minimum number of nodes were not searched for")
-    found = replace(found, largest_batch=largest_batch_of(dry, decisions, facts, plan, why_not, seconds))
+        return result.with_assumed("--quick: the largest batch and the minimum number of nodes were not searched for")
+    result = replace(result, largest_batch=find_largest_batch(dry, decisions, facts, plan, misfit, seconds))
     if plan_file is not None:
-        return found.with_assumed("the minimum number of nodes was not searched for: plan_file fixes the ranks")
+        return result.with_assumed("the minimum number of nodes was not searched for: plan_file fixes the ranks")
     if job.groups.size is not None:
-        return found.with_assumed("the minimum number of nodes was not searched for: sharding_groups set the ranks")
-    return replace(found, min_nodes=min_nodes_of(dry, job, decisions, why_not, seconds))
+        return result.with_assumed("the minimum number of nodes was not searched for: sharding_groups set the ranks")
+    return replace(result, min_nodes=find_min_nodes(dry, job, decisions, misfit, seconds))
 
 
 def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]:

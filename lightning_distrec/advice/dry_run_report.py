@@ -20,26 +20,26 @@ MAX_LETTERS = 300
 Vector = NDArray[Any]
 
 
-def print_dry_run(found: DryRun, console: Console) -> None:
+def print_dry_run(result: DryRun, console: Console) -> None:
     """Print whether the tables fit, what each rank does, the limits of batch and nodes, and the assumptions."""
-    job = found.job
+    job = result.job
     ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
-    tables = f"{quantity(found.num_tables, 'table')} of {format_bytes(found.table_bytes)}"
+    tables = f"{quantity(result.num_tables, 'table')} of {format_bytes(result.table_bytes)}"
     console.print(
-        f"{'FITS' if found.fits else 'DOES NOT FIT'}: {tables} on {ranks}, {found.batch_size:,} examples per rank"
+        f"{'FITS' if result.fits else 'DOES NOT FIT'}: {tables} on {ranks}, {result.batch_size:,} examples per rank"
     )
-    if not found.fits:
-        console.print(found.why_not)
-    if found.plan is not None:
-        console.print(_ranks(found.plan))
-        if replicas := replicas_in_words(found.plan):
+    if not result.fits:
+        console.print(result.misfit)
+    if result.plan is not None:
+        console.print(_ranks(result.plan))
+        if replicas := replicas_in_words(result.plan):
             console.print(f"{replicas}.")
-    if found.largest_batch is not None:
-        console.print(_batch_in_words(found.largest_batch))
-    if found.min_nodes is not None:
-        console.print(_nodes_in_words(found.min_nodes, job.ranks_on_node))
-    console.print(f"{found.planned_with}.")
-    console.print(f"Estimated, not measured: {'; '.join(found.assumed)}.")
+    if result.largest_batch is not None:
+        console.print(_batch_in_words(result.largest_batch))
+    if result.min_nodes is not None:
+        console.print(_nodes_in_words(result.min_nodes, job.ranks_on_node))
+    console.print(f"{result.planned_with}.")
+    console.print(f"Estimated, not measured: {'; '.join(result.assumed)}.")
 
 
 def _ranks(plan: ShardingPlan) -> TextTable:
@@ -47,9 +47,11 @@ def _ranks(plan: ShardingPlan) -> TextTable:
     text.add_column("")
     for heading in ("min", "mean", "max", "max on rank"):
         text.add_column(heading, justify="right")
-    for what, values, text_of in _columns(plan):
+    for name, values, format_value in _columns(plan):
         worst = int(values.argmax())
-        text.add_row(what, *(text_of(float(of)) for of in (values.min(), values.mean(), values[worst])), f"{worst:,}")
+        text.add_row(
+            name, *(format_value(float(value)) for value in (values.min(), values.mean(), values[worst])), f"{worst:,}"
+        )
     return text
 
 
@@ -57,7 +59,7 @@ def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], st
     memory, traffic = plan.memory, plan.traffic
     columns: list[tuple[str, Vector, Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
-        *((f"... {part}", of_part, format_bytes) for part, of_part in plan.memory_parts().items()),
+        *((f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()),
         ("... share of usable memory", memory.tables / np.maximum(memory.usable, 1), "{:.1%}".format),
         ("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes),
     ]
@@ -73,26 +75,26 @@ def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], st
 
 def _batch_in_words(edge: Edge) -> str:
     text = "Largest batch per rank, by tables and their exchange alone (activations are not counted): "
-    if edge.found is None:
+    if edge.possible is None:
         text += "no fitting size found"
-    elif edge.beyond is None and not edge.stopped:
-        text += f"no limit up to {edge.found:,} examples" if edge.found >= MAX_BATCH else f"{edge.found:,}"
+    elif edge.impossible is None and not edge.stopped:
+        text += f"no limit up to {edge.possible:,} examples" if edge.possible >= MAX_BATCH else f"{edge.possible:,}"
     else:
-        text += f"{'at least ' if edge.beyond is None else ''}{edge.found:,} examples"
-    if edge.beyond is not None:
-        text += f"; {edge.beyond:,} do not fit: {_short(edge.why)}"
+        text += f"{'at least ' if edge.impossible is None else ''}{edge.possible:,} examples"
+    if edge.impossible is not None:
+        text += f"; {edge.impossible:,} do not fit: {_short(edge.reason)}"
     return _ended(text, edge)
 
 
 def _nodes_in_words(edge: Edge, ranks_on_node: int) -> str:
     text = f"Minimum nodes of {quantity(ranks_on_node, 'rank')}: "
-    if edge.found is None:
+    if edge.possible is None:
         text += "no fitting size found" if edge.stopped else f"no fitting size up to {MAX_RANKS // ranks_on_node:,}"
     else:
-        text += f"{'at most ' if edge.stopped else ''}{edge.found:,}"
-    if edge.beyond is not None:
-        text += f"; {edge.beyond:,} {'does' if edge.beyond == 1 else 'do'} not fit: {_short(edge.why)}"
-    elif edge.found not in (None, 1) and not edge.stopped:
+        text += f"{'at most ' if edge.stopped else ''}{edge.possible:,}"
+    if edge.impossible is not None:
+        text += f"; {edge.impossible:,} {'does' if edge.impossible == 1 else 'do'} not fit: {_short(edge.reason)}"
+    elif edge.possible not in (None, 1) and not edge.stopped:
         text += "; fewer have less memory than the tables' rows and their updates need"
     return _ended(text, edge)
 
@@ -102,40 +104,40 @@ def _ended(text: str, edge: Edge) -> str:
     return f"{text}. The search ended early: {edge.stopped}." if edge.stopped else f"{text}."
 
 
-def _short(why: str) -> str:
+def _short(reason: str) -> str:
     """Return the first sentence of an error, about the table or the rank."""
-    text = why.removeprefix("the tables do not fit: ").split(". ")[0]
+    text = reason.removeprefix("the tables do not fit: ").split(". ")[0]
     return text if len(text) <= MAX_LETTERS else f"{text[:MAX_LETTERS]}..."
 
 
-def as_json(found: DryRun) -> dict[str, Any]:
+def as_json(result: DryRun) -> dict[str, Any]:
     """Return a dry run as plain values: bytes, milliseconds."""
-    job = found.job
+    job = result.job
     return {
-        "fits": found.fits,
-        "why_not": found.why_not or None,
+        "fits": result.fits,
+        "why_not": result.misfit or None,
         "num_nodes": job.num_nodes,
         "ranks_per_node": job.ranks_on_node,
         "device": job.device.type,
         "memory_bytes_per_rank": job.memory_bytes,
-        "batch_size_per_rank": found.batch_size,
-        "num_tables": found.num_tables,
-        "table_bytes": found.table_bytes,
-        "ranks": None if found.plan is None else _ranks_as_json(found.plan),
-        "largest_batch": _edge_as_json(found.largest_batch),
-        "min_nodes": _edge_as_json(found.min_nodes),
-        "planning_seconds": round(found.seconds, 3),
-        "planned_with": [list(origin) for origin in found.origins],
-        "assumed": found.assumed,
+        "batch_size_per_rank": result.batch_size,
+        "num_tables": result.num_tables,
+        "table_bytes": result.table_bytes,
+        "ranks": None if result.plan is None else _ranks_as_json(result.plan),
+        "largest_batch": _edge_as_json(result.largest_batch),
+        "min_nodes": _edge_as_json(result.min_nodes),
+        "planning_seconds": round(result.seconds, 3),
+        "planned_with": [list(origin) for origin in result.origins],
+        "assumed": result.assumed,
     }
 
 
 def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
     """Return what each rank does, as lists by rank."""
     memory, traffic, cost = plan.memory, plan.traffic, plan.cost
-    by_rank: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "memory_bytes": memory.tables.tolist(),
-        "memory_bytes_by_part": {part: _rounded(of_part) for part, of_part in plan.memory_parts().items()},
+        "memory_bytes_by_part": {part: _rounded(part_bytes) for part, part_bytes in plan.memory_parts().items()},
         "dense_bytes": plan.dense_bytes,
         "usable_bytes": memory.usable.tolist(),
         "host_memory_bytes": None if plan.host_memory is None else plan.host_memory.tables.tolist(),
@@ -144,11 +146,12 @@ def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
         "sent_bytes_by_kind": {kind: _rounded(traffic.sent(kind)) for kind in TRAFFIC_KINDS},
     }
     if cost.known:
-        by_rank["milliseconds"] = [round(float(of), 6) for of in cost.milliseconds_by_rank]
-        by_rank["milliseconds_by_part"] = {
-            part: [round(float(of), 6) for of in cost.milliseconds[:, number]] for number, part in enumerate(TIME_PARTS)
+        columns["milliseconds"] = [round(float(value), 6) for value in cost.milliseconds_by_rank]
+        columns["milliseconds_by_part"] = {
+            part: [round(float(value), 6) for value in cost.milliseconds[:, number]]
+            for number, part in enumerate(TIME_PARTS)
         }
-    return by_rank
+    return columns
 
 
 def _rounded(values: Vector) -> list[int]:
@@ -160,9 +163,9 @@ def _edge_as_json(edge: Edge | None) -> dict[str, Any] | None:
     if edge is None:
         return None
     return {
-        "fits": edge.found,
-        "does_not_fit": edge.beyond,
-        "why_not": edge.why or None,
+        "fits": edge.possible,
+        "does_not_fit": edge.impossible,
+        "why_not": edge.reason or None,
         "plans_tried": edge.tries,
         "ended_early": edge.stopped or None,
     }

@@ -53,15 +53,15 @@ def estimate_stages(
     num_replicas = job.num_ranks // num_ranks
     num = _num_parts(profile, options, num_ranks)
     actions = actions_of_ranks(options.schedule, num_ranks, layout.num_stages, num)
-    of_ranks = [_memory(layout, of_rank, options, sizes, job, profile) for of_rank in actions]
-    memory = max(of_ranks, key=lambda of_rank: sum(of_rank.values()))
+    memories = [_memory(layout, rank_actions, options, sizes, job, profile) for rank_actions in actions]
+    memory = max(memories, key=lambda rank_actions: sum(rank_actions.values()))
     sent = None
     if profile.blocks is not None:
         sent = _sent(layout, num_ranks, sizes, job, profile.blocks.input_bytes, num_replicas)
     idle, idle_note = _idle(layout, num_ranks, num, options, profile, device_type)
-    of = quantity(layout.num_stages, "stage") + (f" (stages: {layout.num_stages})" if num_replicas > 1 else "")
+    stages = quantity(layout.num_stages, "stage") + (f" (stages: {layout.num_stages})" if num_replicas > 1 else "")
     note = (
-        f"pipeline_parallel is estimated with {of} of '{layout.chain.path}' and {idle_note}; memory is "
+        f"pipeline_parallel is estimated with {stages} of '{layout.chain.path}' and {idle_note}; memory is "
         "the fullest rank's, and one batch is for all ranks of a pipeline"
     )
     return Estimate(strategy=PIPELINE, memory=memory, sent=sent, idle=idle), [note]
@@ -78,7 +78,7 @@ def _idle(
     layout: StageLayout, num_ranks: int, num: int, options: StageOptions, profile: StepProfile, device_type: str
 ) -> tuple[float, str]:
     """Return the share of a step in which ranks idle, and what it was computed from."""
-    measured, host = profile.times.of_chain(layout.chain.paths), 0.0
+    measured, host = profile.times.chain_times(layout.chain.paths), 0.0
     if measured is None:
         times = StageTimes.equal(layout.num_stages)
     else:
@@ -107,7 +107,7 @@ def _layout(
     refuse_run(trainer, module)
     refuse_sharded(module, PIPELINE)
     times = None
-    if options.split == "time" and (measured := profile.times.of_chain(find_chain(module, options.chain).paths)):
+    if options.split == "time" and (measured := profile.times.chain_times(find_chain(module, options.chain).paths)):
         times = measured.forward_nanoseconds
     layout = split_chain(module, options, _num_stages(module, options, job), times)
     try:
@@ -152,13 +152,13 @@ def _memory(
     memory = replicated_memory((p for p in sizes.parameters if layout.stage_of[p.name] in stages), job)
     memory["parameters"] += sizes.buffer_bytes  # every rank has all of them
     if profile.saved is not None:
-        of_block = [float(profile.saved.first_in(path)) for path in layout.chain.paths]
-        of_stage = {stage: sum(of_block[number] for number in layout.blocks_of(stage)) for stage in stages}
-        before, after = profile.saved.around(layout.chain.paths)
+        block_bytes = [float(profile.saved.bytes_saved_first_in(path)) for path in layout.chain.paths]
+        stage_bytes = {stage: sum(block_bytes[number] for number in layout.blocks_of(stage)) for stage in stages}
+        head_bytes, tail_bytes = profile.saved.bytes_around(layout.chain.paths)
         # gpipe computes the loss of the whole batch, the others of one micro-batch at a time.
-        of_loss = after if options.schedule == "gpipe" else after * len(stages) / (len(actions) / 2)
-        ends = before * (0 in stages) + of_loss * (layout.num_stages - 1 in stages)
-        memory["activations"] = ends + max_kept(actions, of_stage)
+        loss_bytes = tail_bytes if options.schedule == "gpipe" else tail_bytes * len(stages) / (len(actions) / 2)
+        ends = head_bytes * (0 in stages) + loss_bytes * (layout.num_stages - 1 in stages)
+        memory["activations"] = ends + max_kept(actions, stage_bytes)
     return memory
 
 
@@ -166,15 +166,15 @@ def _sent(
     layout: StageLayout, num_ranks: int, sizes: ModuleSizes, job: Job, inputs: dict[str, int], num_replicas: int
 ) -> dict[str, float]:
     """Return what the rank that sends the most sends: outputs on, gradients back, and gradients to its replicas."""
-    of_ranks = []
+    sent_by_rank = []
     entering = [inputs.get(layout.chain.path_of(begin), 0) for begin in layout.begins]  # the first may get it by name
     for rank in range(num_ranks):
         stages = set(range(rank, layout.num_stages, num_ranks))
-        own = [p for p in sizes.parameters if layout.stage_of[p.name] in stages and p.requires_grad]
-        gradients = sum(p.numel * job.itemsize(p) for p in own)
-        of_ranks.append({
+        parameters = [p for p in sizes.parameters if layout.stage_of[p.name] in stages and p.requires_grad]
+        gradients = sum(p.numel * job.itemsize(p) for p in parameters)
+        sent_by_rank.append({
             "stage outputs": float(sum(sum(entering[stage + 1 : stage + 2]) for stage in stages)),
             "stage gradients": float(sum(entering[stage] for stage in stages if stage)),
             "dense gradients": 2 * (num_replicas - 1) / num_replicas * gradients,
         })
-    return max(of_ranks, key=lambda sent: sum(sent.values()))
+    return max(sent_by_rank, key=lambda sent: sum(sent.values()))

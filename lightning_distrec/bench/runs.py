@@ -113,9 +113,11 @@ def failure_in(stderr: str, code: int) -> str:
     errors = re.findall(
         r"^\W*(?:\[?rank\W*\d+\]?:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$", stderr, re.MULTILINE
     )
-    ours = [text for name, text in errors if name.startswith("lightning_distrec.errors.") and "RankError" not in name]
-    if ours:
-        return str(ours[0])
+    package_errors = [
+        text for name, text in errors if name.startswith("lightning_distrec.errors.") and "RankError" not in name
+    ]
+    if package_errors:
+        return str(package_errors[0])
     if errors:
         return f"{errors[-1][0]}: {errors[-1][1]}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]

@@ -26,9 +26,9 @@ from lightning_distrec.callbacks.sent_bytes import (
     RARE_KINDS,
     RINGS,
     WITH_FUTURES,
+    classify_call,
     dtype_sent,
     exchanged_bytes,
-    kind_of,
     print_table,
     reduced_bytes,
     ring_bytes,
@@ -118,7 +118,7 @@ class Communication(Callback):
             return
         local = environ.get("LOCAL_WORLD_SIZE", "")
         self._ranks_on_node = int(local) if local.isdecimal() and int(local) else None
-        reducing = [ddp for ddp in ddps_of(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
+        reducing = [ddp for ddp in find_ddps(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
         self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in reducing]
         undo = ExitStack()
         undo.enter_context(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
@@ -193,7 +193,7 @@ class Communication(Callback):
             sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._ranks_on_node)
         else:
             sent, across = ring_bytes(name, arguments, ranks, self._ranks_on_node)
-        kind = kind_of(name, dtype_sent(arguments), caller)
+        kind = classify_call(name, dtype_sent(arguments), caller)
         self._count(kind, sent, across, calls=1)
         if self._evaluating:
             return None
@@ -238,19 +238,19 @@ class Communication(Callback):
     def _gather(self, trainer: Trainer) -> Tensor:
         """Collective. Return numbers per step, shape (ranks, 4, kinds): bytes, those across nodes, calls, seconds."""
         fit = self._fit
-        mine = [list(counts.values()) for counts in (fit.sent, fit.across_nodes, fit.calls, fit.seconds)]
-        numbers = torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
+        counts = [list(counts.values()) for counts in (fit.sent, fit.across_nodes, fit.calls, fit.seconds)]
+        numbers = torch.tensor(counts, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
         gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, numbers)
         return torch.stack(gathered).cpu()
 
 
-def ddps_of(trainer: Trainer) -> list[DistributedDataParallel]:
+def find_ddps(trainer: Trainer) -> list[DistributedDataParallel]:
     """Return every DistributedDataParallel of the strategy, including those around data-parallel tables."""
     model = trainer.strategy.model
-    found = [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    ddps = [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
     if setup is not None:
         for sharded in setup.shards.sharded.values():
-            found += ddp_of_data_parallel_tables(sharded)
-    return found
+            ddps += ddp_of_data_parallel_tables(sharded)
+    return ddps

@@ -15,10 +15,10 @@ from lightning_distrec.callbacks.rank_records import (
     RecordBoard,
     Totals,
     memory_of_rank,
-    numbers_of,
     print_summary,
+    rank_numbers,
     stragglers,
-    summary_of,
+    summarize_ranks,
 )
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
 from lightning_distrec.callbacks.throughput import count_samples
@@ -79,9 +79,9 @@ class RankMonitor(Clocked):
             return
         samples = count_samples(batch, self._samples_from, warn=not self._fit.steps) or 0
         step = self.clock.end()
-        by_span = seconds_by_span(step)
+        span_seconds = seconds_by_span(step)
         for totals in (self._latest, self._fit):
-            totals.add(step.seconds, step.cpu_seconds, samples, by_span)
+            totals.add(step.seconds, step.cpu_seconds, samples, span_seconds)
         if self._log_times.due(trainer):
             self._put(trainer, "latest")
             self._latest = Totals()
@@ -97,7 +97,7 @@ class RankMonitor(Clocked):
         self._put(trainer, "last")
         if trainer.is_global_zero:
             records = self._board.records("last", WAIT_SECONDS)
-            self.summary = summary_of(records, self._board.missing(records), self._share, {})
+            self.summary = summarize_ranks(records, self._board.missing(records), self._share, {})
             self._board.clear()
 
     @override
@@ -128,7 +128,7 @@ class RankMonitor(Clocked):
             self._board.put(RankRecord(trainer.global_rank, self._latest, self._fit, memory=memory), kind)
 
     def _log(self, trainer: Trainer, records: list[RankRecord]) -> None:
-        log(trainer, numbers_of(records))
+        log(trainer, rank_numbers(records))
         slow = [records[place].rank for place in stragglers([record.latest for record in records], self._share)]
         if new := sorted(set(slow) - self._named):
             self._named |= set(new)

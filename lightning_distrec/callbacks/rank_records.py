@@ -69,8 +69,8 @@ class RankRecord:
     @classmethod
     def read(cls, text: str | bytes) -> "RankRecord":
         """Return the record that `json` has written."""
-        given: dict[str, Any] = json.loads(text)
-        return cls(**{**given, "latest": Totals(**given["latest"]), "fit": Totals(**given["fit"])})
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "latest": Totals(**fields["latest"]), "fit": Totals(**fields["fit"])})
 
     def json(self) -> str:
         """Return the record as text."""
@@ -82,12 +82,12 @@ def memory_of_rank(device: torch.device) -> dict[str, int]:
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = {"process": resident, "process_peak": max(peak, resident)}
+    memory = {"process": resident, "process_peak": max(peak, resident)}
     if device.type == "cuda":
-        found["device_allocated"] = torch.cuda.memory_allocated(device)
-        found["device_reserved"] = torch.cuda.memory_reserved(device)
-        found["device_peak"] = torch.cuda.max_memory_allocated(device)
-    return found
+        memory["device_allocated"] = torch.cuda.memory_allocated(device)
+        memory["device_reserved"] = torch.cuda.memory_reserved(device)
+        memory["device_peak"] = torch.cuda.max_memory_allocated(device)
+    return memory
 
 
 class RecordBoard:
@@ -97,18 +97,18 @@ class RecordBoard:
         self._several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._num_ranks = dist.get_world_size() if self._several else 1
         self._name, self._rank = name, rank
-        self._own = ""
+        self._local_record = ""
 
     def put(self, record: RankRecord, kind: str) -> None:
         """Leave a record of a kind, in place of the one before."""
-        self._own = record.json()
+        self._local_record = record.json()
         if self._several:
-            default_store().set(self._key(kind, self._rank), self._own)
+            default_store().set(self._key(kind, self._rank), self._local_record)
 
     def records(self, kind: str, wait_seconds: float = 0.0) -> list[RankRecord]:
         """Return the records that are there, after at most `wait_seconds` until all are."""
         if not self._several:
-            return [RankRecord.read(self._own)]
+            return [RankRecord.read(self._local_record)]
         store, ranks = default_store(), range(self._num_ranks)
         deadline = time.monotonic() + wait_seconds
         while not store.check([self._key(kind, rank) for rank in ranks]) and time.monotonic() < deadline:
@@ -134,36 +134,36 @@ class RecordBoard:
 
 def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
     """Return the places of those whose own time is above the median by more than `share` of a step."""
-    own = [total.ms(total.own) for total in totals]
+    own_ms = [total.ms(total.own) for total in totals]
     step = mean(total.ms(total.seconds) for total in totals)
-    return [place for place, ms in enumerate(own) if ms - median(own) > share * step]
+    return [place for place, ms in enumerate(own_ms) if ms - median(own_ms) > share * step]
 
 
-def numbers_of(records: Sequence[RankRecord]) -> dict[str, float]:
+def rank_numbers(records: Sequence[RankRecord]) -> dict[str, float]:
     """Return name -> number for loggers, from the ranks' latest records."""
     latest = [record.latest for record in records]
-    own = [total.ms(total.own) for total in latest]
+    own_ms = [total.ms(total.own) for total in latest]
     series = {
         "step_ms": [total.ms(total.seconds) for total in latest],
-        "own_ms": own,
+        "own_ms": own_ms,
         "wait_ms": [total.ms(total.waited) for total in latest],
         "host_cpu_ms": [total.ms(total.cpu_seconds) for total in latest],
     }
     series |= {f"{name}_bytes": [float(record.memory[name]) for record in records] for name in records[0].memory}
     numbers = {f"ranks/{name}_max": max(values) for name, values in series.items()}
     numbers |= {f"ranks/{name}_mean": mean(values) for name, values in series.items()}
-    return numbers | {"ranks/slowest_rank": float(records[own.index(max(own))].rank)}
+    return numbers | {"ranks/slowest_rank": float(records[own_ms.index(max(own_ms))].rank)}
 
 
-def summary_of(
+def summarize_ranks(
     records: Sequence[RankRecord], missing: Sequence[int], share: float, sent: dict[str, float]
 ) -> dict[str, Any]:
     """Return the summary as plain values. sent: bytes per step by kind, the mean of all ranks; empty if not counted."""
     fits = [record.fit for record in records]
     seconds = max(fit.seconds for fit in fits)
-    own = [fit.ms(fit.own) for fit in fits]
+    own_ms = [fit.ms(fit.own) for fit in fits]
     spans = dict.fromkeys(name for fit in fits for name in fit.seconds_by_span)
-    where = {name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans}
+    span_ms = {name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans}
     step = mean(fit.ms(fit.seconds) for fit in fits)
     return {
         "ranks": len(records) + len(missing),
@@ -171,8 +171,8 @@ def summary_of(
         "steps": max(fit.steps for fit in fits),
         "samples_per_second": sum(fit.samples for fit in fits) / seconds if seconds else 0.0,
         "step_ms": step,
-        "ms_per_step": {**where, "other": step - sum(where.values())} if where else {},
-        "slowest_rank": records[own.index(max(own))].rank,
+        "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
+        "slowest_rank": records[own_ms.index(max(own_ms))].rank,
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
         "bytes_sent_per_step": sent,
         "by_rank": [
@@ -194,11 +194,11 @@ def summary_of(
 
 def print_summary(summary: dict[str, Any], max_ranks: int = 16, console: Console | None = None) -> None:
     """Print the summary; of more than `max_ranks` ranks, those with the largest own time."""
-    where = ", ".join(f"{name} {ms:.1f}" for name, ms in summary["ms_per_step"].items())
+    span_texts = ", ".join(f"{name} {ms:.1f}" for name, ms in summary["ms_per_step"].items())
     sent = sum(summary["bytes_sent_per_step"].values())
     lines = [
         f"{summary['samples_per_second']:,.0f} samples/s, {summary['step_ms']:.1f} ms per step",
-        *([f"ms per step, mean of ranks: {where}"] if where else []),
+        *([f"ms per step, mean of ranks: {span_texts}"] if span_texts else []),
         *([f"{format_bytes(sent)} sent per rank and step"] if sent else []),
         f"most time of its own: rank {summary['slowest_rank']}"
         + (f"; stragglers: rank {format_ranks(summary['stragglers'])}" if summary["stragglers"] else ""),

@@ -93,13 +93,12 @@ class ScaledLearningRate(Callback):
         self._log_times.start()
         tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         self._has_fused_tables = tables is not None and bool(tables.fused_tables)
-        of_tables = [] if tables is None else tables.table_optimizers  # which step with the first
+        table_optimizers = [] if tables is None else tables.table_optimizers  # which step with the first
         for index, optimizer in enumerate(trainer.optimizers):
-            at_once = [optimizer, *([] if index else of_tables)]
-            for each in at_once:
-                _check_has_rates(each)
+            stepping = [optimizer, *([] if index else table_optimizers)]
+            _check_have_rates(stepping)
             steps = self._steps[index] if index < len(self._steps) else 0
-            self._scaled.append(ScaledSteps(at_once, self.factor_at, steps))
+            self._scaled.append(ScaledSteps(stepping, self.factor_at, steps))
         self._steps_seen = sum(scaled.steps for scaled in self._scaled)
 
     @override
@@ -175,7 +174,7 @@ class ScaledSteps:
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()  # after a step that failed: optimizers call no hook then
         factor = self._factor_at(self.steps)
-        self._groups = [(group, group["lr"]) for each in self._optimizers for group in each.param_groups]
+        self._groups = [(group, group["lr"]) for member in self._optimizers for group in member.param_groups]
         self.used = [rate * factor for _, rate in self._groups]
         for (group, _), rate in zip(self._groups, self.used, strict=True):
             group["lr"] = rate
@@ -214,9 +213,10 @@ def named_rates(rates: list[list[float]]) -> dict[str, float]:
     return named
 
 
-def _check_has_rates(optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer) or any("lr" not in group for group in optimizer.param_groups):
-        raise UnsupportedError(
-            f"ScaledLearningRate: {type(optimizer).__name__} is not a torch.optim.Optimizer with a learning rate 'lr' "
-            "in each param group, so there is nothing to scale. Remove ScaledLearningRate."
-        )
+def _check_have_rates(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer) or any("lr" not in group for group in optimizer.param_groups):
+            raise UnsupportedError(
+                f"ScaledLearningRate: {type(optimizer).__name__} is not a torch.optim.Optimizer with a learning rate "
+                "'lr' in each param group, so there is nothing to scale. Remove ScaledLearningRate."
+            )

@@ -45,7 +45,7 @@ _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.
 """Modules that send rows and their gradients by other collectives too."""
 
 
-def kind_of(name: str, dtype: torch.dtype, caller: str) -> str:
+def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
     """Return the kind of a call. caller: the module that makes it, which identifies torchrec's calls and ours."""
     if caller.startswith("lightning_distrec.cluster."):
         return OTHER
@@ -104,17 +104,17 @@ def ring_bytes(
 
     Each rank sends chunks to the next one, so as many links cross nodes as there are nodes.
     """
-    others = len(ranks) - 1
+    num_others = len(ranks) - 1
     if name == "all_reduce":
-        sent = 2 * _bytes(arguments["tensor"]) * others / len(ranks)
+        sent = 2 * _bytes(arguments["tensor"]) * num_others / len(ranks)
     elif name == "broadcast":
-        sent = _bytes(arguments["tensor"]) * others / len(ranks)
+        sent = _bytes(arguments["tensor"]) * num_others / len(ranks)
     elif name == "reduce_scatter":
-        sent = sum(map(_bytes, arguments["input_list"])) * others / len(ranks)
+        sent = sum(map(_bytes, arguments["input_list"])) * num_others / len(ranks)
     elif name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        sent = _bytes(arguments["input"]) * others / len(ranks)
+        sent = _bytes(arguments["input"]) * num_others / len(ranks)
     else:
-        sent = _bytes(arguments["tensor" if name == "all_gather" else "input_tensor"]) * others
+        sent = _bytes(arguments["tensor" if name == "all_gather" else "input_tensor"]) * num_others
     return float(sent), float(sent) * _share_across_nodes(ranks, ranks_on_node)
 
 
@@ -161,27 +161,30 @@ def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console
         "computed.",
         caption_justify="left",
     )
-    of_nodes = ["across nodes"] if several_nodes else []
-    headings = ["kind", "mean", "max", "on rank", *of_nodes, "source", "calls", "ms", "MB/s"]
+    node_headings = ["across nodes"] if several_nodes else []
+    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", "calls", "ms", "MB/s"]
     for heading in headings:
         text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
     sent, across, calls, seconds = per_step.unbind(1)
     # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
     is_computed = [kind == DENSE_GRADIENTS and not calls[:, i].any() for i, kind in enumerate(KINDS)]
-    sources = ["computed" if of_kind else "counted" for of_kind in is_computed]
+    sources = ["computed" if computed else "counted" for computed in is_computed]
     times = [_times(*(float(numbers[:, i].mean()) for numbers in (sent, calls, seconds))) for i in range(len(KINDS))]
     columns = [(kind, sent[:, i], across[:, i], sources[i], times[i]) for i, kind in enumerate(KINDS)]
-    for kind, by_rank, away, source, of_time in [*columns, ("total", sent.sum(1), across.sum(1), "", ("", "", ""))]:
-        if kind in RARE_KINDS and not by_rank.any():
+    for kind, rank_bytes, away, source, time_texts in [
+        *columns,
+        ("total", sent.sum(1), across.sum(1), "", ("", "", "")),
+    ]:
+        if kind in RARE_KINDS and not rank_bytes.any():
             continue
         text.add_row(
             kind,
-            format_bytes(float(by_rank.mean())),
-            format_bytes(float(by_rank.max())),
-            str(int(by_rank.argmax())) if float(by_rank.max()) > float(by_rank.min()) else "all",
+            format_bytes(float(rank_bytes.mean())),
+            format_bytes(float(rank_bytes.max())),
+            str(int(rank_bytes.argmax())) if float(rank_bytes.max()) > float(rank_bytes.min()) else "all",
             *([format_bytes(float(away.mean()))] if several_nodes else []),
             source,
-            *of_time,
+            *time_texts,
         )
     (console or Console()).print(text)
 

@@ -80,9 +80,9 @@ class StageSchedule(Callback):
         self._unsubscribe()
         self._unsubscribe = None
         ranks: Any = trainer.strategy.ranks  # type: ignore[attr-defined]
-        work = [each for each in self._gathered(trainer.strategy.root_device) if each.rank < ranks.num_ranks]
-        microbatches = 1 + max(each.microbatch for each in work)
-        self.bubble = bubble_of(work, ranks.num_ranks)
+        work = [item for item in self._gathered(trainer.strategy.root_device) if item.rank < ranks.num_ranks]
+        microbatches = 1 + max(item.microbatch for item in work)
+        self.bubble = idle_share(work, ranks.num_ranks)
         self.ideal_bubble = trainer.strategy.ideal_idle_share(microbatches)  # type: ignore[attr-defined]
         if trainer.is_global_zero:
             title = (
@@ -90,7 +90,7 @@ class StageSchedule(Callback):
                 f"; ranks idle {self.bubble:.1%} of the time, ideal {self.ideal_bubble:.1%}"
             )
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(picture_of(work, title))
+            self._path.write_text(draw_schedule(work, title))
             rank_zero_info(f"StageSchedule: {title}. Drawn in {self._path}.")
 
     @override
@@ -107,17 +107,17 @@ class StageSchedule(Callback):
             if kind is not None:
                 stage, microbatch = map(int, span.name.split()[-2:])
                 rows.append([kind, stage, microbatch, span.begin - self._zero, span.end - self._zero])
-        mine = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5)
+        local_rows = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5)
         counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, torch.tensor([len(mine)], device=device))
+        dist.all_gather(counts, torch.tensor([len(local_rows)], device=device))
         padded = torch.zeros(int(max(counts)), 5, dtype=torch.float64, device=device)
-        padded[: len(mine)] = mine
+        padded[: len(local_rows)] = local_rows
         gathered = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(gathered, padded)
         return [
             Work(rank, int(kind), int(stage), int(microbatch), begin, end)
-            for rank, (of_rank, count) in enumerate(zip(gathered, counts, strict=True))
-            for kind, stage, microbatch, begin, end in of_rank[: int(count)].tolist()
+            for rank, (rank_rows, count) in enumerate(zip(gathered, counts, strict=True))
+            for kind, stage, microbatch, begin, end in rank_rows[: int(count)].tolist()
         ]
 
 
@@ -139,18 +139,18 @@ def align_clocks(device: torch.device, rounds: int = 5) -> float:
     return float(gathered[0][0]) + float((local - gathered[0]).median())
 
 
-def bubble_of(work: list[Work], num_ranks: int) -> float:
+def idle_share(work: list[Work], num_ranks: int) -> float:
     """Return the share of the ranks' time, from the first work to the last, in which they do none of it."""
-    seconds = max(each.end for each in work) - min(each.begin for each in work)
-    return 1.0 - sum(each.end - each.begin for each in work) / (seconds * num_ranks)
+    seconds = max(item.end for item in work) - min(item.begin for item in work)
+    return 1.0 - sum(item.end - item.begin for item in work) / (seconds * num_ranks)
 
 
-def picture_of(work: list[Work], title: str) -> str:
+def draw_schedule(work: list[Work], title: str) -> str:
     """Return an SVG: a row for each rank, from left to right what it computes."""
-    begin, end = min(each.begin for each in work), max(each.end for each in work)
+    begin, end = min(item.begin for item in work), max(item.end for item in work)
     scale = (WIDTH - LEFT - 10) / (end - begin)
-    rows = 1 + max(each.rank for each in work)
-    num_stages = 1 + max(each.stage for each in work)
+    rows = 1 + max(item.rank for item in work)
+    num_stages = 1 + max(item.stage for item in work)
     height = TOP + rows * ROW + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-size="12" font-family="Arial">',
@@ -160,18 +160,18 @@ def picture_of(work: list[Work], title: str) -> str:
         y = TOP + rank * ROW
         parts.append(f'<text x="10" y="{y + 19}">rank {rank}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 10}" height="{ROW - 6}" fill="#e9edf1"/>')
-    for each in work:
-        x, width = LEFT + (each.begin - begin) * scale, (each.end - each.begin) * scale
-        y, opacity = TOP + each.rank * ROW, 1.0 - 0.5 * (each.stage // rows) / max(1, num_stages // rows)
-        name = f"{KINDS[each.kind]}, stage {each.stage}, micro-batch {each.microbatch}"
-        milliseconds = 1000 * (each.end - each.begin)
+    for item in work:
+        x, width = LEFT + (item.begin - begin) * scale, (item.end - item.begin) * scale
+        y, opacity = TOP + item.rank * ROW, 1.0 - 0.5 * (item.stage // rows) / max(1, num_stages // rows)
+        name = f"{KINDS[item.kind]}, stage {item.stage}, micro-batch {item.microbatch}"
+        milliseconds = 1000 * (item.end - item.begin)
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 6}" fill="{COLORS[each.kind]}" '
+            f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 6}" fill="{COLORS[item.kind]}" '
             f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5">'
             f"<title>{name}: {milliseconds:.2f} ms</title></rect>"
         )
         if width > 14:
-            parts.append(f'<text x="{x + width / 2:.2f}" y="{y + 18}" text-anchor="middle">{each.microbatch}</text>')
+            parts.append(f'<text x="{x + width / 2:.2f}" y="{y + 18}" text-anchor="middle">{item.microbatch}</text>')
     y = TOP + rows * ROW + 8
     for i, (kind, color) in enumerate(zip(("forward", "backward", "loss"), COLORS, strict=True)):
         x = LEFT + 110 * i

@@ -119,25 +119,25 @@ def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
     """
     exclusive: list[Span] = []
     open_spans: list[Span] = []
-    now = 0.0
+    position = 0.0
 
     def until(moment: float) -> None:
-        """Assign the time from `now` on to the open spans, innermost first."""
-        nonlocal now
-        while open_spans and now < moment:
+        """Assign the time from `position` on to the open spans, innermost first."""
+        nonlocal position
+        while open_spans and position < moment:
             span = open_spans[-1]
             end = min(span.end, moment)
-            if end > now:
-                exclusive.append(Span(span.name, now, end))
-                now = end
+            if end > position:
+                exclusive.append(Span(span.name, position, end))
+                position = end
             if span.end <= moment:
                 open_spans.pop()
-        now = moment
+        position = moment
 
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         until(span.begin)
         open_spans.append(span)
-    until(max((s.end for s in open_spans), default=now))
+    until(max((s.end for s in open_spans), default=position))
     return exclusive
 
 

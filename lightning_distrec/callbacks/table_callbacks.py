@@ -113,13 +113,13 @@ class DynamicIds(Callback):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__()
         self._log_times = LogTimes("DynamicIds", every_n_steps)
-        self._before: dict[str, tuple[int, ...]] = {}
+        self._last_numbers: dict[str, tuple[int, ...]] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_times.start()
-        self._before = self._numbers(trainer)
-        if not self._before:
+        self._last_numbers = self._numbers(trainer)
+        if not self._last_numbers:
             rank_zero_warn(
                 "DynamicIds: no table maps ids to rows, so there is nothing to log. Use strategy='torchrec_sharded' "
                 "with tables={'<name>': {'ids': 'dynamic'}}, or remove the callback."
@@ -129,15 +129,15 @@ class DynamicIds(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._before or not self._log_times.due(trainer):
+        if not self._last_numbers or not self._log_times.due(trainer):
             return
         numbers, entry = self._numbers(trainer), {}
-        for table, (rows, taken, looked_up, shared, evicted) in numbers.items():
-            _, _, looked_up_before, shared_before, evicted_before = self._before[table]
-            entry[f"dynamic_ids/{table}/occupancy"] = taken / rows
+        for table, (rows, occupied, looked_up, shared, evicted) in numbers.items():
+            _, _, looked_up_before, shared_before, evicted_before = self._last_numbers[table]
+            entry[f"dynamic_ids/{table}/occupancy"] = occupied / rows
             entry[f"dynamic_ids/{table}/collisions"] = (shared - shared_before) / max(1, looked_up - looked_up_before)
             entry[f"dynamic_ids/{table}/evictions"] = float(evicted - evicted_before)
-        self._before = numbers
+        self._last_numbers = numbers
         log(trainer, entry)
 
     @staticmethod
@@ -164,10 +164,12 @@ class NormalizeRows(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        known = dict(pl_module.named_parameters(remove_duplicate=False))
+        parameters = dict(pl_module.named_parameters(remove_duplicate=False))
         for name in self._names:
-            if name not in known:
-                raise ConfigError(f"NormalizeRows: the module has no parameter '{name}'; it has {', '.join(known)}.")
+            if name not in parameters:
+                raise ConfigError(
+                    f"NormalizeRows: the module has no parameter '{name}'; it has {', '.join(parameters)}."
+                )
             if refuse := getattr(trainer.strategy, "refuse_to_scale", None):
                 refuse(name, self._max_norm)
 

@@ -119,26 +119,26 @@ def format_count(number: float) -> str:
     return f"{number:.{digits}f}{units[0]}"
 
 
-def count_samples(batch: Any, where: str | None = None, warn: bool = False) -> int | None:
+def count_samples(batch: Any, path: str | None = None, warn: bool = False) -> int | None:
     """Return the number of samples of a batch, or None if it is unknown.
 
     where: see `Throughput.samples_from`. warn: warn if the number is unknown or ambiguous.
     Raises ConfigError: the batch has nothing at `where`.
     """
-    found = batch if where is None else _at(batch, where)
-    leaves = list(_leaves(found))
+    value = batch if path is None else _at(batch, path)
+    leaves = list(_leaves(value))
     for leaf in leaves:
         if _is_keyed_jagged(leaf) and not leaf.variable_stride_per_key():
             return int(leaf.stride())
     sizes = [int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes and warn:
         rank_zero_warn(
-            f"Throughput: the batch ({_describe(found)}) contains no tensor, so samples per second are not measured. "
+            f"Throughput: the batch ({_describe(value)}) contains no tensor, so samples per second are not measured. "
             "Set samples_from to a tensor whose first dim is the number of samples."
         )
     if len(set(sizes)) > 1 and warn:
         rank_zero_warn(
-            f"Throughput: the tensors of the batch ({_describe(found)}) have different first dims, "
+            f"Throughput: the tensors of the batch ({_describe(value)}) have different first dims, "
             f"{sorted(set(sizes))}; {sizes[0]} is assumed to be the number of samples. Set samples_from to a tensor "
             "whose first dim is the number of samples."
         )
@@ -164,9 +164,9 @@ def _is_keyed_jagged(value: Any) -> bool:
     return hasattr(value, "stride_per_key")  # without importing torchrec, which other strategies do not load
 
 
-def _at(batch: Any, where: str) -> Any:
+def _at(batch: Any, path: str) -> Any:
     value = batch
-    for name in where.split("."):
+    for name in path.split("."):
         try:
             if isinstance(value, Mapping):
                 value = value[name]
@@ -177,7 +177,7 @@ def _at(batch: Any, where: str) -> Any:
         except (KeyError, IndexError, AttributeError):
             keys = [str(key) for key in value] if isinstance(value, Mapping) else []
             raise ConfigError(
-                f"Throughput: samples_from='{where}': there is no '{name}' in {_describe(value)}"
+                f"Throughput: samples_from='{path}': there is no '{name}' in {_describe(value)}"
                 f"{did_you_mean(name, keys)}"
             ) from None
     return value

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec._compat import hide_upstream_deprecations
-from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, options_of
+from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, read_options
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
@@ -46,7 +46,7 @@ def advise_on(options: Namespace) -> Advice:
         raise ConfigError("advise: this machine has no GPU to read the memory from. Set --device-memory 80GB.")
     memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
     job = Job(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
-    chosen = options_of(settings.strategy)
+    chosen = read_options(settings.strategy)
     if options.no_batch:
         profile = StepProfile(notes=("no batch was read (--no-batch)",))
     else:

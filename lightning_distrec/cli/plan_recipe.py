@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
-from lightning_distrec.advice.dry_module import dry_module, look_at_data, place_of, save_data, with_data
+from lightning_distrec.advice.dry_module import count_ids_in_data, dry_module, locate_error, save_data, with_data
 from lightning_distrec.advice.dry_run import DryRun, dry_run
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
@@ -112,7 +112,7 @@ def plan_ahead(given: Namespace) -> DryRun:
     )
     dry = dry_module(built.model, trainer, settings, job.device)
     if given.from_data is not None:
-        dry = with_data(dry, look_at_data(built.model, built.datamodule, given.from_data))
+        dry = with_data(dry, count_ids_in_data(built.model, built.datamodule, given.from_data))
     found = dry_run(dry, job, quick=given.quick)
     found = replace(found, assumed=[*of_strategy, *assumed, *found.assumed])
     if found.plan is not None and given.html is not None:
@@ -154,9 +154,9 @@ def _built(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> Any:
         return build_recipe(configs, builder)
     except Exception as error:
         cause = error  # below jsonargparse's own error, which lists all types that a value might have had
-        while isinstance(cause.__cause__, Exception) and not place_of(cause):
+        while isinstance(cause.__cause__, Exception) and not locate_error(cause):
             cause = cause.__cause__
-        if not (place := place_of(cause)):
+        if not (place := locate_error(cause)):
             raise
         raise ConfigError(
             f"plan: the module cannot be built on the meta device, where it takes no memory: {place}"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec import Communication
-from lightning_distrec.callbacks.sent_bytes import exchanged_bytes, kind_of
+from lightning_distrec.callbacks.sent_bytes import classify_call, exchanged_bytes
 from lightning_distrec.sharding.lookup import lookup_setup
 from tests.benchmarks.performance_contenders import ByHand, ByTrainer, Turn, our_strategy
 from tests.benchmarks.performance_model import Batches
@@ -35,7 +35,7 @@ def counting(actual: dict[str, float]) -> Iterator[None]:
     def counted(*inputs: Any, **options: Any) -> Any:
         arguments = dict(signature.bind(*inputs, **options).arguments)
         caller = inspect.currentframe().f_back.f_globals["__name__"]  # type: ignore[union-attr]
-        kind = kind_of("all_to_all_single", arguments["input"].dtype, caller)
+        kind = classify_call("all_to_all_single", arguments["input"].dtype, caller)
         actual[kind] += exchanged_bytes(arguments, [0, 1], dist.get_rank(), None)[0] / TURN.steps
         return send(*inputs, **options)
 

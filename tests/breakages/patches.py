@@ -788,8 +788,8 @@ BREAKAGES = (
     Breakage(
         "min-nodes",
         "lightning_distrec/advice",
-        r"while found is not None and found - \w+ > 1:",
-        "while found is not None and found - floor > 2:",
+        r"while possible is not None and possible - \w+ > 1:",
+        "while possible is not None and possible - floor > 2:",
         "`plan` asks for one node more than are needed.",
         ("unit/sharding/test_edge_search.py",),
     ),
@@ -1055,7 +1055,7 @@ BREAKAGES = (
     Breakage(
         "advise-forgets-the-loss",
         "lightning_distrec/strategies/stages",
-        r"loss=around \+ times\.after_backward",
+        r"loss=around \+ times\.tail_backward",
         "loss=0.0",
         "The estimate of idle time leaves out what others wait for while the last stage computes the loss.",
         ("unit/advice/test_idle_time.py",),

@@ -22,7 +22,7 @@ class BlockProfile:
     """Those whose first argument is the very output of the block before."""
 
 
-def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+def numbered_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return path -> block of all nn.Sequentials and nn.ModuleLists in a module."""
     return {
         f"{name}.{number}": block
@@ -33,16 +33,16 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def watch_blocks(module: nn.Module, found: BlockProfile) -> Iterator[None]:
+def watch_blocks(module: nn.Module, profile: BlockProfile) -> Iterator[None]:
     """Record what the blocks of a module get while they run inside."""
     outputs: dict[str, Any] = {}
 
-    def watch(path: str, before: str, block: nn.Module, hooks: ExitStack) -> None:
+    def watch(path: str, previous: str, block: nn.Module, hooks: ExitStack) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor):
-                found.input_bytes[path] = args[0].numel() * args[0].itemsize
-                if before in outputs and outputs[before] is args[0]:
-                    found.follows.add(path)
+                profile.input_bytes[path] = args[0].numel() * args[0].itemsize
+                if previous in outputs and outputs[previous] is args[0]:
+                    profile.follows.add(path)
 
         def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             outputs[path] = output
@@ -51,7 +51,7 @@ def watch_blocks(module: nn.Module, found: BlockProfile) -> Iterator[None]:
         hooks.callback(block.register_forward_hook(leave).remove)
 
     with ExitStack() as hooks:
-        for path, block in blocks_of(module).items():
+        for path, block in numbered_blocks(module).items():
             container, _, number = path.rpartition(".")
             watch(path, f"{container}.{int(number) - 1}", block, hooks)
         yield
@@ -81,19 +81,19 @@ class ChainTimes:
     forward: list[float]
     """Of each block."""
     backward: list[float]
-    before: float
+    head: float
     """The forward up to the first block."""
-    after: float
+    tail: float
     """The forward after the last one."""
-    after_backward: float
+    tail_backward: float
     """Its backward."""
 
     @property
     def forward_nanoseconds(self) -> list[int]:
         """Of each block: the first with what comes before the chain, the last with what comes after it."""
         times = [int(1e9 * seconds) for seconds in self.forward]
-        times[0] += int(1e9 * self.before)
-        times[-1] += int(1e9 * self.after)
+        times[0] += int(1e9 * self.head)
+        times[-1] += int(1e9 * self.tail)
         return times
 
 
@@ -104,9 +104,9 @@ class StepTimes:
         self.learns = learns
         self.rounds: list[BlockMoments] = []
 
-    def of_chain(self, paths: Sequence[str]) -> ChainTimes | None:
+    def chain_times(self, paths: Sequence[str]) -> ChainTimes | None:
         """Return the lowest times of a chain, by the paths of its blocks; None: they were not measured."""
-        measured = [times for moments in self.rounds if (times := self._of_chain(moments, paths)) is not None]
+        measured = [times for moments in self.rounds if (times := self._round_times(moments, paths)) is not None]
         if not measured:
             return None
         lowest = [min(times) for times in zip(*measured, strict=True)]
@@ -114,12 +114,12 @@ class StepTimes:
         return ChainTimes(
             forward=lowest[:num],
             backward=lowest[num : 2 * num],
-            before=lowest[-3],
-            after=lowest[-2],
-            after_backward=lowest[-1],
+            head=lowest[-3],
+            tail=lowest[-2],
+            tail_backward=lowest[-1],
         )
 
-    def _of_chain(self, moments: BlockMoments, paths: Sequence[str]) -> list[float] | None:
+    def _round_times(self, moments: BlockMoments, paths: Sequence[str]) -> list[float] | None:
         gradient = moments.gradient if self.learns else dict.fromkeys(paths, moments.end)
         if any(path not in moments.leave or path not in gradient for path in paths):
             return None
@@ -141,7 +141,7 @@ def time_steps(
     blocks: by path. forward: returns the loss, or a dict with it. learns: whether there is a backward.
     """
 
-    def now() -> float:
+    def read_clock() -> float:
         if module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
         return time.perf_counter()
@@ -152,16 +152,16 @@ def time_steps(
         moments = BlockMoments()
         if learns:
             module.zero_grad(set_to_none=True)
-        with _watched(blocks, moments, now):
-            moments.begin = now()
+        with _watched(blocks, moments, read_clock):
+            moments.begin = read_clock()
             result = forward()
-            moments.loss = moments.end = now()
+            moments.loss = moments.end = read_clock()
             if learns:
                 loss = result["loss"] if isinstance(result, dict) else result
                 if not isinstance(loss, Tensor):
                     return times
                 loss.backward()
-                moments.end = now()
+                moments.end = read_clock()
         is_late = time.perf_counter() - start > MAX_SECONDS
         if number or is_late:
             times.rounds.append(moments)
@@ -171,9 +171,9 @@ def time_steps(
 
 
 @contextmanager
-def _watched(blocks: Mapping[str, nn.Module], moments: BlockMoments, now: Callable[[], float]) -> Iterator[None]:
+def _watched(blocks: Mapping[str, nn.Module], moments: BlockMoments, read_clock: Callable[[], float]) -> Iterator[None]:
     def note(times: dict[str, float], path: str, *_: Any) -> None:
-        times[path] = now()
+        times[path] = read_clock()
 
     def leave(path: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         note(moments.leave, path)

@@ -64,8 +64,8 @@ class DenseOptions:
 
 def watched_layers(module: nn.Module, options: DenseOptions) -> dict[str, nn.Module]:
     """Return path -> layer of all that may compute again: those that repeat, and those of the options."""
-    found = dict(repeated_layers(module))
+    watched = dict(repeated_layers(module))
     for layers in (options.ddp_layers, options.fsdp_layers):
         with suppress(DistRecError):  # `measure_module` says why there are none
-            found |= layers(module)
-    return found
+            watched |= layers(module)
+    return watched

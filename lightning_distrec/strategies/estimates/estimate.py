@@ -47,8 +47,8 @@ class ShardedBytes:
                 learning = gathered if parameter.requires_grad else 0.0
                 gradients[parameter.block] = gradients.get(parameter.block, 0.0) + learning
         if self._ranks > 1:
-            of_root = weights.pop(None, 0.0) + gradients.pop(None, 0.0)
-            memory["gathered"] = of_root + self._max_gathered(weights, gradients)
+            root_bytes = weights.pop(None, 0.0) + gradients.pop(None, 0.0)
+            memory["gathered"] = root_bytes + self._max_gathered(weights, gradients)
         return memory
 
     def _max_gathered(self, weights: dict[int | None, float], gradients: dict[int | None, float]) -> float:
@@ -85,9 +85,9 @@ class ShardedBytes:
         }
 
     def _times(self, parameter: ParameterSize, last: int | None) -> int:
-        wanted = self._options.reshard_after_forward
+        reshard = self._options.reshard_after_forward
         is_in_block = parameter.block is not None
-        is_kept = is_in_block and (wanted is False or (wanted == "auto" and parameter.block == last))
+        is_kept = is_in_block and (reshard is False or (reshard == "auto" and parameter.block == last))
         return 1 if is_kept else 2
 
     def _gathered_itemsize(self, parameter: ParameterSize) -> int:
@@ -176,8 +176,10 @@ def estimate_strategies(
         shards = ShardedBytes(job)
         sent = None if rows is None else rows | shards.sent(dense)
         estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(shards.memory(dense), tables), sent=sent))
-    asked = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
-    return [_completed(estimate, sizes, profile, job, asked.get(estimate.strategy, False)) for estimate in estimates]
+    checkpointing = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
+    return [
+        _completed(estimate, sizes, profile, job, checkpointing.get(estimate.strategy, False)) for estimate in estimates
+    ]
 
 
 def dense_memory(sizes: ModuleSizes, job: Job, is_sharded: bool) -> dict[str, float]:
@@ -191,7 +193,7 @@ def _completed(
     estimate: Estimate, sizes: ModuleSizes, profile: StepProfile, job: Job, checkpointing: ActivationCheckpointing
 ) -> Estimate:
     """Return the estimate with buffers and activations, or with the reason why its strategy refuses the module."""
-    refused = next((why for strategy, why in sizes.refused.items() if estimate.strategy.startswith(strategy)), "")
+    refused = next((reason for strategy, reason in sizes.refused.items() if estimate.strategy.startswith(strategy)), "")
     if refused or estimate.refused:
         return Estimate(strategy=estimate.strategy, refused=refused or estimate.refused)
     memory = _added(estimate.memory, {"parameters": float(sizes.buffer_bytes)})
@@ -202,11 +204,11 @@ def _completed(
         if isinstance(checkpointing, str):
             target = target_bytes(checkpointing)
             if target is None:
-                others = sum(bytes_ for use, bytes_ in memory.items() if use != "activations")
-                target = int(MAX_MEMORY_SHARE * job.memory_bytes - others)
+                fixed = sum(bytes_ for use, bytes_ in memory.items() if use != "activations")
+                target = int(MAX_MEMORY_SHARE * job.memory_bytes - fixed)
             layers = profile.saved.last_that_fit(layers, target)
-        memory["activations"] = float(profile.saved.kept(layers))
-        memory["recomputed"] = float(max(map(profile.saved.of_layer, layers), default=0))
+        memory["activations"] = float(profile.saved.kept_bytes(layers))
+        memory["recomputed"] = float(max(map(profile.saved.layer_bytes, layers), default=0))
     return Estimate(strategy=estimate.strategy, memory=memory, sent=estimate.sent)
 
 
@@ -237,12 +239,12 @@ def _compression_memory(parameters: Iterable[ParameterSize], job: Job, options: 
     """Return what PowerSGD keeps: what it has left over, of all gradients, and the matrices that it sends."""
     if options.powersgd is None:
         return {}
-    kept = 0
+    state = 0
     for p in parameters:
         if p.requires_grad:
             sent = sent_numbers(_shape(p), options.powersgd.matrix_rank)
-            kept += job.itemsize(p) * (p.numel + (sent if sent < p.numel else 0))
-    return {"exchange": float(kept)}
+            state += job.itemsize(p) * (p.numel + (sent if sent < p.numel else 0))
+    return {"exchange": float(state)}
 
 
 def _ddp_sent(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions | None = None) -> dict[str, float]:
@@ -280,5 +282,5 @@ def _no_memory() -> dict[str, float]:
     return {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
 
 
-def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+def _added(memory: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: memory.get(name, 0.0) + other.get(name, 0.0) for name in {**memory, **other}}

@@ -171,7 +171,7 @@ def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes:
     """Return parameter's id -> number of elements in its optimizer state."""
     if optimizers is None:
         return {id(p): UNKNOWN_TENSORS * p.numel() for p in measured.parameters() if p.requires_grad}
-    found: dict[int, int] = {}
+    state_numel: dict[int, int] = {}
     unknown: dict[str, None] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -182,11 +182,11 @@ def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes:
                 if numel is None:
                     unknown[type(optimizer).__name__] = None
                     numel = UNKNOWN_TENSORS * parameter.numel()
-                found[id(parameter)] = found.get(id(parameter), 0) + numel
+                state_numel[id(parameter)] = state_numel.get(id(parameter), 0) + numel
     if unknown:
         kinds = shortened(list(unknown), 3)
         sizes.notes.append(f"the state of {kinds} is unknown: {UNKNOWN_TENSORS} tensors are assumed for each parameter")
-    return found
+    return state_numel
 
 
 def _measure_tables(
@@ -203,14 +203,14 @@ def _measure_tables(
     except DistRecError as error:
         sizes.refused["torchrec_sharded"] = str(error)
         return
-    by_id = {id(p): size for (_, p), size in zip(measured.named_parameters(), sizes.parameters, strict=True)}
+    sizes_by_id = {id(p): size for (_, p), size in zip(measured.named_parameters(), sizes.parameters, strict=True)}
     for table in tables:
         weight: Tensor = table.parameter
         sizes.tables.append(
             TableSize(
                 name=table.full_name,
                 path=table.collection,
-                weight=by_id[id(weight)],
+                weight=sizes_by_id[id(weight)],
                 dim=table.config.embedding_dim,
                 features=tuple(table.config.feature_names),
                 has_dense_gradient=has_dense_gradient[table.full_name],
@@ -274,8 +274,8 @@ def dense_bytes(
     shares: number of ranks that share them, 1 where they are replicated. An optimizer of an unknown class counts as
     Adam.
     """
-    of_tables = {id(table.parameter) for table in tables}
-    dense = {id(p): p for p in module.parameters() if id(p) not in of_tables}
+    table_ids = {id(table.parameter) for table in tables}
+    dense = {id(p): p for p in module.parameters() if id(p) not in table_ids}
     itemsize = {key: TRUE_ITEMSIZE.get(precision, p.itemsize) for key, p in dense.items()}
     total = sum(p.numel() * itemsize[key] * (2 if p.requires_grad else 1) for key, p in dense.items())
     for optimizer in optimizers:

@@ -16,7 +16,7 @@ from lightning_distrec.sharding.proxies import FEATURE
 from lightning_distrec.strategies.estimates.block_profile import (
     BlockProfile,
     StepTimes,
-    blocks_of,
+    numbered_blocks,
     time_steps,
     watch_blocks,
 )
@@ -37,46 +37,44 @@ class SavedActivations:
     running: list[str] = field(default_factory=list)
     """The watched layers whose forward runs at the moment."""
 
-    def kept(self, recomputed: Collection[str] = ()) -> int:
+    def kept_bytes(self, recomputed: Collection[str] = ()) -> int:
         """Return the bytes that stay for backward, where the layers at these paths keep their inputs alone."""
-        again = set(recomputed)
-        kept = {
+        recomputed_set = set(recomputed)
+        stored = {
             key: self.bytes_of[key]
             for key, savers in self.savers.items()
-            if any(again.isdisjoint(running) for running in savers)
+            if any(recomputed_set.isdisjoint(running) for running in savers)
         }
-        for path in again:
-            kept |= self.inputs.get(path, {})
-        return sum(kept.values())
+        for path in recomputed_set:
+            stored |= self.inputs.get(path, {})
+        return sum(stored.values())
 
-    def of_layer(self, path: str) -> int:
+    def layer_bytes(self, path: str) -> int:
         """Return the bytes that a layer's forward keeps beside its inputs."""
         inputs = self.inputs.get(path, {})
         savers = self.savers.items()
         return sum(
-            self.bytes_of[key]
-            for key, of_storage in savers
-            if key not in inputs and any(path in running for running in of_storage)
+            self.bytes_of[key] for key, runs in savers if key not in inputs and any(path in running for running in runs)
         )
 
-    def first_in(self, path: str) -> int:
+    def bytes_saved_first_in(self, path: str) -> int:
         """Return the bytes that are saved in a layer before anywhere else."""
         return sum(self.bytes_of[key] for key, savers in self.savers.items() if path in savers[0])
 
-    def around(self, paths: Collection[str]) -> tuple[int, int]:
+    def bytes_around(self, paths: Collection[str]) -> tuple[int, int]:
         """Return the bytes that are saved outside of these layers, before the last of them and after it."""
-        before = after = 0
+        head = tail = 0
         for key, savers in self.savers.items():  # in the order in which they are saved
             if not savers[0].isdisjoint(paths):
-                before, after = before + after, 0
+                head, tail = head + tail, 0
             else:
-                after += self.bytes_of[key]
-        return before, after
+                tail += self.bytes_of[key]
+        return head, tail
 
     def last_that_fit(self, paths: list[str], target: int) -> list[str]:
         """Return the layers that are left to compute again where as many of the last ones keep theirs as fit."""
         for number in range(len(paths) + 1):
-            if self.kept(paths[:number]) <= target:
+            if self.kept_bytes(paths[:number]) <= target:
                 return paths[:number]
         return paths
 
@@ -84,24 +82,24 @@ class SavedActivations:
 @contextmanager
 def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator[SavedActivations]:
     """Count what autograd saves inside of the context. watched: path -> submodule whose share is asked for later."""
-    found = SavedActivations()
-    own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+    activations = SavedActivations()
+    parameter_storages = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in own:
-            found.bytes_of[key] = tensor.untyped_storage().nbytes()
-            found.savers.setdefault(key, []).append(frozenset(found.running))
+        if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in parameter_storages:
+            activations.bytes_of[key] = tensor.untyped_storage().nbytes()
+            activations.savers.setdefault(key, []).append(frozenset(activations.running))
         return tensor
 
     def watch(path: str, layer: nn.Module, hooks: ExitStack) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.running.append(path)
+            activations.running.append(path)
             tensors = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            found.inputs[path] = {key: size for key, size in storages.items() if key not in own}
+            activations.inputs[path] = {key: size for key, size in storages.items() if key not in parameter_storages}
 
         def leave(*_: Any) -> None:
-            found.running.remove(path)
+            activations.running.remove(path)
 
         hooks.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
         hooks.callback(layer.register_forward_hook(leave).remove)
@@ -109,7 +107,7 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
     with ExitStack() as hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for path, layer in watched.items():
             watch(path, layer, hooks)
-        yield found
+        yield activations
 
 
 @dataclass(frozen=True)
@@ -165,20 +163,20 @@ def profile_step(
         with (
             _count_lookups(module, lookups, batch_sizes),
             watch_blocks(module, blocks),
-            count_saved(module, {**blocks_of(module), **layers}) as saved,
+            count_saved(module, {**numbered_blocks(module), **layers}) as saved,
             autocast,
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # self.log without a Trainer
             loss = module.training_step(batch, 0)
             loss = loss["loss"] if isinstance(loss, dict) else loss
-            activation_bytes = saved.kept()
+            activation_bytes = saved.kept_bytes()
             if isinstance(loss, Tensor):
                 loss.backward()
         if takes_times:
             with autocast, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                times = time_steps(module, blocks_of(module), lambda: module.training_step(batch, 0))
+                times = time_steps(module, numbered_blocks(module), lambda: module.training_step(batch, 0))
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         note = f"activations are left out: training_step failed on a batch without a Trainer ({reason})"

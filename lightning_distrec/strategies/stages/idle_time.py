@@ -34,11 +34,11 @@ def times_of_stages(times: ChainTimes, begins: Sequence[int], num: int, schedule
     forward = [sum(times.forward[begin:end]) / num for begin, end in zip(begins, ends, strict=True)]
     backward = [sum(times.backward[begin:end]) / num for begin, end in zip(begins, ends, strict=True)]
     # The last stage runs the step from its beginning, with the chain's output in it.
-    around = times.before + times.after
+    around = times.head + times.tail
     if schedule == "gpipe":
-        return StageTimes(forward=forward, backward=backward, loss=around + times.after_backward)
+        return StageTimes(forward=forward, backward=backward, loss=around + times.tail_backward)
     forward[-1] += around / num
-    backward[-1] += times.after_backward / num
+    backward[-1] += times.tail_backward / num
     return StageTimes(forward=forward, backward=backward)
 
 

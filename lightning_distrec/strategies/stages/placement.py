@@ -124,7 +124,7 @@ def _measured(
     was_training = module.training
     try:
         module.to(device).train()
-        batch = moved(trainer, module, batch, device)
+        batch = move_batch(trainer, module, batch, device)
         with torch.no_grad(), log.recorded(), log.metrics_unchanged():
             steps = time_steps(module, blocks, lambda: _step(module, batch), learns=False)
     except Exception as error:  # of the user's step; training meets it again
@@ -136,7 +136,7 @@ def _measured(
         module.train(was_training)
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
-    times = steps.of_chain(chain.paths)
+    times = steps.chain_times(chain.paths)
     if times is None:
         raise ConfigError(
             f"split='time': training_step does not call every block of '{chain.path}'. Set split='parameters'."
@@ -238,25 +238,25 @@ def _restore_buffers(module: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 def first_batch(trainer: Trainer) -> tuple[Any, str]:
     """Return the first batch of the first loader that can be looked at, or None and why there is none."""
-    why = "there are no batches to train on"
+    obstacle = "there are no batches to train on"
     for loader in loaders_in(train_dataloaders(trainer)):
         if reason := why_not(loader):
-            why = reason
+            obstacle = reason
             continue
         with closing(first_batches(loader, 1)) as batches:
             for batch in batches:
                 return batch, ""
-    return None, why
+    return None, obstacle
 
 
-def moved(trainer: Trainer, module: LightningModule, batch: Any, device: torch.device) -> Any:
+def move_batch(trainer: Trainer, module: LightningModule, batch: Any, device: torch.device) -> Any:
     """Return the batch on the device, passed through the user's hooks as the Trainer does."""
     data = getattr(trainer, "datamodule", None)
-    for hook, more in (
+    for hook, arguments in (
         ("on_before_batch_transfer", ()),
         ("transfer_batch_to_device", (device,)),
         ("on_after_batch_transfer", ()),
     ):
         holder = data if data is not None and is_overridden(hook, data) else module
-        batch = getattr(holder, hook)(batch, *more, 0)
+        batch = getattr(holder, hook)(batch, *arguments, 0)
     return batch

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication, PipelineParallelStrategy, TorchRecShardedStrategy
 from lightning_distrec.absent_tensors import AbsentTensor
-from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, options_of
+from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, read_options
 from lightning_distrec.callbacks.sent_bytes import OTHER, STAGE_GRADIENTS, STAGE_OUTPUTS
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate
@@ -117,7 +117,7 @@ OF_FOUR: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 def _chosen(strategy: str, options: dict[str, Any]) -> ChosenOptions:
     """Return options as those of a YAML."""
     kind = f"lightning_distrec.{type(StrategyRegistry.get(strategy)).__name__}"
-    return options_of(SimpleNamespace(class_path=kind, init_args=SimpleNamespace(**options)))
+    return read_options(SimpleNamespace(class_path=kind, init_args=SimpleNamespace(**options)))
 
 
 def _advice(

@@ -31,14 +31,14 @@ def row(advice: Advice, strategy: str) -> Estimate:
 
 def test_a_module_that_fits_trains_by_ddp() -> None:
     advice = of(Wide())
-    assert advice.chosen == "ddp_tuned"
+    assert advice.strategy == "ddp_tuned"
     assert advice.reason == "the replicated module needs 49.2 MiB, which is within 80% of a rank's 953.7 MiB"
     assert [row.strategy for row in advice.estimates] == ["ddp_tuned", "fsdp_tuned", "pipeline_parallel"]
 
 
 def test_a_module_that_does_not_fit_is_sharded_by_fsdp() -> None:
     advice = of(Wide(), memory_bytes=60 * 10**6)
-    assert advice.chosen == "fsdp_tuned"
+    assert advice.strategy == "fsdp_tuned"
     assert advice.reason == (
         "the replicated module needs 49.2 MiB, more than 80% of a rank's 57.2 MiB; sharded over 4 ranks it needs 20.9 "
         "MiB"
@@ -49,7 +49,7 @@ def test_a_module_that_does_not_fit_is_sharded_by_fsdp() -> None:
 def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
     for module in (WithTable(), WithBags()):
         advice = of(module)
-        assert advice.chosen == "torchrec_sharded"
+        assert advice.strategy == "torchrec_sharded"
         assert "table" in advice.reason
     assert advice.reason == (
         "2 tables, including bags.many of 120,000 rows, take 100% of the memory of parameters and optimizer state, "
@@ -64,18 +64,18 @@ def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
 def test_layers_other_than_tables_are_sharded_where_they_do_not_fit() -> None:
     module = WithTable()
     module.more = nn.Linear(1000, 1000)
-    assert of(module).chosen == "torchrec_sharded"
+    assert of(module).strategy == "torchrec_sharded"
     advice = of(module, memory_bytes=25 * 10**6)
-    assert advice.chosen == "torchrec_sharded with dense: fsdp"
+    assert advice.strategy == "torchrec_sharded with dense: fsdp"
     assert "; with the other layers replicated, a rank needs " in advice.reason
-    assert row(advice, "torchrec_sharded").total > 20 * 10**6 >= row(advice, advice.chosen).total
+    assert row(advice, "torchrec_sharded").total > 20 * 10**6 >= row(advice, advice.strategy).total
 
 
 def test_tables_that_are_less_than_half_of_the_module_do_not_decide() -> None:
     module = WithTable()
     module.more = nn.Linear(2000, 2000)
     advice = of(module)
-    assert advice.chosen == "ddp_tuned"
+    assert advice.strategy == "ddp_tuned"
     assert row(advice, "torchrec_sharded").total < row(advice, "ddp_tuned").total
 
 
@@ -165,7 +165,7 @@ def test_refusals_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fsdp_tuned refuses the module: 'users' has sparse gradients" in capsys.readouterr().out
     advice = of(WithTable("Adafactor"))
     assert "Adafactor is not known to give the same numbers on a part" in row(advice, "torchrec_sharded").refused
-    assert advice.chosen == "ddp_tuned"
+    assert advice.strategy == "ddp_tuned"
 
 
 def test_a_gradient_that_is_kept_because_of_clipping_counts() -> None:
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_marked(memory_bytes: int, shown: str, capsys: pyte
     print_advice(advice, Console(width=160))
     lines = capsys.readouterr().out.splitlines()
     assert shown in next(line for line in lines if "ddp_tuned " in line)
-    assert any(line.startswith(f"strategy: {advice.chosen}, because ") for line in lines)
+    assert any(line.startswith(f"strategy: {advice.strategy}, because ") for line in lines)
     assert as_json(advice)["strategies"][0]["fits"] == (shown == "fits")
 
 
@@ -268,7 +268,7 @@ def test_a_first_block_may_get_its_input_by_name() -> None:
 
 def test_stages_are_advised_where_only_they_fit() -> None:
     advice = of(Chained(), memory_bytes=int(1.3 * row(of(Chained()), "pipeline_parallel").total))
-    assert advice.chosen == "pipeline_parallel", advice.reason
+    assert advice.strategy == "pipeline_parallel", advice.reason
     assert "; the fullest stage needs " in advice.reason
 
 
@@ -284,7 +284,7 @@ def test_why_there_are_no_stages() -> None:
 def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
     advice = of(Wide(), StepProfile(batch_size=8, activation_bytes=10**9), num_ranks=5)
     assert "cannot be split into 5 stages" in row(advice, "pipeline_parallel").refused
-    assert advice.chosen == "fsdp_tuned"
+    assert advice.strategy == "fsdp_tuned"
     assert advice.reason.endswith(
         "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: auto)"
     )

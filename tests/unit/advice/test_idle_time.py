@@ -27,7 +27,7 @@ def test_equal_stages_idle_as_the_formula_says(schedule: Any, num_ranks: int, nu
 
 
 def test_a_loss_of_the_whole_batch_lets_the_other_rank_wait() -> None:
-    chain = ChainTimes(forward=[4.0, 4.0], backward=[8.0, 8.0], before=1.0, after=2.0, after_backward=3.0)
+    chain = ChainTimes(forward=[4.0, 4.0], backward=[8.0, 8.0], head=1.0, tail=2.0, tail_backward=3.0)
     times = times_of_stages(chain, (0, 1), 4, "gpipe")
     assert (times.forward, times.backward, times.loss) == ([1.0, 1.0], [2.0, 2.0], 6.0)
     assert idle_share(times, 2, 4, "gpipe") == pytest.approx(1 - (24 + 6) / (2 * (15 + 6)))

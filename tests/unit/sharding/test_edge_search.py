@@ -16,19 +16,19 @@ def _below(limit: int) -> EdgeSearch:
 @pytest.mark.parametrize("start", [1, 512, 600])
 def test_the_largest_number_is_found_to_within_a_hundredth(limit: int, start: int) -> None:
     edge = _below(limit).largest(start, 2**20)
-    assert edge.found is not None
-    assert edge.beyond is not None
-    assert edge.found <= limit < edge.beyond
-    assert edge.beyond - edge.found <= max(1, edge.found // FINENESS)
-    assert (edge.why, edge.stopped) == (f"{edge.beyond} is too much", "")
+    assert edge.possible is not None
+    assert edge.impossible is not None
+    assert edge.possible <= limit < edge.impossible
+    assert edge.impossible - edge.possible <= max(1, edge.possible // FINENESS)
+    assert (edge.reason, edge.stopped) == (f"{edge.impossible} is too much", "")
     assert edge.tries <= 30
 
 
 def test_where_nothing_is_too_much_or_all_is_the_search_ends() -> None:
     most = _below(2**30).largest(512, 1000)
-    assert (most.found, most.beyond, most.why) == (1000, None, "")
+    assert (most.possible, most.impossible, most.reason) == (1000, None, "")
     none = _below(0).largest(512, 1000)
-    assert (none.found, none.beyond, none.why) == (None, 1, "1 is too much")
+    assert (none.possible, none.impossible, none.reason) == (None, 1, "1 is too much")
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 31, 33, 64, 100])
@@ -40,14 +40,14 @@ def test_the_smallest_number_is_found_exactly(limit: int, known: int, least: int
     )
     edge = search.smallest(least, 100)
     lowest = max(limit, least) if known < limit else min(known, max(limit, least))
-    assert edge.found == lowest
-    assert edge.beyond is None or edge.beyond < lowest
+    assert edge.possible == lowest
+    assert edge.impossible is None or edge.impossible < lowest
     assert edge.tries <= 14
 
 
 def test_where_no_number_will_do_none_is_found() -> None:
     edge = EdgeSearch(lambda n: f"{n} is too few", {4: "4 is too few"}, 60.0, 0.0).smallest(1, 100)
-    assert (edge.found, edge.beyond, edge.why, edge.stopped) == (None, 100, "100 is too few", "")
+    assert (edge.possible, edge.impossible, edge.reason, edge.stopped) == (None, 100, "100 is too few", "")
 
 
 def test_a_search_ends_before_the_try_that_would_be_too_late_and_reports_it() -> None:
@@ -56,9 +56,9 @@ def test_a_search_ends_before_the_try_that_would_be_too_late_and_reports_it() ->
         return ""
 
     edge = EdgeSearch(slow, {4: ""}, 0.12, 0.05).largest(4, 2**20)
-    assert edge.found in (8, 16)
-    assert edge.beyond is None
+    assert edge.possible in (8, 16)
+    assert edge.impossible is None
     assert edge.stopped == "the next plan would have exceeded 0.12 s"
     skipped = EdgeSearch(slow, {64: ""}, 60.0, 61.0).smallest(1, 100)
-    assert (skipped.found, skipped.tries) == (64, 0)
+    assert (skipped.possible, skipped.tries) == (64, 0)
     assert skipped.stopped == "the next plan would have exceeded 60 s"
