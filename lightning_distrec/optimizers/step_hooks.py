@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -38,27 +39,27 @@ def register_update_pre_hook(optimizer: Optimizer, action: Callable[[], None]) -
 
 
 def step_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Let `own` step after each step of `optimizer`; returns an undo.
+    """Let the tables' optimizers step after each step of `optimizer`; returns an undo.
 
     With `zero_with`, everything that decides about the user's step decides about theirs: accumulation, the module's
     optimizer_step and optimizer_zero_grad, a loss scaler that skips a step, manual optimization.
     """
 
-    def stepped(*_: Any) -> None:
-        for other in table_optimizers:
-            other.step()
+    def step_tables(*_: Any) -> None:
+        for table_optimizer in table_optimizers:
+            table_optimizer.step()
 
-    return optimizer.register_step_post_hook(stepped).remove
+    return optimizer.register_step_post_hook(step_tables).remove
 
 
 def zero_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Let `own` forget gradients when `optimizer`, or Lightning's wrapper around it, does; returns an undo."""
+    """Let the tables' optimizers forget gradients when `optimizer`, or Lightning's wrapper, does; returns an undo."""
 
-    def zero_own(set_to_none: bool) -> None:
-        for other in table_optimizers:
-            other.zero_grad(set_to_none=set_to_none)
+    def zero_tables(set_to_none: bool) -> None:
+        for table_optimizer in table_optimizers:
+            table_optimizer.zero_grad(set_to_none=set_to_none)
 
-    return before_zero_grad(optimizer, zero_own)
+    return before_zero_grad(optimizer, zero_tables)
 
 
 def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Callable[[], None]:
@@ -70,29 +71,12 @@ def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Ca
         zero_grad(set_to_none=set_to_none)
 
     optimizer.zero_grad = with_action  # type: ignore[method-assign]  # on the instance: torch has no hook for it
-
-    def undo() -> None:
-        optimizer.__dict__.pop("zero_grad", None)
-
-    return undo
+    return lambda: optimizer.__dict__.pop("zero_grad", None)
 
 
 def collect_parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return all parameters of the optimizers."""
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@contextmanager
-def with_parameters(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Inside of the context the optimizer has one param group more, with `parameters`."""
-    if not parameters:
-        yield
-        return
-    optimizer.param_groups.append({"params": parameters})
-    try:
-        yield
-    finally:
-        optimizer.param_groups.pop()
 
 
 class AddedTables:
@@ -125,47 +109,49 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     groups as they were made. Raises UnsupportedError: the step computes something over a group, which would differ when
     split.
     """
-    groups: list[Any] = []
-    split_groups: list[list[dict[str, Any]]] = []
+    whole_groups: list[dict[str, Any]] | None = None  # while the optimizer has the split ones
+    parts: list[list[dict[str, Any]]] = []
 
     def split() -> None:
-        split_groups[:] = [_by_kind(group) for group in optimizer.param_groups]
-        if any(len(parts) > 1 for parts in split_groups):
-            groups[:] = [optimizer.param_groups]
-            optimizer.param_groups = [one_kind for parts in split_groups for one_kind in parts]
+        nonlocal whole_groups, parts
+        parts = [_split_by_kind(group) for group in optimizer.param_groups]
+        if any(len(group_parts) > 1 for group_parts in parts):
+            whole_groups, optimizer.param_groups = optimizer.param_groups, list(chain.from_iterable(parts))
 
-    def after(*_: Any) -> None:
-        if groups:
-            optimizer.param_groups = groups.pop()
-            _copy_changes(optimizer, split_groups)
+    def restore() -> bool:
+        nonlocal whole_groups
+        if was_split := whole_groups is not None:
+            optimizer.param_groups, whole_groups = whole_groups, None
+        return was_split
 
-    handles = register_update_pre_hook(optimizer, split), optimizer.register_step_post_hook(after)
+    def join(*_: Any) -> None:
+        if restore():
+            _copy_changes(optimizer, parts)
+
+    handles = register_update_pre_hook(optimizer, split), optimizer.register_step_post_hook(join)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        if groups:
-            optimizer.param_groups = groups.pop()
+        restore()
 
 
-def _copy_changes(optimizer: Optimizer, split_groups: list[list[dict[str, Any]]]) -> None:
+def _copy_changes(optimizer: Optimizer, parts: list[list[dict[str, Any]]]) -> None:
     """Copy what a step has changed in split groups to the groups that they were made of."""
-    for group, parts in zip(optimizer.param_groups, split_groups, strict=True):
-        for key in [key for key in parts[0] if key != "params"]:
-            if any(other[key] is not parts[0][key] and other[key] != parts[0][key] for other in parts):
+    for group, (first, *further) in zip(optimizer.param_groups, parts, strict=True):
+        for key in first.keys() - {"params"}:
+            if any(part[key] is not first[key] and part[key] != first[key] for part in further):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} computes '{key}' over all parameters of a group, of which some are "
                     "sharded and some are not, so that they cannot be stepped at once. Give those that are not sharded "
                     "an optimizer, or a param group, of their own."
                 )
-            group[key] = parts[0][key]
+            group[key] = first[key]
 
 
-def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
     kinds: tuple[list[Any], list[Any]] = ([], [])
     for parameter in group["params"]:
         kinds[isinstance(parameter, DTensor)].append(parameter)
-    if not all(kinds):
-        return [group]
-    return [{**group, "params": parameters} for parameters in kinds]
+    return [{**group, "params": parameters} for parameters in kinds] if all(kinds) else [group]

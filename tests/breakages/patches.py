@@ -828,7 +828,7 @@ BREAKAGES = (
     Breakage(
         "own-optimizer-not-zeroed",
         "lightning_distrec/optimizers",
-        r"other\.zero_grad\(set_to_none=set_to_none\)",
+        r"table_optimizer\.zero_grad\(set_to_none=set_to_none\)",
         "pass",
         "Gradients of tables with table_optimizer pile up over steps.",
         ("multiprocess/optimizers/test_table_optimizer.py",),

@@ -17,10 +17,11 @@ from typing_extensions import override
 from lightning_distrec._compat.lightning import unscales_in_step
 from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import watch_total_norm
-from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
-from lightning_distrec.optimizers.step_hooks import collect_parameters, with_parameters
+from lightning_distrec.optimizers.step_hooks import collect_parameters
 from lightning_distrec.optimizers.updates_in_backward import refuse_clip
+from lightning_distrec.option_values import check_choice
 
 OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
     "32-true": None,
@@ -40,12 +41,9 @@ def use_matmul_precision(precision: MatmulPrecision | None) -> None:
 
     Raises ConfigError: the value is unknown.
     """
-    if precision is None:
-        return
-    if precision not in get_args(MatmulPrecision):
-        names = ", ".join(map(repr, get_args(MatmulPrecision)))
-        raise ConfigError(f"float32_matmul_precision={precision!r} is not known. Use one of {names}.")
-    torch.set_float32_matmul_precision(precision)
+    if precision is not None:
+        check_choice("float32_matmul_precision", precision, get_args(MatmulPrecision))
+        torch.set_float32_matmul_precision(precision)
 
 
 def output_dtype(precision: str) -> torch.dtype | None:
@@ -65,7 +63,7 @@ class _JointScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with with_parameters(optimizer, collect_parameters(self.joint_optimizers)), _local_gradients(optimizer):
+        with _joint_gradients(optimizer, self.joint_optimizers):
             super().unscale_(optimizer)
 
 
@@ -77,16 +75,17 @@ class _Local:
 
 
 @contextmanager
-def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Inside of the context an optimizer's DTensors are their shards: torch's kernel takes no lists of both kinds."""
-    params_by_group = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [_Local(p.grad.to_local()) if isinstance(p.grad, DTensor) else p for p in group["params"]]
+def _joint_gradients(optimizer: Optimizer, joint_optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Inside of the context an optimizer has the parameters of the others too, and shards in the place of DTensors."""
+    groups = optimizer.param_groups
+    parameters = collect_parameters([optimizer, *joint_optimizers])
+    # One list of plain tensors: torch's kernel takes none of both kinds.
+    local = [_Local(p.grad.to_local()) if isinstance(p.grad, DTensor) else p for p in parameters]
+    optimizer.param_groups = [{"params": local}]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, params_by_group, strict=True):
-            group["params"] = parameters
+        optimizer.param_groups = groups
 
 
 def skip_overflows_on_all_ranks(
@@ -94,7 +93,7 @@ def skip_overflows_on_all_ranks(
 ) -> Callable[[], None]:
     """Let all ranks skip a step when the gradients of any rank, shards included, are not finite; returns an undo.
 
-    others: optimizers that step together with the one in `optimizers`.
+    joint_optimizers: those that step together with the one in `optimizers`.
     Raises UnsupportedError: a scaler or an optimizer looks at the gradients of its own rank only.
     """
     scaler = getattr(plugin, "scaler", None)
@@ -120,13 +119,13 @@ def skip_overflows_on_all_ranks(
         enabled=scaler.is_enabled(),
         process_group=dist.group.WORLD,
     )
-    plugin.scaler.others = joint_optimizers  # type: ignore[attr-defined]
+    plugin.scaler.joint_optimizers = joint_optimizers  # type: ignore[attr-defined]
 
-    def give_back() -> None:
+    def restore() -> None:
         scaler.load_state_dict(plugin.scaler.state_dict())  # type: ignore[attr-defined]
         plugin.scaler = scaler  # type: ignore[attr-defined]
 
-    return give_back if scaler.is_enabled() else lambda: None
+    return restore if scaler.is_enabled() else lambda: None
 
 
 def clip_over_all_ranks(
@@ -140,22 +139,22 @@ def clip_over_all_ranks(
 
     shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
     now on; None: all shards are DTensors, which that function knows. fused: id of a weight -> its table, of those that
-    cannot be clipped. others: optimizers that step together with the one that is clipped, by one norm.
-    num_replicas: how many ranks have each shard.
+    cannot be clipped. joint_optimizers: those that step, and are clipped by one norm, together with the one that is
+    clipped. num_replicas: how many ranks have each shard.
     """
 
-    def clipped(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
+    def parameters_to_clip(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
         parameters = [*plugin.main_params(optimizer), *collect_parameters(joint_optimizers)]
         refuse_clip(clip_val, [fused[id(parameter)] for parameter in parameters if id(parameter) in fused])
         return parameters
 
-    def by_norm(optimizer: Any, clip_val: float) -> None:
-        parameters = clipped(optimizer, clip_val)
+    def clip_norm(optimizer: Any, clip_val: float) -> None:
+        parameters = parameters_to_clip(optimizer, clip_val)
         sharded = None if shards is None else {id(shard) for shard in shards()}
         clip_by_norm(parameters, sharded, float(clip_val), num_replicas)
 
-    def by_value(optimizer: Any, clip_val: float) -> None:
-        clip_by_value(clipped(optimizer, clip_val), float(clip_val))
+    def clip_values(optimizer: Any, clip_val: float) -> None:
+        clip_by_value(parameters_to_clip(optimizer, clip_val), float(clip_val))
 
     def refuse_shards(gradients: list[torch.Tensor]) -> None:
         clipped = {id(gradient) for gradient in gradients}
@@ -170,6 +169,6 @@ def clip_over_all_ranks(
 
     # On the instance: the plugin is the user's choice, and its class serves other trainers too.
     patches = Patches() if shards is None else watch_total_norm(refuse_shards)
-    patches.replace(plugin, "clip_grad_by_norm", by_norm)
-    patches.replace(plugin, "clip_grad_by_value", by_value)
+    patches.replace(plugin, "clip_grad_by_norm", clip_norm)
+    patches.replace(plugin, "clip_grad_by_value", clip_values)
     return patches
