@@ -1,7 +1,7 @@
 """Optimizers of the tables alone, which the strategy gets as a class path and arguments."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -14,6 +14,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import ConfigError, OptimizerError, did_you_mean
 from lightning_distrec.optimizers.param_groups import remove_from_groups
+from lightning_distrec.option_values import check_choice
 
 SHORT_NAMES: dict[str, type[optim.Optimizer]] = {"RowWiseAdagrad": RowWiseAdagrad}
 """Optimizers, next to those of torch.optim, that need no module in their class path."""
@@ -44,10 +45,6 @@ class TableOptimizer:
     arguments: dict[str, Any]
     scheduler: TableScheduler | None = None
 
-    def build(self, parameters: Sequence[nn.Parameter]) -> optim.Optimizer:
-        """Return the optimizer of these weights."""
-        return self.kind(parameters, **self.arguments)
-
 
 @dataclass(frozen=True)
 class OwnOptimizer:
@@ -60,16 +57,16 @@ class OwnOptimizer:
 
 
 def parse_table_optimizer(option: str, value: Any) -> TableOptimizer:
-    """Return the optimizer that `given` describes: class_path, init_args, lr_scheduler.
+    """Return the optimizer that a value describes: class_path, init_args, lr_scheduler.
 
     option: its name, for errors. Arguments may stand next to class_path too, where they take precedence: the command
     line puts them there. Raises ConfigError.
     """
     fields = _as_dict(option, value)
     scheduler = fields.pop("lr_scheduler", None)
-    kind = _find(option, fields, SHORT_NAMES, "torch.optim", optim.Optimizer, "an optimizer")
-    arguments = _arguments(option, fields, kind, "params")
-    trial = _try(option, kind, [nn.Parameter(torch.zeros(1, 1))], arguments)
+    kind = _find_class(option, fields.pop("class_path"), SHORT_NAMES, "torch.optim", optim.Optimizer, "an optimizer")
+    arguments = _read_arguments(option, fields, kind, "params")
+    trial = _construct(option, kind, [nn.Parameter(torch.zeros(1, 1))], arguments)
     if scheduler is None:
         return TableOptimizer(kind, arguments)
     return TableOptimizer(kind, arguments, _parse_scheduler(f"{option}.lr_scheduler", scheduler, trial))
@@ -78,13 +75,14 @@ def parse_table_optimizer(option: str, value: Any) -> TableOptimizer:
 def _parse_scheduler(option: str, value: Any, trial: optim.Optimizer) -> TableScheduler:
     fields = _as_dict(option, value)
     options = {name: fields.pop(name) for name in SCHEDULER_OPTIONS if fields.get(name) is not None}
-    kind = _find(option, fields, {}, "torch.optim.lr_scheduler", LRScheduler, "a learning rate scheduler")
-    arguments = _arguments(option, fields, kind, "optimizer")
-    if options.get("interval", "epoch") not in ("step", "epoch"):
-        raise ConfigError(f"{option}: interval={options['interval']!r} is not known. Use 'step' or 'epoch'.")
+    kind = _find_class(
+        option, fields.pop("class_path"), {}, "torch.optim.lr_scheduler", LRScheduler, "a learning rate scheduler"
+    )
+    arguments = _read_arguments(option, fields, kind, "optimizer")
+    check_choice(f"{option}: interval", options.get("interval", "epoch"), ("step", "epoch"))
     if issubclass(kind, ReduceLROnPlateau) and "monitor" not in options:
         raise ConfigError(f"{option}: ReduceLROnPlateau needs monitor, the name of a metric that the module logs.")
-    _try(option, kind, trial, arguments)
+    _construct(option, kind, trial, arguments)
     return TableScheduler(kind, arguments, options)
 
 
@@ -98,17 +96,15 @@ def _as_dict(option: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _find(
-    option: str, fields: dict[str, Any], short_names: Mapping[str, type], home: str, base: type, description: str
+def _find_class(
+    option: str, path: str, short_names: Mapping[str, type], home: str, base: type, description: str
 ) -> type[Any]:
-    path: str = fields.pop("class_path")
+    """Return the class at a path, which may leave out the module `home`. Raises ConfigError: no subclass of `base`."""
     module, _, name = path.rpartition(".")
-    kind = None if module else short_names.get(name)
-    if kind is None:
-        try:
-            kind = getattr(import_module(module or home), name, None)
-        except ImportError as error:
-            raise ConfigError(f"{option}: class_path={path!r} cannot be imported ({error}).") from error
+    try:
+        kind = (not module and short_names.get(name)) or getattr(import_module(module or home), name, None)
+    except ImportError as error:
+        raise ConfigError(f"{option}: class_path={path!r} cannot be imported ({error}).") from error
     if not (isinstance(kind, type) and issubclass(kind, base)):
         candidates = [n for n, v in vars(import_module(home)).items() if isinstance(v, type) and issubclass(v, base)]
         near = did_you_mean(name, [*short_names, *candidates])
@@ -118,7 +114,8 @@ def _find(
     return kind
 
 
-def _arguments(option: str, fields: dict[str, Any], kind: type, first: str) -> dict[str, Any]:
+def _read_arguments(option: str, fields: dict[str, Any], kind: type, first: str) -> dict[str, Any]:
+    """Return the arguments of a class but its first. Raises ConfigError: it has no such argument."""
     arguments = dict(fields.pop("init_args", None) or {}) | fields
     parameters = inspect.signature(kind).parameters
     if arguments.get(first) is None:  # the console writes the defaults of all arguments
@@ -134,21 +131,21 @@ def _arguments(option: str, fields: dict[str, Any], kind: type, first: str) -> d
     return arguments
 
 
-def _try(option: str, kind: type, first: Any, arguments: dict[str, Any]) -> Any:
+def _construct(option: str, kind: type, first: Any, arguments: dict[str, Any]) -> Any:
     try:
         return kind(first, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{option}: {kind.__name__} cannot be made with {arguments}: {error}") from error
 
 
-def take_tables(
+def build_table_optimizers(
     parameters: Mapping[str, nn.Parameter],
     optimizer_by_table: Mapping[str, TableOptimizer],
     optimizers: list[optim.Optimizer],
     automatic: bool,
     earlier: Mapping[str, list[nn.Parameter]],
 ) -> list[OwnOptimizer]:
-    """Return the own optimizers of tables, which leave the user's optimizers, in place.
+    """Return the optimizers of tables alone; the tables leave the user's optimizers, in place.
 
     parameters: full name of a table -> its unsharded weight. wanted: full name -> the optimizer of that table.
     automatic: whether Lightning steps the user's optimizer. earlier: see `find_param_groups`.
@@ -158,18 +155,20 @@ def take_tables(
         return []
     _check_steps(optimizer_by_table, optimizers, automatic)
     remove_from_groups(optimizers, {name: parameters[name] for name in optimizer_by_table}, earlier)
-    alike: list[tuple[TableOptimizer, list[str]]] = []
-    for name, of_table in optimizer_by_table.items():
-        names = next((names for other, names in alike if other == of_table), None)
-        if names is None:
-            alike.append((of_table, names := []))
-        names.append(name)
-    own = []
-    for number, (made, names) in enumerate(alike):
-        optimizer = made.build([parameters[name] for name in names])
-        schedulers = [] if made.scheduler is None else [made.scheduler.build(optimizer, number)]
-        own.append(OwnOptimizer(optimizer, names, schedulers))
-    return own
+    groups: list[tuple[TableOptimizer, list[str]]] = []
+    for name, table_optimizer in optimizer_by_table.items():
+        for other, names in groups:
+            if other == table_optimizer:
+                names.append(name)
+                break
+        else:
+            groups.append((table_optimizer, [name]))
+    own_optimizers = []
+    for number, (table_optimizer, names) in enumerate(groups):
+        optimizer = table_optimizer.kind([parameters[name] for name in names], **table_optimizer.arguments)
+        schedulers = [] if table_optimizer.scheduler is None else [table_optimizer.scheduler.build(optimizer, number)]
+        own_optimizers.append(OwnOptimizer(optimizer, names, schedulers))
+    return own_optimizers
 
 
 def _check_steps(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
-from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, parse_table_optimizer, take_tables
+from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, build_table_optimizers, parse_table_optimizer
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, name_table_optimizer, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
@@ -139,7 +139,9 @@ def updates_in_fit(
         for name, option in selection.options.items()
         if option.optimizer is not None
     }
-    own_optimizers = take_tables(parameters, table_optimizers, optimizers, module.automatic_optimization, earlier)
+    own_optimizers = build_table_optimizers(
+        parameters, table_optimizers, optimizers, module.automatic_optimization, earlier
+    )
     updates = translate(
         parameters,
         {name: _mode(name, option) for name, option in selection.options.items()},

@@ -11,7 +11,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec import TableOptions, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, OptimizerError
-from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer, take_tables
+from lightning_distrec.optimizers.table_optimizer import build_table_optimizers, parse_table_optimizer
 
 PLATEAU = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
@@ -35,7 +35,7 @@ def test_what_the_command_line_makes_of_a_scheduler_is_taken() -> None:
         interval="step",
     )
     made = parse_table_optimizer("table_optimizer", _adagrad(lr_scheduler=scheduler))
-    config = made.scheduler.build(made.build([nn.Parameter(torch.zeros(2, 4))]), 0)
+    config = made.scheduler.build(made.kind([nn.Parameter(torch.zeros(2, 4))], **made.arguments), 0)
     assert (config.interval, config.name, config.reduce_on_plateau) == ("step", "lr-table_optimizer", False)
     assert config.scheduler.gamma == 0.5
 
@@ -65,7 +65,7 @@ def test_what_table_optimizer_cannot_be(given: Any, said: str) -> None:
 
 def _take(optimizers: list[Any], wanted: dict[str, Any], parameters: dict[str, Any], automatic: bool = True) -> Any:
     parsed = {name: parse_table_optimizer(name, given) for name, given in wanted.items()}
-    return take_tables(parameters, parsed, optimizers, automatic, {})
+    return build_table_optimizers(parameters, parsed, optimizers, automatic, {})
 
 
 def test_tables_leave_groups_and_state_and_alike_ones_share_an_optimizer() -> None:
