@@ -109,19 +109,19 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     groups as they were made. Raises UnsupportedError: the step computes something over a group, which would differ when
     split.
     """
-    whole_groups: list[dict[str, Any]] | None = None  # while the optimizer has the split ones
+    unsplit_groups: list[dict[str, Any]] | None = None  # while the optimizer has the split ones
     parts: list[list[dict[str, Any]]] = []
 
     def split() -> None:
-        nonlocal whole_groups, parts
+        nonlocal unsplit_groups, parts
         parts = [_split_by_kind(group) for group in optimizer.param_groups]
         if any(len(group_parts) > 1 for group_parts in parts):
-            whole_groups, optimizer.param_groups = optimizer.param_groups, list(chain.from_iterable(parts))
+            unsplit_groups, optimizer.param_groups = optimizer.param_groups, list(chain.from_iterable(parts))
 
     def restore() -> bool:
-        nonlocal whole_groups
-        if was_split := whole_groups is not None:
-            optimizer.param_groups, whole_groups = whole_groups, None
+        nonlocal unsplit_groups
+        if was_split := unsplit_groups is not None:
+            optimizer.param_groups, unsplit_groups = unsplit_groups, None
         return was_split
 
     def join(*_: Any) -> None:
