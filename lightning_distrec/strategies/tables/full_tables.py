@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_distrec.errors import ConfigError, OptimizerError
-from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.table_registry import sharded_tables_of
@@ -41,59 +40,83 @@ class FullTables(DistRecStrategy[AnyRun]):
         return super().full_state_dict()
 
     @override
+    @without_guards
     def full_parameter(self, name: str, rows: Rows = None) -> Tensor:
-        full = full_table(self.module, name, rows, self.num_local_ranks, self.session.consensus)
-        return super().full_parameter(name, rows) if full is None else full
+        shards = sharded_tables_of(self.module)
+        tables = {} if shards is None else {table.full_name: table for table in shards.tables}
+        full_name = name if shards is None else shards.keys_in_tree().get(name, name)
+        if shards is None or full_name not in tables:
+            return super().full_parameter(name, rows)
+        ranks = self.session.consensus
+        check_call(full_name, rows, tables, ranks)
+        config = tables[full_name].config
+        first, last = rows_of(full_name, rows, config.num_embeddings)
+        itemsize = shards.shards[full_name][0].weight.dtype.itemsize
+        check_memory(full_name, (last - first) * config.embedding_dim * itemsize, self.num_local_ranks, ranks)
+        return shards.full_weight(full_name, first, last)
 
+    @without_guards
     def gradient_norms(self, norm_type: float | str = 2.0, group_separator: str = "/") -> dict[str, float]:
         """Collective. Return the norm of every parameter's gradient, and of all of them, in full, on every rank.
 
         The dict is that of lightning.pytorch.utilities.grad_norm in one process, for self.log_dict in
         on_before_optimizer_step. Raises OptimizerError: a table is updated inside of backward and has no gradient.
         """
-        return gradient_norms(self.module, self.run_tables, float(norm_type), group_separator)
+        order, tables = float(norm_type), self.run_tables
+        if order <= 0:
+            raise ConfigError(f"gradient_norms: norm_type={order} must be above 0.")
+        if tables is not None and tables.fused_tables:
+            raise OptimizerError(
+                f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is updated inside of "
+                "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or 'dense'."
+            )
+        table_shards = {} if tables is None else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
+        table_norms = _table_norms(table_shards, order, None if tables is None else tables.shards.groups.sharding)
+        table_by_weight = {id(shard.weight): name for name, shards in table_shards.items() for shard in shards}
+        norms: dict[str, float] = {}
+        for name, parameter in self.module.named_parameters():
+            table = table_by_weight.get(id(parameter))
+            if table is not None:
+                if table in table_norms:  # a table of several shards has one norm, by the name of the first
+                    norms[f"grad_{order}_norm{group_separator}{name}"] = table_norms.pop(table)
+            elif parameter.grad is not None:
+                norms[f"grad_{order}_norm{group_separator}{name}"] = _norm(parameter.grad, order)
+        if norms:
+            norms[f"grad_{order}_norm_total"] = float(torch.tensor(list(norms.values())).norm(order))
+        return norms
 
     def dynamic_id_counts(self) -> dict[str, tuple[int, ...]]:
         """Collective. Return the numbers of each table that maps ids to rows, over all ranks; see `mapping_counts`."""
         tables = sharded_tables_of(self.module)
         return {} if tables is None else mapping_counts(tables.mappings, self.session.consensus)
 
+    @without_guards
+    @torch.no_grad()
     def scale_rows(self, name: str, max_norm: float | None = None) -> bool:
-        """Collective. Scale a table's rows to norm 1, or to `max_norm` where they are above it; see NormalizeRows.
+        """Collective for tables with shards of columns. Scale a table's rows to norm 1, or down to `max_norm`.
 
         name: the weight's name in the module, or the table's. Returns whether it is a sharded table.
         """
-        return scale_rows(self.module, name, max_norm)
+        tables = sharded_tables_of(self.module)
+        name = name if tables is None else tables.keys_in_tree().get(name, name)
+        if tables is None or name not in tables.shards:
+            return False
+        with rewriting():
+            _scale(tables, name, max_norm)
+        return True
 
     def refuse_to_scale(self, name: str, max_norm: float | None) -> None:
-        """Raise ConfigError: groups of ranks average rows of a table, so that they do not keep norm 1."""
-        refuse_to_scale(self.module, name, max_norm)
-
-
-@without_guards
-@torch.no_grad()
-def scale_rows(module: nn.Module, name: str, max_norm: float | None) -> bool:
-    """Collective for tables with shards of columns. Scale a table's rows; return whether it is a sharded table."""
-    tables = sharded_tables_of(module)
-    name = name if tables is None else tables.keys_in_tree().get(name, name)
-    if tables is None or name not in tables.shards:
-        return False
-    with rewriting():
-        _scale(tables, name, max_norm)
-    return True
-
-
-def refuse_to_scale(module: nn.Module, name: str, max_norm: float | None) -> None:
-    """Raise ConfigError: rows of a table are to have norm 1, and groups of ranks average them."""
-    tables = sharded_tables_of(module)
-    if tables is None or max_norm is not None or tables.keys_in_tree().get(name, name) not in tables.shards:
-        return
-    groups = tables.groups
-    if groups.num_replicas > 1 and not groups.exchanges_gradients:
-        raise ConfigError(
-            f"NormalizeRows: rows of '{name}' are to have norm 1, but with sync_interval={groups.sync_interval} groups "
-            "average rows, and a mean of such rows is shorter. Set max_norm, which means keep, or sync_interval=1."
-        )
+        """Raise ConfigError: rows of a table are to have norm 1, and groups of ranks average them."""
+        tables = sharded_tables_of(self.module)
+        if tables is None or max_norm is not None or tables.keys_in_tree().get(name, name) not in tables.shards:
+            return
+        groups = tables.groups
+        if groups.num_replicas > 1 and not groups.exchanges_gradients:
+            raise ConfigError(
+                f"NormalizeRows: rows of '{name}' are to have norm 1, but with sync_interval={groups.sync_interval} "
+                "groups average rows, and a mean of such rows is shorter. Set max_norm, which means keep, or "
+                "sync_interval=1."
+            )
 
 
 def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
@@ -112,61 +135,12 @@ def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
         shard.weight.div_(norms) if max_norm is None else shard.weight.mul_((max_norm / norms).clamp(max=1.0))
 
 
-@without_guards
-def full_table(module: nn.Module, name: str, rows: Rows, ranks_on_node: int, ranks: Ranks) -> Tensor | None:
-    """Collective. Return rows of a table on the host of every rank; None where `name` is none of the tables'.
-
-    name: a table's full name, or its key in the module's state_dict. Raises as DistRecStrategy.full_parameter does.
-    """
-    shards = sharded_tables_of(module)
-    if shards is None:
-        return None
-    tables = {table.full_name: table for table in shards.tables}
-    name = shards.keys_in_tree().get(name, name)
-    if name not in tables:
-        return None
-    check_call(name, rows, tables, ranks)
-    config = tables[name].config
-    first, last = rows_of(name, rows, config.num_embeddings)
-    itemsize = shards.shards[name][0].weight.dtype.itemsize
-    check_memory(name, (last - first) * config.embedding_dim * itemsize, ranks_on_node, ranks)
-    return shards.full_weight(name, first, last)
-
-
-@without_guards
-def gradient_norms(module: nn.Module, tables: RunTables | None, order: float, separator: str) -> dict[str, float]:
-    """Collective. Return the norms of gradients, as lightning.pytorch.utilities.grad_norm names them."""
-    if order <= 0:
-        raise ConfigError(f"gradient_norms: norm_type={order} must be above 0.")
-    if tables is not None and tables.fused_tables:
-        raise OptimizerError(
-            f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is updated inside of "
-            "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or 'dense'."
-        )
-    table_shards = {} if tables is None else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
-    group = None if tables is None else tables.shards.groups.sharding
-    table_norms = _of_tables(table_shards, order, group)
-    table_of = {id(shard.weight): name for name, shards in table_shards.items() for shard in shards}
-    norm_by_name: dict[str, float] = {}
-    for name, parameter in module.named_parameters():
-        table = table_of.get(id(parameter))
-        if table is not None:
-            if table in table_norms:
-                norm_by_name[name] = table_norms.pop(table)
-        elif parameter.grad is not None:
-            norm_by_name[name] = _norm(parameter.grad, order)
-    norms = {f"grad_{order}_norm{separator}{name}": norm for name, norm in norm_by_name.items()}
-    if norms:
-        norms[f"grad_{order}_norm_total"] = float(torch.tensor(list(norms.values())).norm(order))
-    return norms
-
-
 def _norm(gradient: Tensor, order: float) -> float:
     norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, order)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _of_tables(table_shards: dict[str, list[LocalShard]], order: float, group: Any) -> dict[str, float]:
+def _table_norms(table_shards: dict[str, list[LocalShard]], order: float, group: Any) -> dict[str, float]:
     """Collective. Return the norms of the tables that have a gradient on any rank."""
     if not table_shards:
         return {}
