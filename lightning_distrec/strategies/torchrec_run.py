@@ -1,7 +1,8 @@
-"""What torchrec_sharded has during one run, and how `setup` sets up the layers around the sharded tables."""
+"""What torchrec_sharded has during one run, and how setup sets up the layers around the sharded tables."""
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_distrec._compat.torchrec import skip_idle_record_functions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
+from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.learning import LookupCounts
 from lightning_distrec.prefetch.options import PrefetchOptions
 from lightning_distrec.sharding.mapped_tables import unshard_mappings
@@ -41,12 +43,60 @@ from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.tables.mapped_tables import NotedIds
-from lightning_distrec.strategies.tables.no_tables import NoPrefetching, NoTables
 from lightning_distrec.strategies.tables.prefetching import Prefetching
 from lightning_distrec.strategies.tables.replicas import refuse_with_checkpoints
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up import set_up_tables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
+
+NOTHING = nullcontext()
+
+
+class NoTables:
+    """In the place of a RunTables: the module has no tables, and trains as under DDP."""
+
+    groups = None
+
+    def before_training_step(self) -> None:
+        """Do nothing."""
+
+    def begin_step(self) -> None:
+        """Do nothing."""
+
+    def before_evaluation_step(self) -> None:
+        """Do nothing."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return NOTHING
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def check_steps(self) -> None:
+        """Do nothing."""
+
+    def before_backward(self) -> None:
+        """Do nothing."""
+
+    def loss_factor(self) -> float:
+        """Return 1: all ranks count alike."""
+        return 1.0
+
+
+class NoPrefetching:
+    """In the place of a Prefetching: each lookup exchanges its ids when it is called."""
+
+    def step(self, batch: Any, has_backward: bool) -> AbstractContextManager[None]:
+        """Do nothing around a step."""
+        return NOTHING
+
+    def take(self, ready: ReadyBatch) -> Any:
+        """Return the batch."""
+        return ready.batch
+
+    def before_backward(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(kw_only=True)
