@@ -106,6 +106,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     @override
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, DDPRun)
+        # A module that an earlier run has sharded would be trained as if each rank's shard were all of it.
         refuse_sharded(run.module, "ddp_tuned")
         refuse_gradients(run.module, self._exchange.comm_dtype, dist.get_backend())
         trains_with_others = run.is_fitting and self.world_size > 1
@@ -114,9 +115,11 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run.undo.callback(run.activations.undo)
         if trains_with_others and self._powersgd is not None:
             refuse_powersgd(run.module, str(trainer.precision))
+            # Before DDP wraps the module: the hook is registered with the wrapper, once.
             run.compression = PowerSGD(run.module, self._powersgd, self._exchange.bucket_cap_mb)
             run.session.checkpoints.positions.keep_by_rank("powersgd", run.compression)
         super().setup(trainer)
+        # After setup, when optimizers exist: their state takes its part of the memory that activations may fill.
         run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
         if trains_with_others and self._zero_optimizer:
             self._partition_optimizers(run)
@@ -129,6 +132,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         is_first = self.model is run.module
         run.buffers.stop()
         run.buffers, self.model = NoBroadcasts(), run.module  # the last references: an old wrapper's hooks go with it
+        # Wrapped anew in the middle of a run too: DDP decides at construction which parameters it averages.
         ddp = self._exchange.wrap(run.module, self.determine_ddp_device_ids(), is_first, run.compression)
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
@@ -138,6 +142,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         """Let each rank update some of the parameters. Raises OptimizerError: an optimizer does not allow it."""
         sparse = sparse_weights(run.module)
         for optimizer in self.optimizers:
+            # All are checked before one is changed, so that a refusal leaves every optimizer as it was.
             check_partitionable(optimizer, sparse)
         partition = ZeroPartition(self.world_size)
         for optimizer in self.optimizers:

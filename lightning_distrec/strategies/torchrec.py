@@ -127,6 +127,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         self._prefetch_options = as_options("prefetch", PrefetchOptions, prefetch)
         self._lookups_ahead: dict[str, LookupCounts] = {}
         super().__init__(**run_options)
+        # DDPStrategy hands these to DistributedDataParallel when it wraps the module, in configure_ddp.
         # Not by super().__init__: jsonargparse would follow **kwargs from there into DistributedDataParallel.
         self._ddp_kwargs = {
             "find_unused_parameters": find_unused_parameters,
@@ -177,13 +178,16 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             refuse_sharded(run.module, "torchrec_sharded with dense='ddp'")
         else:
             drop_unfinished_step(run.module)
+        # Nodes are gathered, not computed: torchrun's agents and Slurm steps may have unequal numbers of ranks.
         nodes = run.session.consensus.all_gather((self.node_rank, self.num_local_ranks))
         tables = run.shard_tables(self, self._settings, NodeLayout.gathered(nodes), self.shards_dense)
         if tables is None:
+            # Without tables all is as under DDP, with our checkpoints.
             super().setup(trainer)
             run.session.checkpoints.begin(tables)
             return
         trainer.accelerator.setup(trainer)
+        # Before anything is wrapped or sharded: SyncBatchNorm replaces modules of the tree.
         if run.is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(run.module)
         dense, on_node = self._sharded_dense, [node_ranks for _, node_ranks in nodes]
@@ -191,6 +195,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run.set_up_dense(self, tables, fsdp)
         run.session.checkpoints.begin(tables)
         if self._prefetch_options.depth > 1:
+            # At depth 1 no batch is fetched ahead, and Lightning's own fetchers and ends of epochs stay.
             end = EndPolicy(run.session.consensus, self._uneven_inputs, rank_zero_warn)
             self._lookups_ahead = run.start_prefetching(self, tables, self._prefetch_options, end)
 
@@ -207,9 +212,11 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        # The user's code must see guarded shards again, however the step before has ended.
         plain_shards.close()
         run = self.before_training_step()
         run.tables.before_training_step()
+        # By hand, backward runs inside of training_step, and the ids that wait for it must be sent earlier.
         has_backward = run.module.automatic_optimization
         with spans.span(spans.FORWARD), run.dense.step(), run.prefetching.step(args[0], has_backward), in_step():
             return super().training_step(*args, **kwargs)
@@ -246,9 +253,11 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         run = self.run
         factor = run.tables.loss_factor()
+        # The multiplication is skipped where all ranks count alike: a factor of 1 would still add a node to autograd.
         loss = closure_loss if factor == 1.0 else closure_loss * factor
         with run.dense.backward():
             loss = super().backward(loss, optimizer, *args, **kwargs)
+        # After DDP has averaged the dense gradients, so that groups exchange in the same order on every rank.
         if run.tables.groups is not None:
             run.tables.groups.after_backward()
         return loss
@@ -271,6 +280,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Under dense='fsdp' an evaluation may have left parameters gathered, whose values are not the shards'.
         reshard(self.module)
         return super().lightning_module_state_dict()
 

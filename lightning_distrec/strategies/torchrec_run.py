@@ -113,6 +113,7 @@ class TorchRecRun(Run):
     @override
     def end(self) -> None:
         try:
+            # A rank that failed takes part in no collective: the others have been told and leave as well.
             if not self.has_failed:
                 self.tables.check_steps()
                 self.tables.synchronize()
@@ -129,6 +130,7 @@ class TorchRecRun(Run):
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are not tables' shards."""
+        # By name: the shards are parameters of torchrec's modules, which are not below the proxies in the tree.
         shards = set(self.shard_names())
         return [parameter for name, parameter in self.module.named_parameters() if name not in shards]
 
@@ -137,6 +139,7 @@ class TorchRecRun(Run):
     ) -> RunTables | None:
         """Collective. Plan and shard the module's tables, and connect their optimizers; None where it has none."""
         # Shards of a module that is no longer used are in reference cycles, which Python would collect much later.
+        # Explicitly: a cycle through hooks and modules is found by the collector only.
         gc.collect()
         checkpoints, consensus = self.session.checkpoints, self.session.consensus
         refuse_with_checkpoints(settings.groups, checkpoints.options)
@@ -176,11 +179,13 @@ class TorchRecRun(Run):
         fsdp: how those layers are sharded; None: DDP averages their gradients, and ignores the tables' shards.
         """
         module, plugin, consensus = self.module, strategy.precision_plugin, self.session.consensus
+        # convert_module and model_to_device would cast and move tables, whose kernels own their memory.
         with tables.shards.removed():  # tables keep their type and their device
             plugin.convert_module(module)
             if fsdp is None:
                 strategy.model_to_device()
             else:
+                # fully_shard puts new parameters in the place of the old ones, which the optimizers still hold.
                 old_parameters = dict(module.named_parameters(remove_duplicate=False))
                 shard_module(module, *fsdp, strategy.root_device, str(self.trainer.precision), consensus)
                 self.dense = FullyShardedModule(module, fsdp[0], consensus)
@@ -192,12 +197,14 @@ class TorchRecRun(Run):
                 refuse_inexact_optimizers(tables.optimizers)
         ignore_in_ddp(module, self.shard_names())
         if self.is_fitting:
+            # DDPStrategy.setup would run configure_optimizers again, on shards.
             strategy.optimizers, strategy.lr_scheduler_configs = tables.optimizers, tables.lr_scheduler_configs
             if fsdp is None:
                 strategy.configure_ddp()
             shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
             fused, replicas = tables.fused_weights(), tables.shards.groups.num_replicas
             self.undo.enter_context(clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas))
+            # An overflow on one rank skips the step on all, or replicas of dense layers drift apart.
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
             self.undo.enter_context(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
             adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
@@ -222,6 +229,7 @@ class TorchRecRun(Run):
         if shard_names and len(self.frozen) == len(self.dense_parameters()):
             broadcast_module_states(self.module, shard_names)  # DDP refuses a module without gradients to average
             return
+        # Lightning builds DDP on a stream of its own, which waits for no other.
         with gpu.idle(strategy.root_device):
             wrap()
         ddp: Any = strategy.model
@@ -256,6 +264,7 @@ class ShardedDense:
         self, device: torch.device, ranks_on_node: list[int], timeout: timedelta
     ) -> tuple[FSDPOptions, DeviceMesh]:
         """Collective. Return the options, and the mesh. ranks_on_node: see `make_mesh`."""
+        # Kept for all runs: a DTensor remembers its mesh, and one of another mesh cannot be mixed with it.
         if self._mesh is None:
             self._mesh = make_mesh(self._options, device, ranks_on_node, timeout)
         return self._options, self._mesh

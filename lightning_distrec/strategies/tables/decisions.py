@@ -101,9 +101,12 @@ def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
     )
     replicated = replicated_collections(candidates.tables, settings.table_options)
     tables = [table for table in candidates.tables if table.collection not in replicated]
+    # Before weights are looked for: it may give an unsharded table another number of rows.
     tables = with_dynamic_ids(tables, options)
     read = read_tables(module, tables, options)
+    # Asked for by its path, an embedding is sharded although its weight is read, and the read raises by name.
     if isinstance(settings.conversion.selected, str):  # not asked for by name
+        # On meta there are no rows to keep on every rank, so such a table is sharded, and reading its weight raises.
         tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]
     table_options = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
     left_alone = candidates.left_alone | {
@@ -256,6 +259,7 @@ def _mode(name: str, options: TableOptions) -> str:
     if options.gathered_weight:
         return "dense"
     types = options.sharding_types or []
+    # A replicated table's gradient is averaged over the ranks, so the user's optimizer steps it alike on each.
     if "data_parallel" not in types:
         return mode
     if len(types) > 1:
@@ -286,6 +290,7 @@ def _in_collection(options: TableOptions) -> TableOptions:
 def _constraints(
     table: Table, options: TableOptions, update: TableUpdate, device: torch.device, layout: NodeLayout
 ) -> TableConstraints:
+    # Ids are mapped where their rows are, so such a table is row-wise whatever the options allow otherwise.
     options = with_mapping(table, options, layout)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"], compute_kernels=None)

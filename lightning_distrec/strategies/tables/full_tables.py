@@ -127,6 +127,7 @@ def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
         squares = torch.zeros(num_rows, dtype=torch.float64, device=shards[0].weight.device)
         for shard, norms in row_norms:
             squares[shard.row : shard.row + len(norms)] += norms.double().square()
+        # A row's columns are on several ranks: its norm is known from all of them only.
         dist.all_reduce(squares, group=tables.groups.sharding)
         full = squares.sqrt().to(shards[0].weight.dtype)
         row_norms = [(shard, full[shard.row : shard.row + len(norms)]) for shard, norms in row_norms]

@@ -72,6 +72,7 @@ def _resize(table: Table, rows: int) -> None:
         old_weight.detach()[repeated] if not old_weight.is_meta else old_weight.new_empty(rows, old_weight.shape[1])
     )
     fill_weight(table.module, table.local_key, weight, old_weight.requires_grad)
+    # torchrec's sharder reads the number of rows from the config, checkpoints and reprs from the module.
     table.module.get_submodule(table.local_key.removesuffix(".weight")).num_embeddings = rows  # type: ignore[assignment]
     table.config.num_embeddings = rows
     if table.plain is not None:

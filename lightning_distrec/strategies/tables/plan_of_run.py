@@ -41,6 +41,7 @@ def plan_tables(
     """
 
     def make() -> ShardingPlan:
+        # A plan of other groups names ranks that are in another group now.
         old = None if earlier is None or earlier.groups.size != inputs.groups.size else plan_of(earlier, inputs)
         resumes_from = resumed_path(inputs.trainer) if inputs.fits else None
         planning = follow_checkpoint(inputs.settings.planning, resumes_from, os.environ)
@@ -67,6 +68,7 @@ def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
             answer[0] = make()
         except Exception as error:
             answer[0] = (type(error).__name__, str(error))
+            # Sent before it is raised: TorchRec's own collective planner leaves the other ranks waiting here.
             dist.broadcast_object_list(answer, src=0)
             raise
     dist.broadcast_object_list(answer, src=0)

@@ -61,6 +61,7 @@ class ExchangedGradients(Replicas):
     @without_guards
     def after_backward(self) -> None:
         """Collective. Average the gradients, unless more are to come before the update."""
+        # Under accumulation the sum of gradients is averaged once, which is the same mean with fewer exchanges.
         if not self._waits:
             average_gradients(self._weights, self._group)
 
@@ -91,6 +92,7 @@ class AveragedRows(Replicas):
         self._frozen = [name for name, update in updates.items() if update.kind == "frozen"]
         self._unfrozen: set[str] = set()
         """Those of them that have learned since the last time."""
+        # Checkpoints, evaluation and full weights ask the tables, which know no strategy, for equal replicas.
         tables.synchronize = self.synchronize
 
     def before_training_step(self) -> None:
@@ -105,6 +107,7 @@ class AveragedRows(Replicas):
         self._has_stepped = True
 
     def _count(self) -> None:
+        # Once a training step, however many optimizers have stepped in it.
         self._num_steps += self._has_stepped
         self._has_stepped = False
 
@@ -132,8 +135,10 @@ class AveragedRows(Replicas):
             for shard in table_shards
             if shard.weight.numel() and (self._updates[name].kind != "frozen" or name in self._unfrozen)
         ]
+        # On ranks without shards too: which state exists is agreed on by all ranks.
         state = self._state([(i, shard) for i, (_, shard) in enumerate(shards)])
         if not shards:
+            # All replicas of this rank's shards have the same ones, so none of them waits in the collectives below.
             return  # and no replica of this rank has any
         are_by_rows = [self._updates[name].in_backward or shard.sparse for name, shard in shards]
         firsts = torch.tensor([0, *(len(shard.weight) for _, shard in shards)]).cumsum(0)
@@ -188,6 +193,7 @@ class AveragedRows(Replicas):
             return
         numbers = torch.tensor([float(state[key]) for state, key in counts], dtype=torch.float32)
         numbers = numbers.to(self._device())
+        # A group whose tables had no gradient may have stepped less often; Adam's bias correction would differ.
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
         for (state, key), number in zip(counts, numbers.tolist(), strict=True):
             if isinstance(state[key], Tensor):

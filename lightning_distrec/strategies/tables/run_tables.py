@@ -112,6 +112,7 @@ class RunTables:
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
         shards_of = self.shards.shards
+        # Flat, for a check at each step: a walk through the tables would cost host time with every further table.
         self._fused_shards = [shard.weight for name in self.fused_tables for shard in shards_of[name]]
         self.backward_watch = BackwardWatch(self.fused_tables if self.automatic else [])
         self._manual_watch: ManualWatch | None = None
@@ -127,6 +128,7 @@ class RunTables:
         """Let the tables' own optimizers step with the user's one, and all of them report their steps."""
         self.optimizers, self.table_optimizers = optimizers, table_optimizers
         if table_optimizers:
+            # They step with the user's first one, whose steps Lightning's loop counts.
             self.undo.append(step_with(optimizers[0], table_optimizers))
             held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
             weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
@@ -136,6 +138,7 @@ class RunTables:
             self.undo.append(optimizer.register_step_post_hook(stepped).remove)
 
         groups = {name: group for name in self.fused_tables if (group := self.updates[name].param_group) is not None}
+        # Under automatic optimization Lightning's order of backward and step is known; by hand any order may come.
         if groups and not self.automatic:
             self._watch_steps(ManualWatch(groups))
 
@@ -236,6 +239,7 @@ class RunTables:
             self._added_tables.refuse(self.optimizers)
         self.unfreezing.follow(self.all_optimizers)
         self.loss_weight.begin_step()
+        # That of the step before, until backward computes this step's.
         self.shards.loss_weight = 1.0
         self.begin_step()
 
@@ -261,6 +265,7 @@ class RunTables:
 
     def after_optimizer_step(self, number: int, *_: Any) -> None:
         """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
+        # Gathered weights are of before the update.
         Gathering.forget_all()
         self.backward_watch.step()
         if self.groups is not None:
@@ -290,5 +295,6 @@ class RunTables:
         self._num_steps[param_group.optimizer_index] = num_steps
         shards = {id(shard) for shard in self.shards.shards[name]}
         for kernel, held in self.shards.kernels:
+            # A kernel has one counter for all of its tables, so tables of one kernel are of one optimizer.
             if any(id(shard) in shards for shard in held):
                 set_fbgemm_iterations(kernel, num_steps)

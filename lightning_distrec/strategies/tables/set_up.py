@@ -57,17 +57,21 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
     if inputs.fits:
         inputs = replace(inputs, settings=with_batch_size(inputs.settings, inputs.trainer, inputs.module))
     earlier = sharded_tables_of(inputs.module)
+    # Whatever may raise on one rank alone goes through all_or_none: the others would wait in the next collective.
     inputs.consensus.all_or_none("setup", lambda: refuse_foreign_shards(inputs.module))
     if earlier is not None and not inputs.fits and not has_unsharded_collections(inputs.module, inputs.settings):
         updates = {table.full_name: frozen("evaluation only") for table in earlier.tables}
+        # An evaluation updates nothing, so the shards of the last fit serve as they are; a fit needs new param groups.
         return _look_up(inputs, earlier, plan_of(earlier, inputs), updates)
     with _unsharded(earlier):
         decisions = inputs.consensus.all_or_none("setup", lambda: _decide(inputs, earlier))
+        # Before anything is exchanged by table: ranks with other tables would pair the wrong ones.
         counts_ids = _check_same_tables(inputs, decisions.tables)
         for warning in decisions.warnings:
             rank_zero_warn(warning)
         if not decisions.tables:
             return None
+        # Ids are counted on all ranks as soon as one rank asks for it: counting is a collective.
         if inputs.fits and counts_ids:
             decisions = replace(decisions, constraints=with_counted_ids(inputs, decisions))
         return _plan_and_shard(inputs, decisions, earlier)
@@ -125,6 +129,7 @@ def _check_same_tables(inputs: SetUpInputs, tables: list[Table]) -> bool:
 def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None) -> RunTables:
     facts = find_facts(inputs, decisions)
     plan = plan_tables(inputs, decisions, earlier, facts)
+    # The rows leave the earlier shards before new ones are made, so that a rank never holds both in full.
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
     if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum
         inputs.trainer.strategy.optimizers, inputs.trainer.strategy.lr_scheduler_configs = [], []
@@ -161,6 +166,7 @@ def _shard(
         fused=fused,
         device=inputs.device,
         rows=rows,
+        # Rank 0's: rows that no rank has values for are drawn by position, alike whatever the plan.
         seed=inputs.consensus.all_gather(torch.initial_seed())[0],
         comms=inputs.settings.comms,
         gathered={name for name, option in decisions.selection.options.items() if option.gathered_weight},
@@ -172,6 +178,8 @@ def _shard(
     rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(rows_only)
     optimizers = [*decisions.optimizers, *decisions.table_optimizers]
+    # Only now do the user's optimizers hold shards: configure_optimizers ran on the unsharded parameters, since after
+    # sharding their order and number would be others. Fused tables leave the groups, FBGEMM updates them.
     rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - rows_only.keys())
     return shards
 
@@ -184,6 +192,8 @@ def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -
         run_tables.connect_replicas(inputs.consensus)
     for name in run_tables.fused_tables:
         for shard in run_tables.shards.shards[name]:
+            # A fused table's weight gets no gradient from lookups. One that arrives is of another use of the
+            # weight, which the update inside of backward would miss.
             shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
 
 
@@ -211,6 +221,7 @@ def _look_up(
         automatic=inputs.module.automatic_optimization,
     )
     learning = any(update.kind != "frozen" for update in updates.values())
+    # Bags show how many examples a rank has, which weights ranks with batches of other sizes; ids alone do not.
     only_rows = all(isinstance(table.plain, nn.Embedding) for table in shards.tables)
     fused_optimizers = shards.fused_optimizers()
     for path, sharded in shards.sharded.items():

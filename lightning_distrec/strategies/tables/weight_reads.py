@@ -36,6 +36,7 @@ def weight_reads(root: nn.Module) -> dict[int, str]:
     reads: dict[int, str] = {}
     for module in root.modules():
         for kind in type(module).__mro__:
+            # Their code reads weights by the way (reset_parameters, extra_repr), and knows how to.
             if kind.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec"):
                 continue
             for method, chain in _reads_of(kind):
@@ -62,6 +63,7 @@ def _find(kind: type) -> Iterator[tuple[str, tuple[str, ...]]]:
         if name in BEFORE_SHARDING or "init" in name or not inspect.isfunction(function):
             continue
         try:
+            # By source, since a trial run would have side effects, and reads behind a branch would be missed.
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError, IndentationError):  # made at run time
             continue
