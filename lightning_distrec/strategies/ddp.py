@@ -132,7 +132,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         is_first = self.model is run.module
         run.buffers.stop()
         run.buffers, self.model = NoBroadcasts(), run.module  # the last references: an old wrapper's hooks go with it
-        # Wrapped anew in the middle of a run too: DDP decides at construction which parameters it averages.
+        # Wrapped again in the middle of a run too: DDP decides at construction which parameters it averages.
         ddp = self._exchange.wrap(run.module, self.determine_ddp_device_ids(), is_first, run.compression)
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)

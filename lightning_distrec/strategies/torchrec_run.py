@@ -113,7 +113,7 @@ class TorchRecRun(Run):
     @override
     def end(self) -> None:
         try:
-            # A rank that failed takes part in no collective: the others have been told and leave as well.
+            # A rank that failed takes part in no collective: the others have its error and leave as well.
             if not self.has_failed:
                 self.tables.check_steps()
                 self.tables.synchronize()

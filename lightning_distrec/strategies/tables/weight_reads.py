@@ -3,7 +3,8 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -39,24 +40,17 @@ def weight_reads(root: nn.Module) -> dict[int, str]:
             # Their code reads weights by the way (reset_parameters, extra_repr), and knows how to.
             if kind.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec"):
                 continue
-            for method, chain in _reads_of(kind):
+            for method, chain in _find_reads(kind):
                 for read in _resolve(module, chain):
                     if isinstance(read, (nn.Embedding, nn.EmbeddingBag)):
                         reads.setdefault(id(read), f"{kind.__name__}.{method}")
     return reads
 
 
-_reads_by_class: dict[type, list[tuple[str, tuple[str, ...]]]] = {}
-
-
-def _reads_of(kind: type) -> list[tuple[str, tuple[str, ...]]]:
+@cache
+def _find_reads(kind: type) -> list[tuple[str, tuple[str, ...]]]:
     """Return the methods of a class that read `self.<names>.weight`, with the names."""
-    if kind not in _reads_by_class:
-        _reads_by_class[kind] = list(_find(kind))
-    return _reads_by_class[kind]
-
-
-def _find(kind: type) -> Iterator[tuple[str, tuple[str, ...]]]:
+    reads = []
     for name, member in vars(kind).items():
         method: Any = member.fget if isinstance(member, property) else member
         function = inspect.unwrap(method) if callable(method) else None
@@ -71,14 +65,18 @@ def _find(kind: type) -> Iterator[tuple[str, tuple[str, ...]]]:
         for node in ast.walk(tree):
             chain = _chain(node)
             if chain and chain[-1] == "weight" and not _is_harmless(node, parents):
-                yield name, chain[:-1]
+                reads.append((name, chain[:-1]))
+    return reads
 
 
 def _chain(node: ast.AST) -> tuple[str, ...]:
     """Return ("tables", ANY, "weight") for `self.tables[i].weight`, () for what is none."""
     names: list[str] = []
     while isinstance(node, (ast.Attribute, ast.Subscript)):
-        names.append(node.attr if isinstance(node, ast.Attribute) else _key(node))
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        else:
+            names.append(str(node.slice.value) if isinstance(node.slice, ast.Constant) else ANY)
         node = node.value
     return tuple(reversed(names)) if isinstance(node, ast.Name) and node.id == "self" else ()
 
@@ -91,10 +89,6 @@ def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
         called = ast.unparse(parent.func)
         return "init" in called or parent.func.attr in SUMS or called in ("torch.linalg.vector_norm", "sharded_l2")
     return False
-
-
-def _key(node: ast.Subscript) -> str:
-    return str(node.slice.value) if isinstance(node.slice, ast.Constant) else ANY
 
 
 def _resolve(module: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
