@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.checkpoint.options import CheckpointOptions
     from lightning_distrec.prefetch.options import PrefetchOptions
+    from lightning_distrec.sharding.collective_reads import sharded_l2
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
-    from lightning_distrec.sharding.sharded_l2 import sharded_l2
     from lightning_distrec.sharding.sharders import QuantizedComms
     from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
     from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
@@ -84,7 +84,7 @@ _HOMES = {
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
     "TunedFSDPStrategy": "lightning_distrec.strategies.fsdp",
-    "sharded_l2": "lightning_distrec.sharding.sharded_l2",
+    "sharded_l2": "lightning_distrec.sharding.collective_reads",
 }
 
 _STRATEGIES = {

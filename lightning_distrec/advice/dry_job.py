@@ -19,8 +19,8 @@ from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology, reservation_of
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
+from lightning_distrec.sharding.sharders import HOST_KERNELS
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, checked_size
-from lightning_distrec.sharding.sharding_types import HOST_KERNELS
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.estimate import TablesShare
 from lightning_distrec.strategies.estimates.module_sizes import Job, dense_bytes

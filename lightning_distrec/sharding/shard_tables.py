@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.types import ShardedModule, ShardedTensor
 
 from lightning_distrec._compat.fbgemm import fbgemm_kernels
+from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec._compat.torchrec import (
     attach_fused_optimizer,
     detach_fused_optimizer,
@@ -18,7 +20,7 @@ from lightning_distrec._compat.torchrec import (
     free_weights,
     silence_torchrec,
 )
-from lightning_distrec.sharding.data_parallel_tables import make_freezable
+from lightning_distrec.sharding.collective_reads import Gathering
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -30,14 +32,12 @@ from lightning_distrec.sharding.initial_weights import (
 from lightning_distrec.sharding.mapped_tables import hold_mappings
 from lightning_distrec.sharding.proxies import ShardedProxy, make_proxy
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
+from lightning_distrec.sharding.shard_access import GuardedTable, rewriting, watch_caches
+from lightning_distrec.sharding.shard_weight import guard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable, sharder_of
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
-from lightning_distrec.sharding.table_registry import register_tables
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.weights.collective_reads import Gathering
-from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches
-from lightning_distrec.sharding.weights.shard_weight import guard
 from lightning_distrec.unpicklable import refuse_pickling
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
@@ -101,7 +101,6 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
         if table.plain is not None:
             table.plain.weight = table.parameter
     result.put_proxies_back()
-    register_tables(sharding.root, result)
     return result
 
 
@@ -228,3 +227,43 @@ def _load_rows(target: Tensor, value: Any, groups: ShardingGroups) -> str:
             return "the table was sharded differently when it was saved; load a checkpoint of trainer.save_checkpoint."
         shard.tensor.copy_(source)
     return ""
+
+
+class ReplicatedTable(TableBatchedEmbeddingSlice):
+    """A slice that can be frozen and unfrozen: without a gradient, optimizers leave it alone."""
+
+    learns = True
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the table learns now."""
+        return self.learns
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.learns = bool(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ReplicatedTable":
+        """Freeze or unfreeze the table."""
+        self.learns = bool(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The averaged gradient; None while the table is frozen."""
+        return TableBatchedEmbeddingSlice.grad.fget(self) if self.learns else None  # type: ignore[attr-defined, no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        TableBatchedEmbeddingSlice.grad.fset(self, value)  # type: ignore[attr-defined]
+
+
+use_foreach_for(ReplicatedTable)  # else one such table makes optimizers launch kernels for each parameter alone
+
+
+def make_freezable(weight: TableBatchedEmbeddingSlice) -> TableBatchedEmbeddingSlice:
+    """Turn torchrec's own parameter into one that can be frozen."""
+    # By its class, since it must stay the same object: torchrec's DDP and optimizer hold references to it. The class
+    # adds properties only, so that the object's memory layout fits.
+    weight.__class__ = ReplicatedTable
+    return weight

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
@@ -22,11 +22,10 @@ from lightning_distrec.sharding.initial_weights import (
 from lightning_distrec.sharding.mapping.state import AnyMapping
 from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
+from lightning_distrec.sharding.shard_access import rewriting
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.sharding_groups import ShardingGroups, do_nothing
-from lightning_distrec.sharding.table_registry import forget_tables
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.weights.shard_access import rewriting
 
 
 class ShardedTables:
@@ -63,7 +62,7 @@ class ShardedTables:
         """What this rank's loss is multiplied by in the current backward, for its share of the examples."""
         self.originals = {table.collection: table.original for table in tables}
         """Path -> the unsharded collection, which holds no rows."""
-        self._root = ref(root)  # table_registry.py is keyed by it, weakly
+        self._root = ref(root)  # weak, as the keys of `_tables` are
 
     def tables_of(self, path: str) -> list[Table]:
         """Return the tables of the collection at `path`, in its order."""
@@ -188,7 +187,8 @@ class ShardedTables:
         replace_modules(self._module(), back)
 
     def put_proxies_back(self) -> None:
-        """Undo `put_originals_back`."""
+        """Put the proxies into the module, at first and to undo `put_originals_back`."""
+        _tables[self._module()] = self
         for path, original in self.originals.items():
             # User code that kept a reference to the original would look up rows that it does not hold: its forward is
             # hidden by one that raises, on this object only.
@@ -242,12 +242,34 @@ class ShardedTables:
 
     def _free_shards(self) -> None:
         self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
-        forget_tables(self._module())
+        _tables.pop(self._module(), None)
 
     def _module(self) -> nn.Module:
         root = self._root()
         assert root is not None
         return root
+
+
+# Module -> its tables, by whichever strategy they were sharded. Weak, and beside the module: an attribute of the user's
+# module would be copied and pickled with it.
+_tables: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
+
+
+def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
+    """Return the tables that are sharded in `root`, or None."""
+    return _tables.get(root)
+
+
+def refuse_foreign_shards(root: nn.Module) -> None:
+    """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
+    tables = sharded_tables_of(root)
+    proxies = set(tables.proxies.values()) if tables is not None else set()
+    for path, module in root.named_modules():
+        if isinstance(module, (ShardedProxy, ShardedModule)) and module not in proxies:
+            raise ShardingError(
+                f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
+                "or load that one's checkpoint into the unsharded collections of this one."
+            )
 
 
 def _refuse_forward(path: str) -> Any:

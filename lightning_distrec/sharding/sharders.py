@@ -1,4 +1,4 @@
-"""torchrec's sharders, and the types in which rows and their gradients are exchanged."""
+"""torchrec's sharding types, kernels and sharders, and the types in which rows and their gradients are exchanged."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,38 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.types import ModuleSharder, ParameterSharding
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.sharding.sharding_types import POOLED_TYPES
 from lightning_distrec.sharding.tables import Table
+
+POOLED_TYPES: tuple[str, ...] = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
+)
+"""Those of an EmbeddingBagCollection's tables."""
+SEQUENCE_TYPES: tuple[str, ...] = ("table_wise", "row_wise", "column_wise")
+"""Those of an EmbeddingCollection's tables."""
+SHARDING_TYPES = POOLED_TYPES
+"""All that can be asked for."""
+
+EVERY_RANK_TYPES = ("row_wise", "data_parallel")
+"""Types that give one shard to every rank, in order."""
+ONE_NODE_TYPES = ("table_row_wise", "table_column_wise")
+"""Types that give all shards of a table to one node."""
+TWO_LEVEL_TYPES = (*ONE_NODE_TYPES, "grid_shard")
+"""Types that give a table to some nodes, and shard it among the ranks there."""
+ROW_TYPES = ("row_wise", "table_row_wise", "grid_shard")
+"""Types that shard rows."""
+COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+"""Types that shard columns."""
+
+KERNELS: tuple[str, ...] = ("fused", "fused_uvm", "fused_uvm_caching", "dense")
+"""torchrec's compute kernels."""
+HOST_KERNELS = ("fused_uvm", "fused_uvm_caching")
+"""Kernels of tables in the host's memory, which a GPU reads from there."""
+
 
 PRECISIONS = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
 

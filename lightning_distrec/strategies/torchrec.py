@@ -18,15 +18,15 @@ from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.learning import LookupCounts
 from lightning_distrec.prefetch.options import PrefetchOptions
+from lightning_distrec.sharding.collective_reads import in_step
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
+from lightning_distrec.sharding.shard_access import plain_shards
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
 from lightning_distrec.sharding.tables import tables_on_meta
-from lightning_distrec.sharding.weights.collective_reads import in_step
-from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard

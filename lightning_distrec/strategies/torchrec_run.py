@@ -26,9 +26,9 @@ from lightning_distrec.prefetch.learning import LookupCounts
 from lightning_distrec.prefetch.options import PrefetchOptions
 from lightning_distrec.sharding.mapped_tables import unshard_mappings
 from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.shard_access import plain_shards, without_guard
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import make_groups
-from lightning_distrec.sharding.table_registry import sharded_tables_of
-from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
     NoBroadcasts,

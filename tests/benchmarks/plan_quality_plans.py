@@ -20,8 +20,7 @@ from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption, estimated_options, without_duplicates
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
-from lightning_distrec.sharding.sharders import sharders
-from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
+from lightning_distrec.sharding.sharders import EVERY_RANK_TYPES, sharders
 from lightning_distrec.sharding.tables import find_tables
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, make_tables, options
 

@@ -305,7 +305,7 @@ BREAKAGES = (
     # ---- GPUs, on emulated streams and with an emulated cache
     Breakage(
         "cache-not-emptied",
-        "lightning_distrec/sharding/weights/shard_access.py",
+        "lightning_distrec/sharding/shard_access.py",
         r"kernel\.reset_cache_states\(\)",
         "pass",
         "Rows of fused_uvm_caching tables that were loaded are not those that are looked up.",
@@ -313,7 +313,7 @@ BREAKAGES = (
     ),
     Breakage(
         "cache-not-written-back",
-        "lightning_distrec/sharding/weights/shard_access.py",
+        "lightning_distrec/sharding/shard_access.py",
         r"kernel\.flush\(\)",
         "pass",
         "Averages of fused_uvm_caching tables are of old rows.",
@@ -442,7 +442,7 @@ BREAKAGES = (
     ),
     Breakage(
         "draws-of-shards",
-        "lightning_distrec/sharding/weights",
+        "lightning_distrec/sharding",
         r"if caller == INIT or getattr\(func, \"__module__\", \"\"\) == INIT:",
         "if False:",
         "torch.nn.init in hooks takes fans from a shard, and ranks draw the same rows.",
@@ -450,7 +450,7 @@ BREAKAGES = (
     ),
     Breakage(
         "gathered-gradients",
-        "lightning_distrec/sharding/weights",
+        "lightning_distrec/sharding",
         r"local /= num_ranks\n",
         "local /= 1\n",
         "Tied output weights get the sum of the ranks' gradients in place of the mean.",
@@ -458,7 +458,7 @@ BREAKAGES = (
     ),
     Breakage(
         "guarded-gradients",
-        "lightning_distrec/sharding/weights",
+        "lightning_distrec/sharding",
         r"_wrap\(func\(\*args\), place if name == \"data\" else .*\)\)",
         "func(*args)",
         "Norms of a rank's own shards, and of their gradients, pass for those of the tables.",
@@ -820,7 +820,7 @@ BREAKAGES = (
     Breakage(
         "l2-of-unequal-batches",
         "lightning_distrec/sharding",
-        r"factor = 2\.0 \* gradient / [\w.]+",
+        r"factor = 2\.0 \* gradient / [\w.]+\(\)",
         "factor = 2.0 * gradient",
         "An L2 term pulls shards by the rank's share of the examples, where batches are unequal.",
         ("multiprocess/sharding/test_sharded_l2.py",),
@@ -900,7 +900,7 @@ BREAKAGES = (
     ),
     Breakage(
         "difference-user-writes",
-        "lightning_distrec/sharding/weights",
+        "lightning_distrec/sharding",
         r"writes\[self\.table\.name\] \+= 1",
         "pass",
         "Rows that user code writes through .data lack in differences.",

@@ -20,7 +20,6 @@ PREFETCH = {"prefetch", "prefetch/provenance", "prefetch/computed"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
-    "sharding/weights",
     "sharding/lookup",
     "sharding/planning",
 }
@@ -67,9 +66,8 @@ MAY_IMPORT = {
     "cluster/watchdog": GROUND,
     "cluster": GROUND | {"cluster/watchdog"},
     "sharding/mapping": GROUND,
-    "sharding/weights": GROUND,
-    "sharding": GROUND | {"sharding/mapping", "sharding/weights"},
-    "sharding/lookup": GROUND | {"sharding", "sharding/mapping", "sharding/weights"},
+    "sharding": GROUND | {"sharding/mapping"},
+    "sharding/lookup": GROUND | {"sharding", "sharding/mapping"},
     "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints/tables": BELOW_STRATEGIES,
     "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},

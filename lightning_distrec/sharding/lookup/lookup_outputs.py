@@ -4,15 +4,14 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_distrec.sharding.data_parallel_tables import ZeroGradient
-from lightning_distrec.sharding.lookup.backward import BackwardOrder
-from lightning_distrec.sharding.lookup.lazy_outputs import PooledEmbeddings
+from lightning_distrec.sharding.lookup.lazy_outputs import BackwardOrder, PooledEmbeddings
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
+from lightning_distrec.sharding.shard_access import without_guards
 from lightning_distrec.sharding.tables import output_names
-from lightning_distrec.sharding.weights.shard_access import without_guards
 
 NEEDS_GRADIENT = attrgetter("requires_grad")
 
@@ -97,7 +96,7 @@ class LookupOutputs:
         # A gradient that is not finite must not reach a frozen table: its kernel multiplies it by a rate of 0.
         if name in frozen:
             # Of replicated tables it is not detached: the table's own DDP waits for a gradient in every step.
-            values = ZeroGradient.apply(values) if name in self._replicated else values.detach()
+            values = _ZeroGradient.apply(values) if name in self._replicated else values.detach()
         return self._typed(values)
 
     def _typed(self, values: Tensor) -> Tensor:
@@ -111,3 +110,18 @@ def _with_values(jagged: JaggedTensor, values: Tensor) -> JaggedTensor:
 def _add(used: set[str], table: str, gradient: Tensor | None) -> None:
     if gradient is not None:  # torch calls the hooks of all outputs of a split when any of them gets a gradient
         used.add(table)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """The identity, whose gradient is zero: the table's DDP gets the gradient that it waits for, and rows stay frozen.
+
+    Zeros, not a product with 0, which would not remove a gradient that is not finite.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.zeros_like(gradient)

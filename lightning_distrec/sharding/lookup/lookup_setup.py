@@ -13,8 +13,8 @@ from torchrec.modules.embedding_configs import PoolingType
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds
+from lightning_distrec.sharding.sharders import ROW_TYPES
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
-from lightning_distrec.sharding.sharding_types import ROW_TYPES
 from lightning_distrec.sharding.tables import SMALL_ROWS, Table, output_names
 
 CheckIds = Literal["error", "warn", "ignore"]

@@ -20,14 +20,16 @@ from lightning_distrec._compat.torch import saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor
 from lightning_distrec.errors import IdsError
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.sharding.lookup.backward import BackwardOrder, SecondGradients, UpdateWatch
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding
 from lightning_distrec.sharding.lookup.lazy_outputs import (
+    BackwardOrder,
     LazyJaggedTensor,
     LazyKeyedTensor,
     LazyOutput,
     PooledEmbeddings,
+    SecondGradients,
+    UpdateWatch,
 )
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs

@@ -17,11 +17,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec._compat.torchrec import lookups_of
 from lightning_distrec._compat.torchrec_ids import WeightRoute
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.lookup.backward import SecondGradients
 from lightning_distrec.sharding.lookup.jagged import with_weights
+from lightning_distrec.sharding.lookup.lazy_outputs import SecondGradients
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupRequest
-from lightning_distrec.sharding.weights.shard_access import without_guards
+from lightning_distrec.sharding.shard_access import without_guards
 
 _hooked: WeakSet[nn.Module] = WeakSet()
 

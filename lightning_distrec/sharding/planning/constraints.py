@@ -11,7 +11,7 @@ from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.planned_table import TableData
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.sharding_types import (
+from lightning_distrec.sharding.sharders import (
     HOST_KERNELS,
     KERNELS,
     POOLED_TYPES,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
-from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES, ONE_NODE_TYPES
+from lightning_distrec.sharding.sharders import EVERY_RANK_TYPES, ONE_NODE_TYPES
 from lightning_distrec.units import format_bytes
 
 Ranks = NDArray[np.intp]

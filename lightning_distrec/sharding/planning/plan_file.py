@@ -13,7 +13,7 @@ from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.checks import why_not_inside, why_not_placed
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
+from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
 
 PLAN_FILE = "plan.json"
 """Name of a plan's file in log folders and checkpoints."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
-from lightning_distrec.sharding.sharding_types import HOST_KERNELS
+from lightning_distrec.sharding.sharders import HOST_KERNELS
 from lightning_distrec.sharding.tables import Table
 
 

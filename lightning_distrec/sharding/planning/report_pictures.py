@@ -20,7 +20,7 @@ from lightning_distrec.sharding.planning.report_text import (
 )
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, RankUsage, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS, estimate_traffic
-from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
+from lightning_distrec.sharding.sharders import SHARDING_TYPES
 from lightning_distrec.units import format_bytes, quantity
 
 MAX_BARS = 64

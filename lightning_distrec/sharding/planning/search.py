@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan, Ranks
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
-from lightning_distrec.sharding.sharding_types import EVERY_RANK_TYPES
+from lightning_distrec.sharding.sharders import EVERY_RANK_TYPES
 
 Options = Sequence[Sequence[EstimatedOption]]
 """The options of each table."""

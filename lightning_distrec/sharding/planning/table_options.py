@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.sharding.planning.bandwidths import BandwidthOption, as_bandwidths
 from lightning_distrec.sharding.planning.topology import reservation_of
-from lightning_distrec.sharding.sharding_types import KERNELS, SHARDING_TYPES
+from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]

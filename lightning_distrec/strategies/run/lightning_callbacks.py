@@ -45,13 +45,13 @@ class WeightCopies(nn.Module):
         self._rewriting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._write_back: Callable[[], None] = _nothing
         if has_tables:
-            from lightning_distrec.sharding.weights.shard_access import rewriting, write_back
+            from lightning_distrec.sharding.shard_access import rewriting, write_back
 
             self._rewriting, self._write_back = rewriting, write_back
         self._write_back()
         for i, parameter in enumerate(module.parameters()):
             copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            if hasattr(parameter, "place"):  # a guarded shard (sharding/weights/shard_weight.py); its copy is another
+            if hasattr(parameter, "place"):  # a guarded shard (sharding/shard_weight.py); its copy is another
                 copied.__class__, copied.place = type(parameter), parameter.place
             self.register_parameter(f"p{i}", copied)
         for i, buffer in enumerate(module.buffers()):

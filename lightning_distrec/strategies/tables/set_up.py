@@ -27,9 +27,8 @@ from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.shard_tables import TableSharding, shard_tables
-from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
-from lightning_distrec.sharding.table_registry import refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck

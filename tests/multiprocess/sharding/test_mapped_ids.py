@@ -18,7 +18,7 @@ from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.spec import specs_of
-from lightning_distrec.sharding.table_registry import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.adapted_models import Adapted, EvictsByFeature, MapsByHand, Subclassed
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state

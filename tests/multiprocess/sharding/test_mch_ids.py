@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
-from lightning_distrec.sharding.table_registry import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support import incremental_runs
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state

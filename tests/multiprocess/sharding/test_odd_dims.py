@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError, ShardingError
-from lightning_distrec.sharding.table_registry import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import (
     FEATURES,
     ClickModel,

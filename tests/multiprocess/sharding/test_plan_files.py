@@ -18,7 +18,7 @@ from lightning_distrec.cli.main import main
 from lightning_distrec.cli.output import EXIT_OK
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.planning.plan_file import load_plan
-from lightning_distrec.sharding.table_registry import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.strategies.tables.plan_of_run import OF_CHECKPOINT
 from tests.support.click_model import (
     ClickModel,

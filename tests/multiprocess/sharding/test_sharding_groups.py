@@ -23,7 +23,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_distrec import Communication, NormalizeRows, TorchRecShardedStrategy
 from lightning_distrec.callbacks.table_callbacks import scale_rows
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.sharding.table_registry import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import (
     FEATURES,
     ClickModel,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError, PlanError, ShardingError
-from lightning_distrec.sharding.table_registry import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import (
     FEATURES,
     EvaluatedModel,

@@ -25,7 +25,7 @@ from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, 
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, differences
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
-from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
+from lightning_distrec.sharding.sharders import SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.plan_of_run import folder_of
 from tests.support.planned_tables import topology_of

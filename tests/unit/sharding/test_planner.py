@@ -25,8 +25,7 @@ from lightning_distrec.sharding.planning.sharding_options import estimated_optio
 from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
-from lightning_distrec.sharding.sharders import sharders
-from lightning_distrec.sharding.sharding_types import SHARDING_TYPES
+from lightning_distrec.sharding.sharders import SHARDING_TYPES, sharders
 from tests.support.parameters import slow_except
 from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
 

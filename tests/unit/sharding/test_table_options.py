@@ -23,7 +23,7 @@ from lightning_distrec.sharding.planning.constraints import (
 )
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import options_by_table, replicated_collections
-from lightning_distrec.sharding.sharding_types import KERNELS
+from lightning_distrec.sharding.sharders import KERNELS
 from lightning_distrec.sharding.tables import Table, find_tables
 from tests.support.planned_tables import topology_of
 

@@ -35,7 +35,7 @@ class ChangedTables:
 
     def __init__(self, tables: SavedTables, plugin: Any) -> None:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
-        from lightning_distrec.sharding.weights.shard_access import writes
+        from lightning_distrec.sharding.shard_access import writes
 
         self.tables, self._writes = tables, writes
         self._touched = TouchedRows(tables.shards.kernels)

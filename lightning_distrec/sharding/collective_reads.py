@@ -1,4 +1,4 @@
-"""What user code reads of a sharded table over all ranks: sums and norms in a step, and gathered full weights."""
+"""What is read of a sharded table over all ranks: sums, norms and the L2 term in a step, and gathered full weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from lightning_distrec.sharding.weights.shard_access import GuardedTable, ShardPlace, without_guard
+from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.shard_access import GuardedTable, ShardPlace, without_guard, write_back
 
 SUMS = frozenset({"sum", "mean", "norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm"})
 INPUTS, ORDERS = ("input", "self", "x"), ("p", "ord")
@@ -151,3 +153,57 @@ def _shards(values: Tensor, rectangles: list[Rectangle]) -> Iterator[tuple[tuple
         index = slice(row, row + rows), slice(column, column + columns)
         yield index, values[begin : begin + rows * columns].view(rows, columns)
         begin += rows * columns
+
+
+def sharded_l2(module: nn.Module) -> Tensor:
+    """Collective where tables are sharded. Return the sum of squares of the weights of all tables in `module`, ().
+
+    module: an nn.Embedding, an nn.EmbeddingBag, a collection of torchrec's or one table of it, such as
+    `self.tables.embedding_bags["user"]`, or a module that contains some. They may be sharded or not.
+    The value is that of the full tables, the same on every rank; its gradients are those of this rank's shards. Its
+    square root is their norm. A table with such a term moves in every row, which no update inside of backward does: set
+    embedding_update="sparse" or "dense" for it.
+    Raises ShardingError: there are no tables in `module`.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    unsharded = {
+        id(p) for child in module.modules() if isinstance(child, kinds) for p in child.parameters(recurse=False)
+    }
+    sharded: list[Any] = [p for p in module.parameters() if hasattr(p, "place")]
+    # DDP, or that of torchrec's data-parallel tables, averages the gradients of weights that every rank has.
+    replicated = [
+        p
+        for p in module.parameters()
+        if not hasattr(p, "place") and (id(p) in unsharded or isinstance(p, TableBatchedEmbeddingSlice))
+    ]
+    if not sharded and not replicated:
+        raise ShardingError(f"sharded_l2: {type(module).__name__} has no embedding tables.")
+    terms = [p.float().square().sum() for p in replicated]
+    if sharded:
+        terms.append(_SumOfSquares.apply(sharded[0].place.table, *sharded))
+    return torch.stack(terms).sum()
+
+
+class _SumOfSquares(torch.autograd.Function):
+    """Returns the sum of squares over the shards of all ranks; gradients are those of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, table: GuardedTable, *weights: Tensor) -> Tensor:
+        ctx.table = table
+        write_back()
+        ctx.save_for_backward(*weights)
+        norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
+        total = torch.stack(norms).square().sum()
+        dist.all_reduce(total, group=table.group)
+        return total.float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Ranks with unequal batches weight their losses, and the mean of all weights is 1; a shard has one rank's term.
+        factor = 2.0 * gradient / ctx.table.loss_weight()
+        weights: tuple[Tensor, ...] = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:]
+        return None, *[
+            (factor * weight).to(weight.dtype) if needs else None for weight, needs in zip(weights, needed, strict=True)
+        ]

@@ -5,7 +5,7 @@ from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from lightning_distrec._compat import torch as _torch
-from lightning_distrec.sharding.data_parallel_tables import make_freezable
+from lightning_distrec.sharding.shard_tables import make_freezable
 
 
 def step(foreach: bool) -> list[torch.Tensor]:

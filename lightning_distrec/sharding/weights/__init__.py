@@ -1,1 +1,0 @@
-"""The weights that a module shows of sharded tables, and what may be done with them."""
