@@ -25,6 +25,11 @@ def shortened(words: Sequence[str], max_shown: int) -> str:
     return ", ".join(words[:max_shown]) + suffix
 
 
+def describe_error(error: BaseException) -> str:
+    """Return type and message of an error in one line, at most 200 characters of the message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return "0-3" for [0, 1, 2, 3], "0, 2" for [0, 2]."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

@@ -28,7 +28,7 @@ from lightning_distrec.strategies.estimates.module_sizes import configured_optim
 from lightning_distrec.strategies.tables.decisions import SelectedTables, select_tables, updates_in_fit
 from lightning_distrec.strategies.tables.replicas import why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
-from lightning_distrec.units import shortened
+from lightning_distrec.units import describe_error, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     except Exception as error:
         raise ConfigError(
             f"plan: configure_model of {type(module).__name__} cannot run on the meta device without a Trainer "
-            f"({locate_error(error)}{_line(error)}). Build there what needs neither, and "
+            f"({locate_error(error)}{describe_error(error)}). Build there what needs neither, and "
             "tensors whose values are read with device='cpu'."
         ) from error
     selection = select_tables(copied, settings)
@@ -83,7 +83,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     try:
         optimizers = configured_optimizers(copied)
     except Exception as error:
-        failed = _line(error)
+        failed = describe_error(error)
     kept_for = why_kept(settings.groups)
     updates, table_optimizers, notes = updates_in_fit(
         selection, copied, optimizers, trainer, plugin, device, {}, kept_for
@@ -135,10 +135,6 @@ def locate_error(error: BaseException) -> str:
     return place
 
 
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
 def count_ids_in_data(module: Any, data: Any, num_batches: int) -> IdStatistics:
     """Return what the first batches of each training dataloader look up, as one rank would draw them.
 
@@ -156,7 +152,7 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> IdStatistics:
         raise
     except Exception as error:
         raise ConfigError(
-            f"--from-data: the data cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+            f"--from-data: the data cannot be read ({describe_error(error)}). "
             "It is built as for fit, but without a Trainer; plan without --from-data, or set pooling_factor."
         ) from error
     if not statistics.num_batches:

@@ -23,7 +23,7 @@ from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.strategies.estimates.dense_options import watched_layers
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
-from lightning_distrec.units import parse_bytes
+from lightning_distrec.units import describe_error, parse_bytes
 
 
 def advise_on(options: Namespace) -> Advice:
@@ -63,7 +63,7 @@ def _profile_first_batch(built: RecipeBuilder, precision: str, chosen: ChosenOpt
             module.configure_model()
         layers = watched_layers(module, chosen.dense)
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = describe_error(error)
         return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
     return profile_step(module, batch, count_samples(batch), precision, takes_times=True, layers=layers)
 

@@ -27,7 +27,7 @@ from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
-from lightning_distrec.units import parse_bandwidth, parse_bytes
+from lightning_distrec.units import describe_error, parse_bandwidth, parse_bytes
 
 
 class PlanRecipeBuilder(MetaRecipeBuilder):
@@ -160,7 +160,7 @@ def _built(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> Any:
             raise
         raise ConfigError(
             f"plan: the module cannot be built on the meta device, where it takes no memory: {place}"
-            f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}. Give tensors whose values are read there "
+            f"{describe_error(cause)}. Give tensors whose values are read there "
             "device='cpu', or build them in a hook that runs later."
         ) from error
 

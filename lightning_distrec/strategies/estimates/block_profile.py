@@ -32,28 +32,43 @@ def numbered_blocks(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+Enter = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+Leave = Callable[[str, tuple[Any, ...], Any], None]
+
+
+@contextmanager
+def watch_modules(modules: Mapping[str, nn.Module], enter: Enter | None, leave: Leave) -> Iterator[None]:
+    """Call enter(path, args, kwargs) before each module's forward inside, and leave(path, args, output) after it."""
+    with ExitStack() as hooks:
+        for path, module in modules.items():
+            # The path as a default, since a closure in a loop would see the last one. A hook that returns None changes
+            # neither arguments nor output.
+            if enter is not None:
+                handle = module.register_forward_pre_hook(
+                    lambda _, args, kwargs, path=path: enter(path, args, kwargs), with_kwargs=True
+                )
+                hooks.callback(handle.remove)
+            handle = module.register_forward_hook(lambda _, args, output, path=path: leave(path, args, output))
+            hooks.callback(handle.remove)
+        yield
+
+
 @contextmanager
 def watch_blocks(module: nn.Module, profile: BlockProfile) -> Iterator[None]:
     """Record what the blocks of a module get while they run inside."""
     outputs: dict[str, Any] = {}
 
-    def watch(path: str, previous: str, block: nn.Module, hooks: ExitStack) -> None:
-        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], Tensor):
-                profile.input_bytes[path] = args[0].numel() * args[0].itemsize
-                if previous in outputs and outputs[previous] is args[0]:
-                    profile.follows.add(path)
-
-        def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            outputs[path] = output
-
-        hooks.callback(block.register_forward_pre_hook(enter).remove)
-        hooks.callback(block.register_forward_hook(leave).remove)
-
-    with ExitStack() as hooks:
-        for path, block in numbered_blocks(module).items():
+    def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args and isinstance(args[0], Tensor):
+            profile.input_bytes[path] = args[0].numel() * args[0].itemsize
             container, _, number = path.rpartition(".")
-            watch(path, f"{container}.{int(number) - 1}", block, hooks)
+            if outputs.get(f"{container}.{int(number) - 1}") is args[0]:
+                profile.follows.add(path)
+
+    def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
+        outputs[path] = output
+
+    with watch_modules(numbered_blocks(module), enter, leave):
         yield
 
 
@@ -152,7 +167,7 @@ def time_steps(
         moments = BlockMoments()
         if learns:
             module.zero_grad(set_to_none=True)
-        with _watched(blocks, moments, read_clock):
+        with _watch_moments(blocks, moments, read_clock):
             moments.begin = read_clock()
             result = forward()
             moments.loss = moments.end = read_clock()
@@ -171,17 +186,20 @@ def time_steps(
 
 
 @contextmanager
-def _watched(blocks: Mapping[str, nn.Module], moments: BlockMoments, read_clock: Callable[[], float]) -> Iterator[None]:
-    def note(times: dict[str, float], path: str, *_: Any) -> None:
-        times[path] = read_clock()
+def _watch_moments(
+    blocks: Mapping[str, nn.Module], moments: BlockMoments, read_clock: Callable[[], float]
+) -> Iterator[None]:
+    def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        moments.enter[path] = read_clock()
 
-    def leave(path: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        note(moments.leave, path)
+    def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
+        moments.leave[path] = read_clock()
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(note, moments.gradient, path))
+            # Called when the gradient of the output is complete, which is when the block's backward begins.
+            output.register_hook(partial(note_gradient, path))
 
-    with ExitStack() as hooks:
-        for path, block in blocks.items():
-            hooks.callback(block.register_forward_pre_hook(partial(note, moments.enter, path)).remove)
-            hooks.callback(block.register_forward_hook(partial(leave, path)).remove)
+    def note_gradient(path: str, gradient: Tensor) -> None:
+        moments.gradient[path] = read_clock()
+
+    with watch_modules(blocks, enter, leave):
         yield

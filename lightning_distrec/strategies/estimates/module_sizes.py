@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import DistRecError
@@ -20,7 +20,7 @@ from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks, choose_replicated, refuse_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.units import shortened
+from lightning_distrec.units import describe_error, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,29 +89,11 @@ def measure_module(
 
     settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
     """
-    with torch.random.fork_rng(devices=[]):  # what configure_model draws must not change what is drawn later
-        return _measure(module, settings, device_type, conversion, options or DenseOptions())
-
-
-def _measure(
-    module: LightningModule,
-    settings: Any,
-    device_type: str,
-    conversion: Conversion,
-    options: DenseOptions,
-) -> ModuleSizes:
+    options = options or DenseOptions()
     sizes = ModuleSizes()
-    try:
-        measured = meta_copy(module)
-    except Exception as error:
-        # The module itself is only read: its configure_model and configure_optimizers may change it.
-        measured, optimizers = module, None
-        sizes.notes.append(
-            f"the module cannot be copied and configured without a Trainer ({_one_line(error)}): it was measured as "
-            f"it is, with {UNKNOWN_TENSORS} tensors of optimizer state for each parameter"
-        )
-    else:
-        optimizers = _optimizers_or_note(measured, sizes)
+    # What configure_model draws must not change what is drawn later, so that advice changes no number of a fit.
+    with torch.random.fork_rng(devices=[]):
+        measured, optimizers = _copy_and_configure(module, sizes)
     sizes.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in measured.buffers())
     _measure_parameters(measured, optimizers, options.fsdp, sizes)
     for strategy, find in (("ddp_tuned", options.ddp_layers), ("fsdp_tuned", options.fsdp_layers)):
@@ -123,15 +105,25 @@ def _measure(
     return sizes
 
 
-def _optimizers_or_note(measured: LightningModule, sizes: ModuleSizes) -> list[Optimizer] | None:
+def _copy_and_configure(module: LightningModule, sizes: ModuleSizes) -> tuple[LightningModule, list[Optimizer] | None]:
+    """Return a copy on the meta device, or the module where it cannot be copied; and the optimizers where known."""
     try:
-        return configured_optimizers(measured)
+        copied = meta_copy(module)
+    except Exception as error:
+        # The module itself is only read: its configure_model and configure_optimizers may change it.
+        sizes.notes.append(
+            f"the module cannot be copied and configured without a Trainer ({describe_error(error)}): it was measured "
+            f"as it is, with {UNKNOWN_TENSORS} tensors of optimizer state for each parameter"
+        )
+        return module, None
+    try:
+        return copied, configured_optimizers(copied)
     except Exception as error:
         sizes.notes.append(
-            f"configure_optimizers failed on a copy of the module without a Trainer ({_one_line(error)}): "
+            f"configure_optimizers failed on a copy of the module without a Trainer ({describe_error(error)}): "
             f"{UNKNOWN_TENSORS} tensors of optimizer state are assumed for each parameter"
         )
-        return None
+        return copied, None
 
 
 def _measure_parameters(
@@ -152,8 +144,8 @@ def _measure_parameters(
     block_of = {id(parameter): i for i, block in enumerate(blocks) for parameter in block.parameters()}
     replicated = choose_replicated(measured, blocks, measured.automatic_optimization)
     replicated_ids = {id(parameter) for parameter in replicated.values()}
-    for name, parameter in measured.named_parameters():
-        size = ParameterSize(
+    sizes.parameters = [
+        ParameterSize(
             name=name,
             rows=parameter.shape[0] if parameter.dim() else 0,
             numel=parameter.numel(),
@@ -164,7 +156,8 @@ def _measure_parameters(
             block=block_of.get(id(parameter)),
             is_sharded=id(parameter) not in replicated_ids,
         )
-        sizes.parameters.append(size)
+        for name, parameter in measured.named_parameters()
+    ]
 
 
 def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes: ModuleSizes) -> dict[int, int]:
@@ -203,19 +196,19 @@ def _measure_tables(
     except DistRecError as error:
         sizes.refused["torchrec_sharded"] = str(error)
         return
-    sizes_by_id = {id(p): size for (_, p), size in zip(measured.named_parameters(), sizes.parameters, strict=True)}
-    for table in tables:
-        weight: Tensor = table.parameter
-        sizes.tables.append(
-            TableSize(
-                name=table.full_name,
-                path=table.collection,
-                weight=sizes_by_id[id(weight)],
-                dim=table.config.embedding_dim,
-                features=tuple(table.config.feature_names),
-                has_dense_gradient=has_dense_gradient[table.full_name],
-            )
+    # By identity, because a weight that is shared has several names and is listed under its first one alone.
+    sizes_by_id = {id(p): size for p, size in zip(measured.parameters(), sizes.parameters, strict=True)}
+    sizes.tables = [
+        TableSize(
+            name=table.full_name,
+            path=table.collection,
+            weight=sizes_by_id[id(table.parameter)],
+            dim=table.config.embedding_dim,
+            features=tuple(table.config.feature_names),
+            has_dense_gradient=has_dense_gradient[table.full_name],
         )
+        for table in tables
+    ]
 
 
 def _with_dense_gradients(
@@ -237,10 +230,6 @@ def _with_dense_gradients(
         {table.full_name for table in tables if table.plain is not None},
     )
     return {name: update.kind == "dense" for name, update in updates.items()}
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 TRUE_ITEMSIZE = {"16-true": 2, "bf16-true": 2, "64-true": 8}

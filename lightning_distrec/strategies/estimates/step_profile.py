@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,9 @@ from lightning_distrec.strategies.estimates.block_profile import (
     numbered_blocks,
     time_steps,
     watch_blocks,
+    watch_modules,
 )
+from lightning_distrec.units import describe_error
 
 Layers = frozenset[str]
 
@@ -91,22 +93,17 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
             activations.savers.setdefault(key, []).append(frozenset(activations.running))
         return tensor
 
-    def watch(path: str, layer: nn.Module, hooks: ExitStack) -> None:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            activations.running.append(path)
-            tensors = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            activations.inputs[path] = {key: size for key, size in storages.items() if key not in parameter_storages}
+    def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        activations.running.append(path)
+        tensors = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        activations.inputs[path] = {key: size for key, size in storages.items() if key not in parameter_storages}
 
-        def leave(*_: Any) -> None:
-            activations.running.remove(path)
+    def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
+        activations.running.remove(path)
 
-        hooks.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        hooks.callback(layer.register_forward_hook(leave).remove)
-
-    with ExitStack() as hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for path, layer in watched.items():
-            watch(path, layer, hooks)
+    # The hooks see every tensor that autograd keeps for backward; unpacking returns it as it is.
+    with watch_modules(watched, enter, leave), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield activations
 
 
@@ -178,7 +175,7 @@ def profile_step(
                 warnings.simplefilter("ignore")
                 times = time_steps(module, numbered_blocks(module), lambda: module.training_step(batch, 0))
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = describe_error(error)
         note = f"activations are left out: training_step failed on a batch without a Trainer ({reason})"
         return StepProfile(batch_size=batch_size, lookups=lookups, notes=(note,))
     finally:
@@ -199,22 +196,22 @@ def profile_step(
 def _count_lookups(module: nn.Module, lookups: dict[str, Lookups], batch_sizes: list[int]) -> Iterator[None]:
     """Record what every embedding and collection of the module looks up, and the batch sizes of collections' inputs."""
 
-    def count_at(path: str) -> Any:
-        def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            counted = lookups.setdefault(path, Lookups())
-            if args and hasattr(args[0], "length_per_key"):
-                batch_sizes.append(int(args[0].stride()))
-            for feature, ids, vectors in _counts(args[0] if args else None, output):
-                counted.ids[feature] += ids
-                counted.vectors[feature] += vectors
+    def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
+        counted = lookups.setdefault(path, Lookups())
+        if args and hasattr(args[0], "length_per_key"):
+            batch_sizes.append(int(args[0].stride()))
+        for feature, ids, vectors in _counts(args[0] if args else None, output):
+            counted.ids[feature] += ids
+            counted.vectors[feature] += vectors
 
-        return count
-
-    with ExitStack() as hooks:
-        for path, submodule in module.named_modules():
-            is_collection = hasattr(submodule, "embedding_bag_configs") or hasattr(submodule, "embedding_configs")
-            if is_collection or isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
-                hooks.callback(submodule.register_forward_hook(count_at(path)).remove)
+    collections = {
+        path: submodule
+        for path, submodule in module.named_modules()
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag))
+        or hasattr(submodule, "embedding_bag_configs")
+        or hasattr(submodule, "embedding_configs")
+    }
+    with watch_modules(collections, None, leave):
         yield
 
 

@@ -15,6 +15,7 @@ from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
+from lightning_distrec.units import describe_error
 
 MAX_NAMED = 4
 """Number of tables that the message names."""
@@ -63,7 +64,7 @@ def _count(
                         counts.look_at(batch, *([] if declare is None else [declare(batch)]))
                         total += 1
     except Exception as error:  # the user's loader fails in training again, where the error stops all ranks
-        notes.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        notes.append(describe_error(error))
     return counts, total, notes
 
 
