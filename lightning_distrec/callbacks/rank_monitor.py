@@ -56,7 +56,7 @@ class RankMonitor(Clocked):
         self._log_times = LogTimes("RankMonitor", every_n_steps)
         self._share, self._samples_from = straggler_share, samples_from
         self._latest, self._fit = Totals(), Totals()
-        self._board: RecordBoard | None = None
+        self._board: RecordBoard
         self._folder: str | None = None
         self._named: set[int] = set()
         self.summary: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class RankMonitor(Clocked):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._board is None or not self.clock.running:
+        if not self.clock.running:
             return
         samples = count_samples(batch, self._samples_from, warn=not self._fit.steps) or 0
         step = self.clock.end()
@@ -92,12 +92,12 @@ class RankMonitor(Clocked):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last record; rank 0 waits for those of all ranks, at most WAIT_SECONDS."""
         self.clock.stop()
-        if self._board is None or not self._fit.steps:
+        if not self._fit.steps:
             return
         self._put(trainer, "last")
         if trainer.is_global_zero:
             records = self._board.records("last", WAIT_SECONDS)
-            self.summary = summarize_ranks(records, self._board.missing(records), self._share, {})
+            self.summary = summarize_ranks(records, self._board.missing(records), self._share)
             self._board.clear()
 
     @override
@@ -123,9 +123,8 @@ class RankMonitor(Clocked):
                 rank_zero_warn(f"RankMonitor: the summary cannot be written to {file}: {error}.")
 
     def _put(self, trainer: Trainer, kind: str) -> None:
-        if self._board is not None:
-            memory = memory_of_rank(trainer.strategy.root_device)
-            self._board.put(RankRecord(trainer.global_rank, self._latest, self._fit, memory=memory), kind)
+        memory = memory_of_rank(trainer.strategy.root_device)
+        self._board.put(RankRecord(trainer.global_rank, self._latest, self._fit, memory=memory), kind)
 
     def _log(self, trainer: Trainer, records: list[RankRecord]) -> None:
         log(trainer, rank_numbers(records))

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from statistics import mean, median
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_distrec.spans import BACKWARD, WAIT_CONTROL_MESSAGE, WAIT_INPUT_D
 from lightning_distrec.units import format_bytes, format_ranks
 
 WAITS_FOR_RANKS = (WAIT_INPUT_DIST, WAIT_OUTPUT_DIST, WAIT_CONTROL_MESSAGE)
+MAX_SHOWN_RANKS = 16
 
 
 @dataclass
@@ -94,28 +96,23 @@ class RecordBoard:
     """Where ranks leave their latest record, and rank 0 reads them. One process has it to itself."""
 
     def __init__(self, name: str, rank: int) -> None:
-        self._several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._num_ranks = dist.get_world_size() if self._several else 1
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._num_ranks = dist.get_world_size() if several else 1
+        self._store = default_store() if several else dist.HashStore()
         self._name, self._rank = name, rank
-        self._local_record = ""
 
     def put(self, record: RankRecord, kind: str) -> None:
         """Leave a record of a kind, in place of the one before."""
-        self._local_record = record.json()
-        if self._several:
-            default_store().set(self._key(kind, self._rank), self._local_record)
+        self._store.set(self._key(kind, self._rank), record.json())
 
     def records(self, kind: str, wait_seconds: float = 0.0) -> list[RankRecord]:
         """Return the records that are there, after at most `wait_seconds` until all are."""
-        if not self._several:
-            return [RankRecord.read(self._local_record)]
-        store, ranks = default_store(), range(self._num_ranks)
+        keys = [self._key(kind, rank) for rank in range(self._num_ranks)]
         deadline = time.monotonic() + wait_seconds
-        while not store.check([self._key(kind, rank) for rank in ranks]) and time.monotonic() < deadline:
+        # By `check`, because `get` of a key that is missing waits as long as the process group's timeout.
+        while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return [
-            RankRecord.read(store.get(self._key(kind, rank))) for rank in ranks if store.check([self._key(kind, rank)])
-        ]
+        return [RankRecord.read(self._store.get(key)) for key in keys if self._store.check([key])]
 
     def missing(self, records: list[RankRecord]) -> list[int]:
         """Return the ranks without a record."""
@@ -123,10 +120,8 @@ class RecordBoard:
 
     def clear(self) -> None:
         """Take all records away, on rank 0."""
-        if self._several:
-            for kind in ("latest", "last"):
-                for rank in range(self._num_ranks):
-                    default_store().delete_key(self._key(kind, rank))
+        for kind, rank in product(("latest", "last"), range(self._num_ranks)):
+            self._store.delete_key(self._key(kind, rank))
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self._name}{kind}/{rank}"
@@ -155,10 +150,8 @@ def rank_numbers(records: Sequence[RankRecord]) -> dict[str, float]:
     return numbers | {"ranks/slowest_rank": float(records[own_ms.index(max(own_ms))].rank)}
 
 
-def summarize_ranks(
-    records: Sequence[RankRecord], missing: Sequence[int], share: float, sent: dict[str, float]
-) -> dict[str, Any]:
-    """Return the summary as plain values. sent: bytes per step by kind, the mean of all ranks; empty if not counted."""
+def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share: float) -> dict[str, Any]:
+    """Return the summary as plain values. missing: ranks without a record. share: see `stragglers`."""
     fits = [record.fit for record in records]
     seconds = max(fit.seconds for fit in fits)
     own_ms = [fit.ms(fit.own) for fit in fits]
@@ -174,7 +167,6 @@ def summarize_ranks(
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": records[own_ms.index(max(own_ms))].rank,
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
-        "bytes_sent_per_step": sent,
         "by_rank": [
             {
                 "rank": record.rank,
@@ -192,8 +184,8 @@ def summarize_ranks(
     }
 
 
-def print_summary(summary: dict[str, Any], max_ranks: int = 16, console: Console | None = None) -> None:
-    """Print the summary; of more than `max_ranks` ranks, those with the largest own time."""
+def print_summary(summary: dict[str, Any]) -> None:
+    """Print the summary; of more than MAX_SHOWN_RANKS ranks, those with the largest own time."""
     span_texts = ", ".join(f"{name} {ms:.1f}" for name, ms in summary["ms_per_step"].items())
     sent = sum(summary["bytes_sent_per_step"].values())
     lines = [
@@ -205,9 +197,9 @@ def print_summary(summary: dict[str, Any], max_ranks: int = 16, console: Console
         *([f"no record of rank {format_ranks(missing)}"] if (missing := summary["ranks_without_record"]) else []),
     ]
     rows = summary["by_rank"]
-    if len(rows) > max_ranks:
-        rows = sorted(rows, key=lambda row: -row["own_ms"])[:max_ranks]
-        lines.append(f"{max_ranks} of {summary['ranks']} ranks are shown, those with most time of their own")
+    if len(rows) > MAX_SHOWN_RANKS:
+        rows = sorted(rows, key=lambda row: -row["own_ms"])[:MAX_SHOWN_RANKS]
+        lines.append(f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most time of their own")
     text = TextTable(
         title=f"Fit over {summary['ranks']} ranks" if summary["ranks"] > 1 else "Fit",
         title_justify="left",
@@ -219,4 +211,4 @@ def print_summary(summary: dict[str, Any], max_ranks: int = 16, console: Console
     for row in rows:
         times = (f"{row[name]:.1f}" for name in ("step_ms", "own_ms", "wait_ms", "host_cpu_ms"))
         text.add_row(str(row["rank"]), row["host"], *times, *map(format_bytes, row["memory_bytes"].values()))
-    (console or Console()).print(text)
+    Console().print(text)

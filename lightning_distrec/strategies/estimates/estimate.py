@@ -3,6 +3,7 @@
 Estimated from sizes, without ranks. Sent bytes are those of ring collectives, and of all-to-alls among equal ranks."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -33,8 +34,8 @@ class ShardedBytes:
     def memory(self, parameters: list[ParameterSize]) -> dict[str, float]:
         """Return use of memory -> bytes."""
         memory = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
-        weights: dict[int | None, float] = {}
-        gradients: dict[int | None, float] = {}
+        weights: dict[int | None, float] = defaultdict(float)
+        gradients: dict[int | None, float] = defaultdict(float)
         for parameter in parameters:
             itemsize, local_numel = self._job.itemsize(parameter), self._local_numel(parameter)
             memory["parameters"] += local_numel * itemsize
@@ -42,20 +43,18 @@ class ShardedBytes:
             memory["gradients"] += local_numel * itemsize if parameter.requires_grad else 0
             if parameter.is_sharded:
                 gathered = parameter.numel * self._gathered_itemsize(parameter)
-                weights[parameter.block] = weights.get(parameter.block, 0.0) + gathered
-                # The gradient before reduce-scatter.
-                learning = gathered if parameter.requires_grad else 0.0
-                gradients[parameter.block] = gradients.get(parameter.block, 0.0) + learning
+                weights[parameter.block] += gathered
+                gradients[parameter.block] += gathered if parameter.requires_grad else 0.0
         if self._ranks > 1:
+            # The root's parameters stay gathered for the whole step. Of blocks one is gathered at the peak, with its
+            # gradients before they are reduced, unless the options let all stay after forward.
             root_bytes = weights.pop(None, 0.0) + gradients.pop(None, 0.0)
-            memory["gathered"] = root_bytes + self._max_gathered(weights, gradients)
+            if self._options.reshard_after_forward is False:
+                peak = sum(weights.values()) + max(gradients.values(), default=0.0)
+            else:
+                peak = max((weights[block] + gradients[block] for block in weights), default=0.0)
+            memory["gathered"] = root_bytes + peak
         return memory
-
-    def _max_gathered(self, weights: dict[int | None, float], gradients: dict[int | None, float]) -> float:
-        """Return the bytes of blocks that are gathered at once at the peak: one, unless all stay."""
-        if self._options.reshard_after_forward is False:
-            return sum(weights.values()) + max(gradients.values(), default=0.0)
-        return max((weights[block] + gradients[block] for block in weights), default=0.0)
 
     def sent(self, parameters: list[ParameterSize]) -> dict[str, float]:
         """Return the bytes of all-gathers and reduce-scatters, and of what replicas average.
@@ -71,7 +70,7 @@ class ShardedBytes:
                 continue
             numel = self._local_numel(parameter) * self._ranks
             gathered_itemsize = self._gathered_itemsize(parameter)
-            gathered += self._times(parameter, last) * numel * gathered_itemsize
+            gathered += self._num_gathers(parameter.block, last) * numel * gathered_itemsize
             if parameter.requires_grad:
                 reduce = self._dtypes.reduce
                 reduced = numel * (gathered_itemsize if reduce is None else reduce.itemsize)
@@ -84,11 +83,10 @@ class ShardedBytes:
             "dense gradients": share * scattered + between * replicated + over_all * averaged,
         }
 
-    def _times(self, parameter: ParameterSize, last: int | None) -> int:
+    def _num_gathers(self, block: int | None, last_block: int | None) -> int:
         reshard = self._options.reshard_after_forward
-        is_in_block = parameter.block is not None
-        is_kept = is_in_block and (reshard is False or (reshard == "auto" and parameter.block == last))
-        return 1 if is_kept else 2
+        stays_gathered = block is not None and (reshard is False or (reshard == "auto" and block == last_block))
+        return 1 if stays_gathered else 2
 
     def _gathered_itemsize(self, parameter: ParameterSize) -> int:
         is_own = self._dtypes.param is None or (parameter.block is None and self._dtypes.casts)
@@ -156,13 +154,11 @@ def estimate_strategies(
     """
     options = options or DenseOptions()
     every, dense = sizes.parameters, sizes.dense_parameters
-    rows = _rows_sent(sizes.tables, job, profile)
-    if planned is not None and rows is not None:
-        rows = planned.sent
-    compression = _compression_memory(every, job, options)
-    replicated = Estimate(
-        strategy=DDP, memory=_added(replicated_memory(every, job), compression), sent=_ddp_sent(every, job, options)
-    )
+    rows = None
+    if profile.batch_size is not None:
+        rows = _rows_sent(sizes.tables, job, profile, profile.batch_size) if planned is None else planned.sent
+    memory = _added(replicated_memory(every, job), _compression_memory(every, job, options))
+    replicated = Estimate(strategy=DDP, memory=memory, sent=_ddp_sent(every, job, options))
     try:
         shards = ShardedBytes(job, options.fsdp)
         sharded = Estimate(strategy=FSDP, memory=shards.memory(every), sent=shards.sent(every))
@@ -177,16 +173,7 @@ def estimate_strategies(
         sent = None if rows is None else rows | shards.sent(dense)
         estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(shards.memory(dense), tables), sent=sent))
     checkpointing = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
-    return [
-        _completed(estimate, sizes, profile, job, checkpointing.get(estimate.strategy, False)) for estimate in estimates
-    ]
-
-
-def dense_memory(sizes: ModuleSizes, job: Job, is_sharded: bool) -> dict[str, float]:
-    """Return the memory of the layers without tables on a rank: replicated as under DDP, or sharded by FSDP."""
-    dense = sizes.dense_parameters
-    memory = ShardedBytes(job).memory(dense) if is_sharded else replicated_memory(dense, job)
-    return _added(memory, {"parameters": float(sizes.buffer_bytes)})
+    return [_completed(e, sizes, profile, job, checkpointing.get(e.strategy, False)) for e in estimates]
 
 
 def _completed(
@@ -242,9 +229,17 @@ def _compression_memory(parameters: Iterable[ParameterSize], job: Job, options: 
     state = 0
     for p in parameters:
         if p.requires_grad:
-            sent = sent_numbers(_shape(p), options.powersgd.matrix_rank)
+            sent = _sent_numel(p, options)
             state += job.itemsize(p) * (p.numel + (sent if sent < p.numel else 0))
     return {"exchange": float(state)}
+
+
+def _sent_numel(parameter: ParameterSize, options: DenseOptions) -> int:
+    """Return the elements of a gradient that ddp_tuned sends: all, or those of PowerSGD's two matrices."""
+    if options.powersgd is None:
+        return parameter.numel
+    shape = torch.Size((parameter.rows, parameter.numel // max(parameter.rows, 1)))
+    return sent_numbers(shape, options.powersgd.matrix_rank)
 
 
 def _ddp_sent(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions | None = None) -> dict[str, float]:
@@ -252,29 +247,23 @@ def _ddp_sent(parameters: Iterable[ParameterSize], job: Job, options: DenseOptio
     sent = 0
     for p in parameters:
         if p.requires_grad and not p.has_sparse_gradient:
-            numel = p.numel if options.powersgd is None else sent_numbers(_shape(p), options.powersgd.matrix_rank)
-            sent += numel * (job.itemsize(p) if options.comm_dtype == "fp32" else 2)
+            sent += _sent_numel(p, options) * (job.itemsize(p) if options.comm_dtype == "fp32" else 2)
     return {"dense gradients": 2 * job.sent_share * sent}
 
 
-def _shape(parameter: ParameterSize) -> torch.Size:
-    """Return a parameter's shape as a matrix."""
-    return torch.Size((parameter.rows, parameter.numel // max(parameter.rows, 1)))
-
-
-def _rows_sent(tables: list[TableSize], job: Job, profile: StepProfile) -> dict[str, float] | None:
+def _rows_sent(tables: list[TableSize], job: Job, profile: StepProfile, batch_size: int) -> dict[str, float]:
     """Return the bytes that lookups send: ids (input dist), rows (output dist), and the rows' gradients."""
-    if profile.batch_size is None:
-        return None
     ids = rows = gradients = 0.0
     for table in tables:
         counted = profile.lookups.get(table.path)
-        assumed = profile.batch_size * len(table.features)  # one id per feature and sample
-        num_ids = assumed if counted is None else sum(counted.ids[feature] for feature in table.features)
-        num_vectors = assumed if counted is None else sum(counted.vectors[feature] for feature in table.features)
+        num_ids = num_vectors = batch_size * len(table.features)  # one id per feature and sample, unless counted
+        if counted is not None:
+            num_ids = sum(counted.ids[feature] for feature in table.features)
+            num_vectors = sum(counted.vectors[feature] for feature in table.features)
+        row_bytes = job.sent_share * num_vectors * table.dim * ROW_ITEMSIZE
         ids += job.sent_share * num_ids * ID_BYTES
-        rows += job.sent_share * num_vectors * table.dim * ROW_ITEMSIZE
-        gradients += job.sent_share * num_vectors * table.dim * ROW_ITEMSIZE if table.weight.requires_grad else 0
+        rows += row_bytes
+        gradients += row_bytes if table.weight.requires_grad else 0
     return {"ids": ids, "rows": rows, "row gradients": gradients}
 
 
