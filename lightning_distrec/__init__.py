@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.stage_schedule import StageSchedule
     from lightning_distrec.callbacks.table_callbacks import DynamicIds, NormalizeRows, PlanLogger
     from lightning_distrec.callbacks.throughput import Throughput
-    from lightning_distrec.checkpoint.options import CheckpointOptions
+    from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
     from lightning_distrec.prefetch.options import PrefetchOptions
     from lightning_distrec.sharding.collective_reads import sharded_l2
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
@@ -65,7 +65,7 @@ __all__ = [
 _HOMES = {
     "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
     "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.powersgd",
-    "CheckpointOptions": "lightning_distrec.checkpoint.options",
+    "CheckpointOptions": "lightning_distrec.checkpoint.checkpoint_options",
     "Communication": "lightning_distrec.callbacks.communication",
     "DynamicIds": "lightning_distrec.callbacks.table_callbacks",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
@@ -124,7 +124,7 @@ def _is_folder(path: Any) -> bool:
 
 
 def _read_folder(path: Any, with_optimizers: bool, pickles: bool) -> Any:
-    contents = import_module("lightning_distrec.checkpoint.tools.contents")
+    contents = import_module("lightning_distrec.checkpoint.contents")
     return contents.read_full(Path(path), with_optimizers, pickles)
 
 

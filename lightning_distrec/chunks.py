@@ -86,6 +86,11 @@ class LazyTensor:
         return self  # Lightning's WeightAveraging copies whole states before it loads them
 
 
+def num_bytes(tensor: ChunkedTensor | LazyTensor) -> int:
+    """Return the bytes of the full tensor."""
+    return tensor.size().numel() * tensor.dtype.itemsize
+
+
 def row_ranges(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
     """Yield the first row, and the number of rows, of blocks of at most BLOCK_BYTES (or of one row)."""
     row_bytes = itemsize

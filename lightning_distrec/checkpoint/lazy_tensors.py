@@ -1,6 +1,6 @@
 """Handles of a checkpoint's tensors: what a rank needs of a tensor is read from the file, by the rectangle."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec.checkpoint.plain_state import STORED, map_nested
 from lightning_distrec.checkpoint.storage import StoredTensors
-from lightning_distrec.chunks import Box, Chunk, LazyTensor, copy_into, narrowed, overlap, row_ranges
+from lightning_distrec.chunks import Chunk, LazyTensor, copy_into, num_bytes, row_ranges
 from lightning_distrec.errors import CheckpointError
 
 
@@ -68,68 +68,6 @@ class SafetensorsTensor(LazyTensor):
     def read(self) -> Tensor:
         tensor: Tensor = self._slices[:] if self.shape else self._file.get_tensor(self._key)
         return tensor
-
-
-@dataclass(frozen=True, eq=False)
-class ShardRows:
-    """Some rows of a rectangle of a tensor."""
-
-    offsets: tuple[int, ...]
-    """Where the rectangle begins in the tensor; one number for a tensor of one number per row."""
-    sizes: tuple[int, ...]
-    """The rectangle's shape."""
-    ids: "RowIds"
-    rows: LazyTensor
-    """Their values, in the order of the ids: (num_ids, num_columns), or (num_ids,)."""
-
-
-class RowIds:
-    """Rows of a tensor by number, ascending; read once. first, count: the rows that they are of."""
-
-    def __init__(self, lazy: LazyTensor, first: int, count: int) -> None:
-        self._lazy, self._first, self._count = lazy, first, count
-        self._ids: Tensor | None = None
-
-    def read(self) -> Tensor:
-        """Return the numbers, (num_ids,). Raises CheckpointError: they are damaged."""
-        if self._ids is None:
-            ids = self._lazy.read().long()
-            outside = ids.numel() and (int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count)
-            if outside or bool((ids[1:] <= ids[:-1]).any()):
-                raise CheckpointError("a difference is damaged: the numbers of its rows are not as they were written.")
-            self._ids = ids
-        return self._ids
-
-
-class PatchedTensor(LazyTensor):
-    """A tensor of one checkpoint with rows of a later one in their places."""
-
-    def __init__(self, base: LazyTensor, shards: Sequence[ShardRows]) -> None:
-        self._base, self._shards, self.shape, self.dtype = base, shards, tuple(base.shape), base.dtype
-
-    @override
-    def read_into(self, chunks: Sequence[Chunk]) -> None:
-        self._base.read_into(chunks)
-        for shard in self._shards:
-            for chunk in chunks:
-                box = overlap((shard.offsets, shard.sizes), chunk.box)
-                if box is not None:
-                    _put_rows(narrowed(chunk.tensor.detach(), chunk.offsets, box), box, shard)
-
-
-def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
-    """Write the shard's rows into `target`, which lies in `box` of the tensor."""
-    first, count = box[0][0], box[1][0]
-    ids = shard.ids.read()
-    begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
-    columns = shard.sizes[1:]
-    for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
-        values = torch.empty((number, *columns), dtype=shard.rows.dtype)
-        shard.rows.read_into([Chunk((begin + start, *[0] * len(columns)), values)])
-        places = ids[begin + start : begin + start + number] - first
-        if columns:
-            values = values.narrow(1, box[0][1] - shard.offsets[1], box[1][1])
-        target[places.to(target.device)] = values.to(target.device, target.dtype)
 
 
 def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTensors) -> StoredTensor:
@@ -191,3 +129,23 @@ def _read_shard(lazy: LazyTensor, like: DTensor) -> DTensor:
     if local.numel():
         lazy.read_into([Chunk(local_offsets(like), local)])
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:
+    """Yield a tensor's rows in order, on the host and contiguous, BLOCK_BYTES or one row at a time.
+
+    Each block is overwritten by the next one.
+    """
+    shape = tuple(lazy.shape)
+    if not shape:
+        number = torch.empty((), dtype=lazy.dtype)
+        lazy.read_into([Chunk((), number)])
+        yield number
+        return
+    memory: Tensor | None = None
+    for first, count in row_ranges(shape, lazy.dtype.itemsize) if num_bytes(lazy) else ():
+        if memory is None:
+            memory = torch.empty((count, *shape[1:]), dtype=lazy.dtype)
+        block = memory[:count]
+        lazy.read_into([Chunk((first, *[0] * (len(shape) - 1)), block)])
+        yield block

@@ -1,11 +1,4 @@
-"""Writes a checkpoint's folder: every rank its chunks, rank 0 the rest; at once, or while training goes on.
-
-state.pt        what is plain or small: loops, callbacks, schedulers, hyperparameters; names of the tensors
-rank_<r>.pt     what only that rank has: its random generators, its dataloaders' positions
-plan.json       the sharding plan, for people and for later runs that want to use it; not needed to load
-__<r>_0.distcp, .metadata    the tensors, by torch.distributed.checkpoint
-complete.json   the marker, written last
-"""
+"""The checkpoints that threads of this process are writing, by their paths."""
 
 import contextlib
 import threading
@@ -14,17 +7,27 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 from lightning_distrec.atomic_files import write_file
-from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, clean_up, remove
-from lightning_distrec.checkpoint.in_flight import writing
+from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, clean_up, is_checkpoint, remove
+from lightning_distrec.checkpoint.host_copies import copy_to_host
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
-from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.checkpoint.storage import write_tensors
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.ranks import Ranks
+
+writing: dict[Path, Thread] = {}
+
+
+def wait_for_checkpoint(path: Path) -> bool:
+    """Return whether there is a complete checkpoint, a file or a folder; where one is being written, once it is."""
+    if (thread := writing.get(path.absolute())) is not None:
+        thread.join()
+    return is_checkpoint(path)
+
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import FORMAT
-from lightning_distrec.checkpoint.chunking import as_chunked
-from lightning_distrec.checkpoint.gather import free_host_bytes, gather_on_rank_0, num_bytes
-from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
+from lightning_distrec.checkpoint.host_copies import copy_to_host, free_host_bytes, gather_on_rank_0, num_bytes
 from lightning_distrec.checkpoint.plain_state import (
     STORED,
+    as_chunked,
     extract_tensors,
     insert_tensors,
     map_nested,
@@ -31,7 +31,6 @@ from lightning_distrec.checkpoint.plain_state import (
     to_bytes,
 )
 from lightning_distrec.checkpoint.save import PLAN_FILE, RankContent, RanksOfThread, on_all_ranks, unfinished_on_rank_0
-from lightning_distrec.checkpoint.staging import copy_to_host
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.ranks import Ranks

@@ -71,7 +71,7 @@ def _inspect(options: Namespace) -> int:
 
 
 def _verify(path: Path) -> int:
-    from lightning_distrec.checkpoint.tools.contents import verify
+    from lightning_distrec.checkpoint.contents import verify
 
     changed = verify(path)
     for name in changed:

@@ -69,7 +69,7 @@ def run(options: Namespace) -> int:
         task = progress.add_task("", total=None)
         if options.format in FOLDERS:
             return _export_folder(options, lambda count: progress.advance(task, count))
-        from lightning_distrec.checkpoint.tools.export import export
+        from lightning_distrec.checkpoint.tools.export_checkpoint import export
 
         export(
             Path(options.checkpoint),

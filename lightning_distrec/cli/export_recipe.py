@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_distrec._compat import hide_upstream_deprecations
-from lightning_distrec.checkpoint.tools.contents import read_contents
+from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.cli.recipe_builder import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import Served, export_for_serving

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
-from lightning_distrec.checkpoint.tools.contents import num_bytes
-from lightning_distrec.checkpoint.tools.safetensors_file import write_safetensors
+from lightning_distrec.checkpoint.tools.export_checkpoint import write_safetensors
+from lightning_distrec.chunks import num_bytes
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.program import Program, export_program, free_sizes, needed_packages, tensors_of

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_distrec.checkpoint.incremental.packed_rows import dequantized, packed_width, quantized
 from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.checkpoint.packed_rows import dequantized, packed_width, quantized
 from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
 from lightning_distrec.errors import ConfigError
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_distrec.checkpoint.tools.contents import read_blocks
+from lightning_distrec.checkpoint.lazy_tensors import read_blocks
 from tests.benchmarks.checkpointing_model import SavedDLRM, endless_loader, fill, must_hold, sharded_tensors, tables_in
 from tests.benchmarks.checkpointing_saves import Job
 from tests.benchmarks.checkpointing_turns import Peak, all_gather, slowest
@@ -90,7 +90,7 @@ def load_as_lightning_does(trainer: pl.Trainer, path: Path) -> None:
 
 def export_peaks(job: Job) -> dict[str, int]:
     """Export our checkpoint in this process, the one of those that `run_on_ranks` runs; returns bytes by suffix."""
-    from lightning_distrec.checkpoint.tools.export import export
+    from lightning_distrec.checkpoint.tools.export_checkpoint import export
 
     found = {}
     for suffix in (".ckpt", ".safetensors"):

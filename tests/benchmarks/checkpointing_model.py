@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec.distributed.types import ShardedTensor
 
-from lightning_distrec.checkpoint.lazy_tensors import tensors_of
-from lightning_distrec.checkpoint.tools.contents import read_blocks, read_contents
+from lightning_distrec.checkpoint.contents import read_contents
+from lightning_distrec.checkpoint.lazy_tensors import read_blocks, tensors_of
 from lightning_distrec.chunks import LazyTensor
 from tests.benchmarks.performance_model import DIM, LEARNING_RATE, NUM_TABLES, Batches, as_dict, make_net, table_bytes
 

@@ -13,7 +13,7 @@ from tests.benchmarks.checkpointing_turns import file_system
 from tests.support.ranks import run_on_ranks
 
 NUM_RANKS = 2
-EXPORT = "lightning_distrec.checkpoint.tools.export"
+EXPORT = "lightning_distrec.checkpoint.tools.export_checkpoint"
 
 
 @dataclass

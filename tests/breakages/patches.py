@@ -126,7 +126,7 @@ BREAKAGES = (
     # ---- serving
     Breakage(
         "nibbles",
-        "lightning_distrec/checkpoint/incremental",
+        "lightning_distrec/checkpoint/packed_rows.py",
         r"numbers & 15, numbers >> 4",
         "numbers >> 4, numbers & 15",
         "Rows of 4 bits are read with neighbouring numbers swapped.",
@@ -191,7 +191,7 @@ BREAKAGES = (
     ),
     Breakage(
         "random-state",
-        "lightning_distrec/checkpoint",
+        "lightning_distrec/strategies/checkpoints",
         r'random\.setstate\(states\["python"\]\)',
         "pass",
         "A resumed run draws other random numbers than the run that never stopped.",
@@ -385,7 +385,7 @@ BREAKAGES = (
     ),
     Breakage(
         "slots-filled-too-early",
-        "lightning_distrec/checkpoint/staging.py",
+        "lightning_distrec/checkpoint/host_copies.py",
         r"arrival\.synchronize\(\) place",
         "place",
         "On a GPU asynchronous checkpoints hold bytes of other rows.",
@@ -859,7 +859,7 @@ BREAKAGES = (
     ),
     Breakage(
         "upload-in-flight",
-        "lightning_distrec/checkpoint/in_flight.py",
+        "lightning_distrec/checkpoint/save.py",
         r"thread\.join\(\)",
         "pass",
         "A logger looks for a checkpoint that a thread is still writing, and never uploads it.",

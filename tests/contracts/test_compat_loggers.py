@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import litlogger, mlflow, utilities, wandb
 
 from lightning_distrec._compat import lightning_checkpoints as _lightning_checkpoints
-from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
+from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from tests.support.checkpoint_folders import by_rows, write_folder
 
 

@@ -24,14 +24,13 @@ SHARDING = {
     "sharding/planning",
 }
 CLUSTER = {"cluster", "cluster/watchdog"}
-CHECKPOINT = {"checkpoint", "checkpoint/tools", "checkpoint/incremental"}
+CHECKPOINT = {"checkpoint", "checkpoint/tools"}
 BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PREFETCH | {"optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
     "strategies/activations",
     "strategies/checkpoints",
-    "strategies/checkpoints/tables",
     "strategies/data_parallel",
     "strategies/fully_sharded",
     "strategies/stages",
@@ -61,16 +60,14 @@ MAY_IMPORT = {
     "prefetch/computed": GROUND | {"prefetch/provenance"},
     "prefetch": GROUND | {"prefetch/provenance", "prefetch/computed"},
     "checkpoint": GROUND,
-    "checkpoint/incremental": GROUND | {"checkpoint"},
-    "checkpoint/tools": GROUND | {"checkpoint", "checkpoint/incremental"},
+    "checkpoint/tools": GROUND | {"checkpoint"},
     "cluster/watchdog": GROUND,
     "cluster": GROUND | {"cluster/watchdog"},
     "sharding/mapping": GROUND,
     "sharding": GROUND | {"sharding/mapping"},
     "sharding/lookup": GROUND | {"sharding", "sharding/mapping"},
     "sharding/planning": GROUND | {"sharding"},
-    "strategies/checkpoints/tables": BELOW_STRATEGIES,
-    "strategies/checkpoints": BELOW_STRATEGIES | {"strategies/checkpoints/tables"},
+    "strategies/checkpoints": BELOW_STRATEGIES,
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/data_parallel"},
     "strategies/activations": BELOW_STRATEGIES,
     "strategies/data_parallel": BELOW_STRATEGIES,

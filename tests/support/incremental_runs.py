@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 
 from lightning_distrec import NormalizeRows
-from lightning_distrec.checkpoint.incremental.marks import Mark, mark_of
+from lightning_distrec.checkpoint.contents import read_contents
+from lightning_distrec.checkpoint.difference import Mark, read_mark
 from lightning_distrec.checkpoint.lazy_tensors import tensors_of
-from lightning_distrec.checkpoint.tools.contents import read_contents
 from tests.support.click_model import rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.resuming import Changed
@@ -187,7 +187,7 @@ def resume(path: str, optimizer: Optimizer, strategy: dict[str, Any] | None = No
 
 def series_in(folder: Path) -> dict[str, Mark]:
     """Return name -> mark of the checkpoints of a series."""
-    found = {path.name: mark_of(path, read_contents(path).marker) for path in folder.glob("series/*.ckpt")}
+    found = {path.name: read_mark(path, read_contents(path).marker) for path in folder.glob("series/*.ckpt")}
     return {name: mark for name, mark in sorted(found.items()) if mark is not None}
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
+from lightning_distrec.checkpoint.contents import open_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.plain_state import map_nested
@@ -16,8 +16,9 @@ def load(path: Path, rank: int = 0, num_ranks: int = 1, pickles: bool = False) -
 
 def plain_checkpoint(path: Path | str) -> dict[str, Any]:
     """Return a checkpoint of whatever form with all its tensors in memory."""
+    full: dict[str, Any] = _read_tensors(load(Path(path)).checkpoint, "")
+    return full
 
-    def read(value: Any, where: str) -> Any:
-        return map_nested(materialized(value), where, read)
 
-    return read(load(Path(path)).checkpoint, "")  # type: ignore[no-any-return]
+def _read_tensors(value: Any, path: str) -> Any:
+    return map_nested(materialized(value), path, _read_tensors)

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as TextTable
 
-from lightning_distrec.checkpoint.incremental.marks import mark_of
+from lightning_distrec.checkpoint.contents import read_contents
+from lightning_distrec.checkpoint.difference import read_mark
 from lightning_distrec.checkpoint.lazy_tensors import tensors_of
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.save import PLAN_FILE
-from lightning_distrec.checkpoint.tools.contents import num_bytes, read_contents
-from lightning_distrec.chunks import LazyTensor
+from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError, MissingCheckpointError
 from lightning_distrec.units import format_ranks, quantity
 
@@ -97,7 +97,7 @@ def _description_of(path: Path, contents: Loaded, bytes_on_disk: int) -> Descrip
     checkpoint, marker = contents.checkpoint, contents.marker or {}
     plan = marker.get("plan", {})
     state = checkpoint.get("state_dict")
-    mark = mark_of(path, marker)
+    mark = read_mark(path, marker)
     tables = {key: table_plan for name, table_plan in plan.items() for key in _keys_of(name)}
     tensors = [_tensor(name, lazy, tables.get(name)) for name, lazy in tensors_of(state).items()]
     return Description(

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lightning_distrec.atomic_files import write_file
 from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder
-from lightning_distrec.checkpoint.incremental.loading import CHANGED, ROW_IDS, Difference, open_checkpoint
-from lightning_distrec.checkpoint.incremental.marks import INCREMENTAL
+from lightning_distrec.checkpoint.contents import open_checkpoint, read_contents, verify
+from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Difference
 from lightning_distrec.checkpoint.lazy_tensors import tensors_of
 from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, map_nested, read_plain, to_bytes
 from lightning_distrec.checkpoint.save import PLAN_FILE, STATE_FILE, rank_file
 from lightning_distrec.checkpoint.storage import write_tensors
-from lightning_distrec.checkpoint.tools.contents import read_contents, verify
 from lightning_distrec.chunks import Chunk, ChunkedTensor, LazyTensor
 from lightning_distrec.errors import CheckpointError
 

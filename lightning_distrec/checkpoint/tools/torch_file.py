@@ -14,10 +14,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, read_blocks, tensors_of
 from lightning_distrec.checkpoint.plain_state import map_nested
-from lightning_distrec.checkpoint.tools.contents import bytes_of, num_bytes, read_blocks
-from lightning_distrec.chunks import LazyTensor
+from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
 
 _HEADER = struct.Struct("<26xHH")
@@ -135,3 +134,8 @@ def _write_directory(file: IO[bytes], path: Path, checksums: dict[int, int]) -> 
             file.seek(begin + _CHECKSUM_IN_ENTRY)
             file.write(struct.pack("<I", checksums[entry.header_offset]))
         begin += _ENTRY.size + sum(lengths)
+
+
+def bytes_of(block: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host."""
+    return block.reshape(-1).view(torch.uint8).numpy().data

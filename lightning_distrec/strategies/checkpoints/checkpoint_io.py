@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 
-from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
+from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
+from lightning_distrec.checkpoint.contents import open_checkpoint
 from lightning_distrec.checkpoint.load import CheckpointFile, StoredCheckpoint
-from lightning_distrec.checkpoint.options import CheckpointOptions
 from lightning_distrec.checkpoint.save import RanksOfThread
 from lightning_distrec.checkpoint.single_file import FileSnapshot
 from lightning_distrec.errors import CheckpointError, ConfigError, MissingCheckpointError

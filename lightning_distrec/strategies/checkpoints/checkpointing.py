@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_distrec.checkpoint.chunking import as_chunked
-from lightning_distrec.checkpoint.gather import gather_everywhere, gather_on_rank_0
+from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
+from lightning_distrec.checkpoint.host_copies import gather_everywhere, gather_on_rank_0
 from lightning_distrec.checkpoint.load import Loaded
-from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.checkpoint.plain_state import as_chunked
 from lightning_distrec.checkpoint.save import STATE_FILE, RankContent, Saver, Snapshot, rank_file, take_folder_snapshot
 from lightning_distrec.checkpoint.single_file import fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.announced import announce_in_flight
+from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.checkpoint_io import (
     SnapshotForIO,
     is_elsewhere,
@@ -33,12 +34,33 @@ from lightning_distrec.strategies.checkpoints.checkpoint_io import (
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves, begin_series
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
-from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates
+from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates, StateRanks
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters, refuse_callbacks
 from lightning_distrec.strategies.checkpoints.positions import Positions
-from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
-from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
+from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 from lightning_distrec.versions import find_installed
+
+
+def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
+    """Let ModelCheckpoint see the checkpoint in flight.
+
+    It appends a version to a name that exists, and asks the file system, where the name is not there yet: hence the
+    replaced method.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            if callback.save_last == "link":
+                raise ConfigError(
+                    "ModelCheckpoint(save_last='link') and async_save: the link would lead to a checkpoint that is "
+                    "not there yet. Set save_last=True."
+                )
+            callback.file_exists = partial(_exists, saver, callback)  # type: ignore[method-assign]
+
+
+def _exists(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
+    is_being_written = saver.in_flight == Path(filepath).absolute()
+    return is_being_written or type(callback).file_exists(callback, filepath, trainer)
+
 
 if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
     from lightning_distrec.sharding.sharders import ShardingByTable

@@ -15,15 +15,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_distrec.checkpoint.atomic_folder import MARKER, read_marker
-from lightning_distrec.checkpoint.incremental.marks import INCREMENTAL, Mark, mark_of
-from lightning_distrec.checkpoint.incremental_options import IncrementalOptions
+from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
+from lightning_distrec.checkpoint.difference import INCREMENTAL, Mark, read_mark
 from lightning_distrec.checkpoint.save import Saver
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
-from lightning_distrec.strategies.checkpoints.tables.changed_tables import ChangedTables
-from lightning_distrec.strategies.checkpoints.tables.difference import as_difference, tensors_of_tables
-from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
+from lightning_distrec.strategies.checkpoints.table_differences import as_difference, tensors_of_tables
+from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 
 FOLDER = "incremental_checkpoints"
 """In default_root_dir, with a folder for each job."""
@@ -141,7 +141,7 @@ class IncrementalSaves:
         stored = []
         for path in self._folder.glob("[!.]*.ckpt"):
             with suppress(CheckpointError, OSError):  # damaged, or not complete: it is not known to be of this series
-                mark = mark_of(path, read_marker(path))
+                mark = read_mark(path, read_marker(path))
                 if path != written and mark is not None and mark.series == self._series:
                     stored.append(((path / MARKER).stat().st_mtime_ns, path, mark))
         for path in no_longer_needed(stored, self._options.keep - 1, self._base.name if self._base else ""):

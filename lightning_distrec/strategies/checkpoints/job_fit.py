@@ -1,17 +1,170 @@
-"""One fit of a job: what it is called over restarts, and what the checkpoints that it saves say of that."""
+"""One fit of a job: what it is called over restarts, what its checkpoints say of that, and where they are."""
 
+import contextlib
 import itertools
+import json
 import os
 import re
 import secrets
 import sys
+import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+
+from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.checkpoint.atomic_folder import remove
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.checkpoints.job_record import JobRecord
+
+FOLDER = ".distrec-jobs"
+"""Where the records are, in default_root_dir."""
+KEPT_SECONDS = 30 * 24 * 3600.0
+"""After this time without a change a record is removed, by whichever job makes one."""
+CHECKPOINT_SUFFIX = ".ckpt"
+REACHED = ".reached-"
+
+
+@dataclass
+class _Places:
+    start: str = ""
+    folders: list[str] = field(default_factory=list)
+    """Folders with checkpoints whose names end as Lightning's do."""
+    files: list[str] = field(default_factory=list)
+    """Checkpoints with other names."""
+    elsewhere: list[str] = field(default_factory=list)
+    """The last one that is on no file system."""
+    has_ended: bool = False
+
+
+class JobRecord:
+    """What is known of one fit. root: the trainer's default_root_dir. name: of the fit."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._path = root / FOLDER / f"{name}.json"
+        self._places = _Places()
+        self._is_written = True
+
+    def read(self) -> None:
+        """Read what was written before this start. On rank 0; nothing where there is no record."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self._places = _Places(**json.loads(self._path.read_text()))
+
+    def forget(self) -> None:
+        """Begin a new record. The old one stays on disk until something is saved."""
+        self._places = _Places()
+
+    @property
+    def start(self) -> str:
+        """The start of the fit that saved last; "" where it is not known."""
+        return self._places.start
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the fit came to its end."""
+        return self._places.has_ended
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """Checkpoints that are on no file system, where they are not looked for."""
+        return self._places.elsewhere
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved."""
+        places = self._places
+        return not (places.folders or places.files or places.elsewhere)
+
+    def candidates(self, more_folders: list[Path]) -> list[Path]:
+        """Return what may be a checkpoint of the fit. more_folders: to look into."""
+        folders = dict.fromkeys([*map(Path, self._places.folders), *more_folders])
+        paths = [path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))]
+        resolved = (path.resolve() for path in [*paths, *map(Path, self._places.files)])  # last.ckpt may be a link
+        return list(dict.fromkeys(path for path in resolved if path.exists()))
+
+    def folders(self) -> list[Path]:
+        """Return the folders in which checkpoints were saved."""
+        return list(
+            dict.fromkeys([*map(Path, self._places.folders), *(Path(file).parent for file in self._places.files)])
+        )
+
+    def note_saving(self, path: str, start: str, is_alone: bool = False) -> None:
+        """Note where a checkpoint will be. On every rank, of which rank 0 writes.
+
+        start: of the fit; those of another start are not looked for any more. is_alone: others in its folder are not of
+        this job.
+        """
+        old_places = asdict(self._places)
+        if self._places.start != start:
+            self._places = _Places(start)
+        places, local = self._places, Path(path).absolute()
+        if "://" in path:
+            places.elsewhere = [path]
+        elif is_alone or local.suffix != CHECKPOINT_SUFFIX:
+            places.files = list(dict.fromkeys([*places.files, str(local)]))
+        else:
+            places.folders = list(dict.fromkeys([*places.folders, str(local.parent)]))
+        if asdict(places) != old_places:
+            self._write()
+
+    def go_on(self) -> None:
+        """Note that a fit that may have come to its end goes on. On rank 0."""
+        if self._places.has_ended:
+            self._places.has_ended = False
+            self._write()
+
+    def end(self) -> None:
+        """Note that the fit came to its end. On rank 0."""
+        self._forget_reached()
+        if not self.candidates([]):
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+                self._path.parent.rmdir()  # where it is the last one
+            return
+        self._places.has_ended = True
+        self._write()
+
+    def note_reached(self, step: int) -> None:
+        """Note a step that the fit had come to when it failed: by the name of an empty file, for ranks that race."""
+        if not self.is_empty:
+            with contextlib.suppress(OSError):
+                self._path.with_suffix(f"{REACHED}{step}").touch()
+
+    def reached(self) -> int | None:
+        """Return the last step that the fit came to before any failure; None where it is not known."""
+        steps = [path.name.rpartition(REACHED)[2] for path in self._reached_files()]
+        return max((int(step) for step in steps if step.isdecimal()), default=None)
+
+    def _reached_files(self) -> list[Path]:
+        stem = self._path.name.removesuffix(".json")
+        return [path for path in self._path.parent.glob(f"*{REACHED}*") if path.name.startswith(f"{stem}{REACHED}")]
+
+    def _forget_reached(self) -> None:
+        for path in self._reached_files():
+            path.unlink(missing_ok=True)
+
+    @rank_zero_only
+    def _write(self) -> None:
+        try:
+            if not self._path.exists():
+                self._remove_old()
+            replace_file(self._path, json.dumps(asdict(self._places), indent=1).encode())
+        except OSError as error:
+            if self._is_written:
+                self._is_written = False
+                rank_zero_warn(
+                    f"{self._path} cannot be written ({error}): after a restart, checkpoints of this job are looked "
+                    "for in the dirpath of ModelCheckpoint only. Set default_root_dir to a folder that can be written."
+                )
+
+    def _remove_old(self) -> None:
+        for path in self._path.parent.glob("*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                    path.unlink()
+
 
 RUN_NAME = "LIGHTNING_DISTREC_RUN_NAME"
 """Variable for `run_name`, where the options do not set it."""

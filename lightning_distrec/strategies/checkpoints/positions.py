@@ -1,16 +1,67 @@
 """Where a run continues, in the middle of an epoch too: loaders' positions, random generators, Lightning's counters."""
 
+import random
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec.checkpoint.generators import generator_states, set_generator_states
+from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, resumable, states_of_all_ranks
-from lightning_distrec.strategies.checkpoints.plateaus import warn_of_missed_epoch
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states, as plain types and tensors."""
+    _, keys, *position = numpy.random.get_state(legacy=True)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (torch.from_numpy(numpy.asarray(keys, dtype="int64")), *position),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Set the generators to states that `generator_states` returned."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    keys, *position = states["numpy"]
+    numpy.random.set_state(("MT19937", keys.numpy().astype("uint32"), *position))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def update_in_resumed_epoch(trainer: Trainer) -> None:
+    """Let schedulers be updated at the end of a resumed epoch too, once a validation in it has given their metrics.
+
+    Others stay without an update, as in Lightning: a training epoch's metrics are not in checkpoints.
+    """
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.restarting:
+        return
+    monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
+        update_plateaus_of_this_epoch(trainer)
+
+
+def warn_of_missed_epoch(trainer: Trainer) -> None:
+    """Say which schedulers miss an epoch, where a run resumes from after an epoch's last batch and before its end."""
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.interval == "epoch":
+            rank_zero_warn(
+                f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the checkpoint was saved at the "
+                "end of an epoch, before Lightning updated the scheduler, and Lightning resumes with the next epoch. "
+                "Resume from a checkpoint of the middle of an epoch (ModelCheckpoint(every_n_train_steps=N)) to update "
+                "it in each."
+            )
+
 
 COUNTERS = ("ready", "started", "processed", "completed")
 POSITIONS = "distrec_positions"

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec.checkpoint.atomic_folder import clean_up
-from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
+from lightning_distrec.checkpoint.contents import open_checkpoint
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, new_label

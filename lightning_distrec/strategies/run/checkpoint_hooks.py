@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_distrec.cluster.process_exit import note_failure
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
-from lightning_distrec.strategies.checkpoints.plateaus import update_in_resumed_epoch
+from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
 from lightning_distrec.strategies.run.forked_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.run import Session
 

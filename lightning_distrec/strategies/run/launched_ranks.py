@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
 from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
-from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
+from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers
 from lightning_distrec.cluster.interface import GLOO, choose_interface

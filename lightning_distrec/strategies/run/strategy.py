@@ -20,7 +20,7 @@ from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_logging import log_at_less_python
 from lightning_distrec.absent_tensors import refuse_absent
-from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import local_world_size, publish_ranks
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure

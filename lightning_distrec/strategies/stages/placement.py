@@ -22,7 +22,7 @@ from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.prefetch.peek import first_batches, loaders_in, unchanged, why_not
-from lightning_distrec.strategies.checkpoints.zero_state import StateRanks
+from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.estimates.block_profile import time_steps
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
 from lightning_distrec.strategies.stages.chain import StageLayout, find_chain, split_chain

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_distrec.checkpoint.options import CheckpointOptions
+from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks

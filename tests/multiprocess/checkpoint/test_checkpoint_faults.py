@@ -27,7 +27,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning_distrec.checkpoint import atomic_folder, storage
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
-from lightning_distrec.checkpoint.tools.export import export
+from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters
 from tests.support.click_model import ClickModel, rank_loader, seeded

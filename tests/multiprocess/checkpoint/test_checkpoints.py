@@ -136,9 +136,9 @@ def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_sharding_type(tm
 
 
 def _save_without_room(path: str) -> str:
-    from lightning_distrec.checkpoint import gather
+    from lightning_distrec.checkpoint import host_copies
 
-    free_host_bytes, gather.free_host_bytes = gather.free_host_bytes, lambda: 1000
+    free_host_bytes, host_copies.free_host_bytes = host_copies.free_host_bytes, lambda: 1000
     model = seeded(EvaluatedModel, *SGD)
     trainer = make_trainer(ONE_FILE)
     model.on_train_end = lambda: None
@@ -148,7 +148,7 @@ def _save_without_room(path: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        gather.free_host_bytes = free_host_bytes
+        host_copies.free_host_bytes = free_host_bytes
     return "nothing"
 
 

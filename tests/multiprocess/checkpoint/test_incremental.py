@@ -15,14 +15,13 @@ import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.checkpoint.atomic_folder import MARKER
-from lightning_distrec.checkpoint.incremental.loading import CHANGED, _shard_rows
-from lightning_distrec.checkpoint.incremental.marks import Mark
-from lightning_distrec.checkpoint.incremental.packed_rows import quantized
+from lightning_distrec.checkpoint.contents import read_full, verify
+from lightning_distrec.checkpoint.difference import CHANGED, Mark, _shard_rows
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor, stored_tensor
+from lightning_distrec.checkpoint.packed_rows import quantized
 from lightning_distrec.checkpoint.plain_state import read_plain, to_bytes
 from lightning_distrec.checkpoint.save import STATE_FILE
 from lightning_distrec.checkpoint.storage import StoredTensors
-from lightning_distrec.checkpoint.tools.contents import read_full, verify
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.merge import merge
 from lightning_distrec.cli.main import main

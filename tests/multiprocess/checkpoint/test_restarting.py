@@ -20,7 +20,7 @@ from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints import job_fit, resuming
-from lightning_distrec.strategies.checkpoints.job_record import FOLDER
+from lightning_distrec.strategies.checkpoints.job_fit import FOLDER
 from lightning_distrec.strategies.run.stopping import StopOptions
 from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.checkpoint import single_file
-from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
-from lightning_distrec.checkpoint.tools.contents import verify
+from lightning_distrec.checkpoint.contents import verify
+from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.checkpoint.tools.describe import describe
 from tests.support.embedding_models import loader, pairs
 from tests.support.plain_checkpoints import plain_checkpoint

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_distrec.checkpoint.tools.contents import verify
+from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.cli.main import main
 from lightning_distrec.cli.output import EXIT_OK

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from lightning_distrec.checkpoint.tools.describe import describe, print_description
-from lightning_distrec.checkpoint.tools.export import export
+from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
 from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 

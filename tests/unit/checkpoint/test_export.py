@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_distrec import chunks as chunks_module
 from lightning_distrec.checkpoint.storage import read_metadata
-from lightning_distrec.checkpoint.tools.export import export
+from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
 from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 

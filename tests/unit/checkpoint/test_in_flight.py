@@ -4,8 +4,7 @@ import threading
 import time
 from pathlib import Path
 
-from lightning_distrec.checkpoint.in_flight import wait_for_checkpoint
-from lightning_distrec.checkpoint.save import Saver
+from lightning_distrec.checkpoint.save import Saver, wait_for_checkpoint
 from tests.support.checkpoint_folders import SingleRank
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint import staging
-from lightning_distrec.checkpoint.staging import Ring, copy_to_host
+from lightning_distrec.checkpoint.host_copies import Ring, copy_to_host
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from tests.support.emulated_streams import emulated_streams
 
@@ -87,7 +86,7 @@ def test_a_ring_that_nothing_goes_through_has_no_memory() -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_copies_of_shards_are_equal_and_share_no_memory(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a GPU, but for a copy that is still on its way.
-    monkeypatch.setattr(staging.Ring.__init__, "__defaults__", (2, SLOT))
+    monkeypatch.setattr(Ring.__init__, "__defaults__", (2, SLOT))
 
     def copied() -> list[tuple[Tensor, Tensor, Tensor]]:
         sources = [tensor.to(torch.device("cpu")) + 0 if on_gpu else tensor.clone() for tensor in tensors()]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
-from lightning_distrec.checkpoint.tools.contents import verify
 from lightning_distrec.cli.main import main
 from lightning_distrec.cli.output import EXIT_ERROR, EXIT_OK
 from lightning_distrec.errors import CheckpointError

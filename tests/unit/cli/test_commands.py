@@ -246,11 +246,13 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_distrec.checkpoint.tools import contents, torch_file
+    from lightning_distrec.checkpoint.tools import torch_file
+
+    as_bytes = torch_file.bytes_of
 
     def ask_to_end(piece: torch.Tensor) -> memoryview:
         os.kill(os.getpid(), signal.SIGTERM)
-        return contents.bytes_of(piece)
+        return as_bytes(piece)
 
     before = signal.getsignal(signal.SIGTERM)
     _folder(str(tmp_path / "a.ckpt"))

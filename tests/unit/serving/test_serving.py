@@ -24,8 +24,8 @@ from torchrec import (
     PoolingType,
 )
 
-from lightning_distrec.checkpoint.incremental.packed_rows import dequantized, quantized
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
+from lightning_distrec.checkpoint.packed_rows import dequantized, quantized
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import export_for_serving

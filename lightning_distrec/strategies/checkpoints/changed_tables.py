@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_distrec._compat.lightning import call_after_closure
 from lightning_distrec._compat.torch import versions_of, without_torch_function
-from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
+from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 
 if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
     from lightning_distrec.sharding.row_gradients import LocalShard

@@ -1,18 +1,25 @@
-"""A checkpoint's content outside of any run: its tensors stay in their files, and are read in blocks of rows."""
+"""Opens a checkpoint on disk, of whichever form: for a run that loads it, and for tools outside of any run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lightning_distrec.checkpoint.incremental.loading import open_checkpoint
+from lightning_distrec.checkpoint.difference import Difference, read_mark
 from lightning_distrec.checkpoint.lazy_tensors import materialized
-from lightning_distrec.checkpoint.load import Loaded
+from lightning_distrec.checkpoint.load import CheckpointFile, CheckpointFolder, Loaded, StoredCheckpoint
 from lightning_distrec.checkpoint.plain_state import map_nested, plain_optimizer_state
-from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
-from lightning_distrec.errors import CheckpointError
+from lightning_distrec.errors import CheckpointError, MissingCheckpointError
+
+
+def open_checkpoint(path: Path) -> StoredCheckpoint:
+    """Return a checkpoint on disk, of whichever form. Raises CheckpointError: see `read_marker`; there is none."""
+    if not path.is_dir():
+        if not path.exists():
+            raise MissingCheckpointError(f"there is no checkpoint {path}.")
+        return CheckpointFile(path)
+    folder = CheckpointFolder(path)
+    mark = read_mark(path, folder.marker)
+    return Difference(folder, mark) if mark is not None and mark.is_difference else folder
 
 
 def read_contents(path: Path, pickles: bool = False) -> Loaded:
@@ -52,33 +59,3 @@ def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[
 
     full: dict[str, Any] = read(checkpoint, "")
     return full
-
-
-def num_bytes(lazy: LazyTensor) -> int:
-    """Return the size of a tensor in bytes."""
-    return lazy.size().numel() * lazy.dtype.itemsize
-
-
-def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:
-    """Yield a tensor's rows in order, on the host and contiguous, BLOCK_BYTES or one row at a time.
-
-    Each block is overwritten by the next one.
-    """
-    shape = tuple(lazy.shape)
-    if not shape:
-        number = torch.empty((), dtype=lazy.dtype)
-        lazy.read_into([Chunk((), number)])
-        yield number
-        return
-    memory: Tensor | None = None
-    for first, count in row_ranges(shape, lazy.dtype.itemsize) if num_bytes(lazy) else ():
-        if memory is None:
-            memory = torch.empty((count, *shape[1:]), dtype=lazy.dtype)
-        block = memory[:count]
-        lazy.read_into([Chunk((first, *[0] * (len(shape) - 1)), block)])
-        yield block
-
-
-def bytes_of(block: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host."""
-    return block.reshape(-1).view(torch.uint8).numpy().data

@@ -6,13 +6,8 @@ scale and offset in float16. A number is
 FloatToFusedNBitRowwiseQuantizedSBHalf.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from typing_extensions import override
-
-from lightning_distrec.chunks import Chunk, LazyTensor
 
 
 def packed_width(dim: int, bits: int) -> int:
@@ -38,19 +33,3 @@ def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
     if bits == 4:
         numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).reshape(-1, dim)
     return numbers.float() * scales[:, :1] + scales[:, 1:]
-
-
-class UnpackedRows(LazyTensor):
-    """Rows of 8 bits, unpacked while they are read. packed: (num_rows, dim + 8) uint8."""
-
-    def __init__(self, packed: LazyTensor, dtype: torch.dtype) -> None:
-        self._packed, self.dtype = packed, dtype
-        self.shape = (packed.shape[0], packed.shape[1] - packed_width(0, 8))
-
-    @override
-    def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Read and unpack the rows of `chunks`, which are full rows."""
-        for chunk in chunks:
-            packed = torch.empty((len(chunk.tensor), self._packed.shape[1]), dtype=torch.uint8)
-            self._packed.read_into([Chunk((chunk.offsets[0], 0), packed)])
-            chunk.tensor.copy_(dequantized(packed, self.shape[1], 8))

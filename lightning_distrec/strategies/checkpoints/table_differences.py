@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_distrec._compat.torch import without_torch_function
-from lightning_distrec.checkpoint.incremental.loading import CHANGED, ROW_IDS
+from lightning_distrec.checkpoint.difference import CHANGED, ROW_IDS
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.strategies.checkpoints.tables.changed_tables import ChangedTables
-from lightning_distrec.strategies.checkpoints.tables.saved_tables import SavedTables
+from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
+from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 
 if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
     from lightning_distrec.sharding.row_gradients import LocalShard

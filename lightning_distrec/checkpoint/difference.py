@@ -1,0 +1,238 @@
+"""A checkpoint by difference: the rows of tables that have changed since a full checkpoint, which its marker names.
+
+It is read by handles of tensors that have the base's rows and, over them, those of the difference."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, tensors_of
+from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded, Origin
+from lightning_distrec.checkpoint.packed_rows import dequantized, packed_width
+from lightning_distrec.checkpoint.plain_state import map_nested
+from lightning_distrec.checkpoint.storage import StoredTensors, matches_checksums
+from lightning_distrec.chunks import Box, Chunk, LazyTensor, narrowed, overlap, row_ranges
+from lightning_distrec.errors import CheckpointError
+
+INCREMENTAL = "incremental"
+"""Key in the marker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Of a full checkpoint, or of a difference, in a series of one job."""
+
+    id: str
+    """Drawn for each; a folder that was replaced under the same name has another."""
+    series: str
+    """What all checkpoints of one job say."""
+    base_name: str = ""
+    """The folder of the full checkpoint that a difference is to be laid over, next to its own; "" for a full one."""
+    base_id: str = ""
+    changed: dict[str, int]
+    """Full name of a table -> rows that the difference has of it; the other tables are in it in full."""
+    row_bits: int = 32
+    """Bits a number of the rows of float32 tables; differences of early versions may have 8, which is not exact."""
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether it needs a base."""
+        return bool(self.base_name)
+
+
+def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
+    """Return what a marker says, None for checkpoints of no series. Raises CheckpointError: it is damaged."""
+    fields = (marker or {}).get(INCREMENTAL)
+    if fields is None:
+        return None
+    try:
+        mark = Mark(**fields)
+        if not (mark.id and all(isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id))):
+            raise TypeError("no text")
+        if os.path.basename(mark.base_name) != mark.base_name or not isinstance(mark.changed, dict):
+            raise TypeError(f"a base {mark.base_name!r}")
+        if mark.row_bits not in (8, 32):
+            raise TypeError(f"{mark.row_bits!r} bits")
+    except TypeError as error:
+        raise CheckpointError(f"{path} is damaged: its marker says {fields!r} of its base ({error}).") from None
+    return mark
+
+
+CHANGED = "__changed_rows__"
+"""Key of a dict in place of a tensor: the tensor's shards, of each where it lies, its changed rows, their numbers."""
+ROW_IDS = "changed_row_ids"
+"""Key in a difference: name -> numbers of the changed rows of a shard."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardRows:
+    """Some rows of a rectangle of a tensor."""
+
+    offsets: tuple[int, ...]
+    """Where the rectangle begins in the tensor; one number for a tensor of one number per row."""
+    sizes: tuple[int, ...]
+    """The rectangle's shape."""
+    ids: "RowIds"
+    rows: LazyTensor
+    """Their values, in the order of the ids: (num_ids, num_columns), or (num_ids,)."""
+
+
+class RowIds:
+    """Rows of a tensor by number, ascending; read once. first, count: the rows that they are of."""
+
+    def __init__(self, lazy: LazyTensor, first: int, count: int) -> None:
+        self._lazy, self._first, self._count = lazy, first, count
+        self._ids: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """Return the numbers, (num_ids,). Raises CheckpointError: they are damaged."""
+        if self._ids is None:
+            ids = self._lazy.read().long()
+            outside = ids.numel() and (int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count)
+            if outside or bool((ids[1:] <= ids[:-1]).any()):
+                raise CheckpointError("a difference is damaged: the numbers of its rows are not as they were written.")
+            self._ids = ids
+        return self._ids
+
+
+class PatchedTensor(LazyTensor):
+    """A tensor of one checkpoint with rows of a later one in their places."""
+
+    def __init__(self, base: LazyTensor, shards: Sequence[ShardRows]) -> None:
+        self._base, self._shards, self.shape, self.dtype = base, shards, tuple(base.shape), base.dtype
+
+    @override
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        self._base.read_into(chunks)
+        for shard in self._shards:
+            for chunk in chunks:
+                box = overlap((shard.offsets, shard.sizes), chunk.box)
+                if box is not None:
+                    _put_rows(narrowed(chunk.tensor.detach(), chunk.offsets, box), box, shard)
+
+
+def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
+    """Write the shard's rows into `target`, which lies in `box` of the tensor."""
+    first, count = box[0][0], box[1][0]
+    ids = shard.ids.read()
+    begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
+    columns = shard.sizes[1:]
+    for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
+        values = torch.empty((number, *columns), dtype=shard.rows.dtype)
+        shard.rows.read_into([Chunk((begin + start, *[0] * len(columns)), values)])
+        places = ids[begin + start : begin + start + number] - first
+        if columns:
+            values = values.narrow(1, box[0][1] - shard.offsets[1], box[1][1])
+        target[places.to(target.device)] = values.to(target.device, target.dtype)
+
+
+class UnpackedRows(LazyTensor):
+    """Rows of 8 bits, unpacked while they are read. packed: (num_rows, dim + 8) uint8."""
+
+    def __init__(self, packed: LazyTensor, dtype: torch.dtype) -> None:
+        self._packed, self.dtype = packed, dtype
+        self.shape = (packed.shape[0], packed.shape[1] - packed_width(0, 8))
+
+    @override
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        """Read and unpack the rows of `chunks`, which are full rows."""
+        for chunk in chunks:
+            packed = torch.empty((len(chunk.tensor), self._packed.shape[1]), dtype=torch.uint8)
+            self._packed.read_into([Chunk((chunk.offsets[0], 0), packed)])
+            chunk.tensor.copy_(dequantized(packed, self.shape[1], 8))
+
+
+class Difference:
+    """A folder with the changed rows of tables, to be laid over the full checkpoint next to it that its mark names."""
+
+    def __init__(self, folder: CheckpointFolder, mark: Mark) -> None:
+        self.folder, self._mark = folder, mark
+
+    def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
+        """Read it with its base. The checksums of the difference's chunks are compared, each by one of the ranks."""
+        loaded, path = self.folder.load(rank, num_ranks, pickles), self.folder.path
+        for name, record in StoredTensors(path).records(rank, num_ranks):
+            if not matches_checksums(record):
+                raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
+        if self._mark.row_bits != 32 and rank == 0:
+            warnings.warn(
+                f"{path} has its changed rows in {self._mark.row_bits} bits a number, as an earlier version could "
+                "write them: what resumes from it is near the run that never stopped, and not equal to it.",
+                stacklevel=2,
+            )
+        return self._laid_over_base(loaded, pickles)
+
+    def contents(self, pickles: bool = False) -> Loaded:
+        """Read it with its base."""
+        return self._laid_over_base(self.folder.contents(pickles), pickles)
+
+    def origin(self, pickles: bool = False) -> Origin:
+        """Return where it comes from."""
+        return self.folder.origin(pickles)
+
+    def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
+        """Read all of it and of its base, and return what has changed."""
+        changed, base = self.folder.changed_bytes(on_progress), self._base()
+        return changed | {f"{name} of its base {base.path.name}" for name in base.changed_bytes(on_progress)}
+
+    def _base(self) -> CheckpointFolder:
+        """Return the full checkpoint. Raises CheckpointError: it is not the one, or damaged."""
+        path, base_path = self.folder.path, self.folder.path.resolve().parent / self._mark.base_name
+        try:
+            base = CheckpointFolder(base_path)
+            mark = read_mark(base_path, base.marker)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{path} is a difference, and its base {base_path} cannot be read: {error} Keep the two in one folder."
+            ) from error
+        if mark is None or mark.id != self._mark.base_id:
+            raise CheckpointError(
+                f"{path} is a difference, and {base_path} is not its base but another checkpoint of that name. Use "
+                "another checkpoint."
+            )
+        return base
+
+    def _laid_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
+        """Return a checkpoint with tensors of its base where the difference has some rows only."""
+        path, base = self.folder.path, self._base()
+        base_tensors = tensors_of(base.contents(pickles).checkpoint)
+        try:
+            ids = {name: as_lazy(value) for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items()}
+            read_ids: dict[str, RowIds] = {}
+
+            def patch(item: Any, place: str) -> Any:
+                if not (isinstance(item, Mapping) and CHANGED in item):
+                    return map_nested(item, place, patch)
+                base_tensor = base_tensors.get(place)
+                if base_tensor is None or tuple(base_tensor.shape) != tuple(item["shape"]):
+                    raise CheckpointError(f"{path} is a difference of '{place}', which its base {base.path} has not.")
+                shards = [_shard_rows(shard, ids, read_ids, base_tensor.dtype) for shard in item[CHANGED]]
+                return PatchedTensor(base_tensor, shards)
+
+            checkpoint: dict[str, Any] = patch(loaded.checkpoint, "")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: its rows are not as they were written ({error!r}).") from error
+        return replace(loaded, checkpoint=checkpoint)
+
+
+def _shard_rows(
+    shard: Mapping[str, Any], ids: Mapping[str, Any], read_ids: dict[str, RowIds], dtype: torch.dtype
+) -> ShardRows:
+    offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
+    rows, numbers = as_lazy(shard["rows"]), ids[name]
+    if rows is not None and shard.get("bits", 32) == 8:
+        if rows.dtype != torch.uint8 or len(rows.shape) != 2:
+            raise ValueError(f"packed rows of {offsets}")
+        rows = UnpackedRows(rows, dtype)
+    if rows is None or tuple(rows.shape) != (*numbers.shape, *sizes[1:]) or len(offsets) != len(sizes):
+        raise ValueError(f"rows of {offsets}")
+    if name not in read_ids:
+        read_ids[name] = RowIds(numbers, offsets[0], sizes[0])
+    return ShardRows(offsets, sizes, read_ids[name], rows)

@@ -1,1 +1,0 @@
-"""Checkpoints by difference: rows that have changed since a full checkpoint, which the folder names."""
